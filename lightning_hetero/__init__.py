@@ -1,0 +1,33 @@
+"""Train models that do not fit the accelerator, or even RAM, from ordinary PyTorch Lightning code.
+
+``Trainer(strategy="hetero_offload")`` works without importing this package; import it for plans, errors and the strategy class.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero import _autoload
+from lightning_hetero.errors import HeteroError
+
+if TYPE_CHECKING:
+    from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+    from lightning_hetero.strategies import HeteroOffloadStrategy
+
+__version__ = "0.1.0"
+__all__ = ["BlockPlan", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane"]
+
+_HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
+_HOMES["HeteroOffloadStrategy"] = "lightning_hetero.strategies"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the public names on first use: importing the package costs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+_autoload.install()

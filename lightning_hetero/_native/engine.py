@@ -1,0 +1,387 @@
+"""The engine: transfers and updates that run in native threads, and the tickets that say when."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_hetero._native.kernels import Hyper
+from lightning_hetero._native.library import (
+    ETIMEDOUT,
+    FLOATS,
+    CEngineOptions,
+    CHyper,
+    CSegment,
+    CStats,
+    CTask,
+    CTimes,
+    check,
+    check_address,
+    check_dtype,
+    check_range,
+    functions,
+)
+from lightning_hetero._native.store import Block, Handle, Patch, Store, check_run
+from lightning_hetero.errors import ConfigError, HeteroError
+
+# What a ticket has reached.
+READY, DONE = 1, 2
+
+_IO_BACKENDS = {"auto": 0, "io_uring": 1, "pool": 2, "synthetic": 3}
+_WAIT_SLICE_S = 0.2  # how late Ctrl-C may be noticed
+_INT31 = 2**31 - 1
+_INT63 = 2**63 - 1
+
+
+class Segment(NamedTuple):
+    """A run of a block that shares one gradient and one set of hyper-parameters.
+
+    Attributes:
+        offset: First element in the block's flat order.
+        numel: Elements.
+        grad: Address of the dense gradient, ``numel`` elements.
+        grad_dtype: F32, BF16 or F16.
+        hyper: Index into the hyper-parameters given with it.
+    """
+
+    offset: int
+    numel: int
+    grad: int
+    grad_dtype: int
+    hyper: int
+
+
+class TicketTimes(NamedTuple):
+    """When a task passed its stages (CLOCK_MONOTONIC nanoseconds, 0 where not reached) and what it moved."""
+
+    submitted_ns: int
+    started_ns: int
+    ready_ns: int
+    done_ns: int
+    bytes_read: int
+    bytes_written: int
+    read_busy_ns: int
+    compute_busy_ns: int
+    write_busy_ns: int
+
+
+class EngineStats(NamedTuple):
+    """The engine's counters since it was created."""
+
+    bytes_read: int
+    bytes_written: int
+    staging_bytes: int
+    staging_in_use_peak_bytes: int
+    tasks_done: int
+
+
+class Ticket:
+    """A submitted task. Holds what the task works on until the engine no longer touches it.
+
+    Thread-safe. Dropping a ticket never stops its task.
+    """
+
+    __slots__ = ("__weakref__", "_engine", "_keep", "block", "id")
+
+    def __init__(self, engine: Engine, identifier: int, *, block: Block | None, keep: object) -> None:
+        self._engine: Engine | None = engine
+        self.id = identifier
+        self.block = block
+        self._keep: list[object] = [block, keep]
+
+    def wait(self, what: int = DONE, timeout: float | None = None) -> None:
+        """Blocks until the task is ``READY`` or ``DONE``; Ctrl-C is noticed meanwhile.
+
+        Args:
+            what: ``READY`` (new weights are in host memory, or the data asked for is there) or ``DONE``.
+            timeout: Seconds; None waits for ever.
+
+        Raises:
+            TimeoutError: time ran out; the task goes on.
+            HeteroError: the task failed; its class says how. Or the ticket was released.
+        """
+        pointer = self._live().pointer
+        check_range("what", what, low=READY, high=DONE)
+        call = functions()["wait"]
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            remaining = deadline - time.monotonic()
+            code = call(pointer, self.id, what, min(max(remaining, 0.0), _WAIT_SLICE_S))
+            if code != ETIMEDOUT or remaining <= _WAIT_SLICE_S:
+                break
+        if code == ETIMEDOUT:
+            raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
+        check(code)
+        if what == DONE:
+            self._keep.clear()
+
+    def poll(self) -> int:
+        """0, ``READY`` or ``DONE``, at once; raises the task's error."""
+        reached = check(functions()["poll"](self._live().pointer, self.id))
+        if reached == DONE:
+            self._keep.clear()
+        return reached
+
+    def times(self) -> TicketTimes:
+        """When the task passed its stages, and what it moved."""
+        out = CTimes()
+        check(functions()["ticket_times"](self._live().pointer, self.id, ctypes.byref(out)))
+        return TicketTimes(*(getattr(out, name) for name in TicketTimes._fields))
+
+    def release(self) -> None:
+        """Lets the engine forget the task once it is done; a second call does nothing."""
+        engine, self._engine = getattr(self, "_engine", None), None
+        if engine is not None and engine.is_open:
+            engine.retire(self.id, self._keep)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _live(self) -> Engine:
+        if self._engine is None or not self._engine.is_open:
+            raise HeteroError(f"ticket {self.id} was released, or its engine closed; wait before that.")
+        return self._engine
+
+
+class Engine(Handle):
+    """Runs fetches, updates, stores and commits in native threads.
+
+    Thread-safe. Tasks of one block run in submission order; among tasks that may start the lowest ``priority`` goes first.
+    Every submit takes ``after``, tickets that must be done before it starts; ``keep`` is held until the task is done.
+
+    Args:
+        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"``, ``"pool"`` or
+            ``"synthetic"`` (a duplex device that sleeps, for tests and benchmarks).
+        io_threads: Threads of the pool or the synthetic device.
+        queue_depth: Transfers in flight.
+        update_threads: Threads that run kernels.
+        staging_bytes: Memory for state that streams from disk; at least three chunks.
+        chunk_bytes_max: The largest staged chunk of any block.
+        synthetic_read_bytes_per_s: The synthetic device's read bandwidth.
+        synthetic_write_bytes_per_s: Its write bandwidth.
+
+    Raises:
+        ConfigError: an option is out of range.
+        UnsupportedError: this machine lacks the back end.
+    """
+
+    __slots__ = ("_retired",)
+
+    def __init__(
+        self,
+        *,
+        io_backend: str = "auto",
+        io_threads: int = 3,
+        queue_depth: int = 8,
+        update_threads: int = 1,
+        staging_bytes: int,
+        chunk_bytes_max: int,
+        synthetic_read_bytes_per_s: float = 0.0,
+        synthetic_write_bytes_per_s: float = 0.0,
+    ) -> None:
+        if io_backend not in _IO_BACKENDS:
+            raise ConfigError(f"io_backend is {io_backend!r}; allowed: {', '.join(_IO_BACKENDS)}.")
+        options = CEngineOptions(
+            _IO_BACKENDS[io_backend],
+            check_range("io_threads", io_threads, low=1, high=1024),
+            check_range("queue_depth", queue_depth, low=1, high=4096),
+            check_range("update_threads", update_threads, low=1, high=1024),
+            check_range("staging_bytes", staging_bytes, low=0, high=_INT63),
+            synthetic_read_bytes_per_s,
+            synthetic_write_bytes_per_s,
+            check_range("chunk_bytes_max", chunk_bytes_max, low=0, high=_INT63),
+        )
+        self._retired: dict[int, list[object]] = {}
+        super().__init__(functions()["engine_create"](ctypes.byref(options)), "engine_destroy")
+
+    @property
+    def io_backend(self) -> str:
+        """The back end in use."""
+        code = check(functions()["engine_io_backend"](self.pointer))
+        return next(name for name, value in _IO_BACKENDS.items() if value == code)
+
+    # ---- weights --------------------------------------------------------------------------------------------------------
+
+    def fetch(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Reads the newest weights into the block's weight memory."""
+        return self._submit("submit_fetch", block, priority=priority, after=after)
+
+    def release(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Gives the pages of the block's weight memory back to the system."""
+        return self._submit("submit_release", block, priority=priority, after=after)
+
+    # ---- updates --------------------------------------------------------------------------------------------------------
+
+    def open_update(self, block: Block, *, weights_resident: bool, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Announces an update: its state may stream in; kernels run once ``arm_update`` has handed the gradients over.
+
+        Args:
+            block: The block.
+            weights_resident: The weight memory holds the current weights and receives the new ones; else they go from file
+                to file.
+            priority: Lowest first.
+            after: Tickets to wait for.
+        """
+        return self._submit("open_update", block, bool(weights_resident), priority=priority, after=after)
+
+    def arm_update(
+        self,
+        ticket: Ticket,
+        segments: Sequence[Segment],
+        hypers: Sequence[Hyper],
+        *,
+        grad_scale: float = 1.0,
+        step: int,
+        priority: int = 0,
+        keep: object = None,
+    ) -> None:
+        """Hands an opened update its gradients.
+
+        Args:
+            ticket: From ``open_update``.
+            segments: Sorted by offset, disjoint; elements outside them keep weights and state.
+            hypers: Sets of hyper-parameters that the segments index.
+            grad_scale: Factor on all gradients, applied in fp32.
+            step: Stamp of the slot written, at least 1.
+            priority: Replaces the open's.
+            keep: What must live until the task is done: the gradients.
+
+        Raises:
+            ConfigError: a segment leaves the block, overlaps another, or its gradient is misaligned.
+        """
+        assert ticket.block is not None, "arm_update takes a ticket of open_update"
+        check_range("step", step, low=1, high=_INT63)
+        segments_c = _segments_as_c(segments, ticket.block.geometry.num_elements, len(hypers))
+        hypers_c = (CHyper * len(hypers))(*(CHyper(*hyper) for hyper in hypers))
+        call = functions()["arm_update"]
+        ticket._keep.append(keep)
+        counts = (len(segments), hypers_c, len(hypers))
+        check(call(self.pointer, ticket.id, segments_c, *counts, grad_scale, step, priority))
+
+    def cancel_update(self, ticket: Ticket) -> None:
+        """Takes back an opened update that was not armed; nothing was written."""
+        check(functions()["cancel_update"](self.pointer, ticket.id))
+
+    # ---- contents -------------------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        block: Block,
+        patches: Sequence[Patch],
+        *,
+        weights_from_memory: bool,
+        step: int,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        keep: object = None,
+    ) -> Ticket:
+        """Writes patches, and the rest as it was, into the block's other slot, or in place in memory.
+
+        Args:
+            block: The block.
+            patches: Runs to overwrite.
+            weights_from_memory: The weights come whole from the weight memory.
+            step: Stamp; 0 means that all state is zero and none is written.
+            priority: Lowest first.
+            after: Tickets to wait for.
+            keep: What must live until the task is done: the patches' memory.
+        """
+        check_range("step", step, low=0, high=_INT63)
+        arguments = (block.patches_as_c(patches), len(patches), bool(weights_from_memory), step)
+        return self._submit("submit_store", block, *arguments, priority=priority, after=after, keep=keep)
+
+    def read(
+        self,
+        block: Block,
+        patches: Sequence[Patch],
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        keep: object = None,
+    ) -> Ticket:
+        """Reads runs of the newest slot into each patch's memory."""
+        arguments = (block.patches_as_c(patches), len(patches))
+        return self._submit("submit_read", block, *arguments, priority=priority, after=after, keep=keep)
+
+    def commit(self, store: Store, step: int, user: bytes = b"", *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Writes one commit record, after every write submitted before it: the newest slots become the committed ones.
+
+        Args:
+            store: The store.
+            step: The step that it stands for.
+            user: Blob that ``Store.recover`` returns; at most the store's ``user_bytes``.
+            priority: Lowest first.
+            after: Tickets to wait for.
+        """
+        if len(user) > store.user_bytes:
+            raise ConfigError(f"user has {len(user)} bytes; allowed: {store.user_bytes}, the store's user_bytes.")
+        check_range("step", step, low=0, high=_INT63)
+        task = _task(priority, after)
+        identifier = check(functions()["submit_commit"](self.pointer, store.pointer, step, user, len(user), task))
+        self._sweep()
+        return Ticket(self, identifier, block=None, keep=(store, user))
+
+    # ---- life -----------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        out = CStats()
+        check(functions()["engine_get_stats"](self.pointer, ctypes.byref(out)))
+        return EngineStats(*(getattr(out, name) for name in EngineStats._fields))
+
+    def close(self) -> None:
+        """Waits for running tasks and joins all threads; raises the first error that the engine met."""
+        try:
+            super().close()
+        finally:
+            self._retired.clear()  # only now does nothing touch the buffers any more
+
+    def retire(self, identifier: int, keep: list[object]) -> None:
+        """Forgets a ticket nobody holds any more, now or once its task is done; its buffers live until then."""
+        if not self._try_release(identifier):
+            self._retired[identifier] = keep
+
+    def _try_release(self, identifier: int) -> bool:
+        # A failed task is kept to the end: other transfers of it may still be under way.
+        if functions()["poll"](self.pointer, identifier) != DONE:
+            return False
+        functions()["release_ticket"](self.pointer, identifier)
+        return True
+
+    def _sweep(self) -> None:
+        for identifier in list(self._retired):
+            if self._try_release(identifier):
+                self._retired.pop(identifier, None)
+
+    def _submit(
+        self, name: str, block: Block, *arguments: Any, priority: int, after: Sequence[Ticket], keep: object = None
+    ) -> Ticket:
+        task = _task(priority, after)
+        identifier = check(functions()[name](self.pointer, block.pointer, *arguments, task))
+        self._sweep()
+        return Ticket(self, identifier, block=block, keep=(keep, arguments))
+
+
+def _task(priority: int, after: Sequence[Ticket]) -> Any:
+    check_range("priority", priority, low=-_INT63, high=_INT63)
+    ids = (ctypes.c_int64 * len(after))(*(ticket.id for ticket in after))
+    return ctypes.byref(CTask(priority, ids, len(after)))
+
+
+def _segments_as_c(segments: Sequence[Segment], num_elements: int, num_hypers: int) -> ctypes.Array[CSegment]:
+    out = (CSegment * len(segments))()
+    end = 0
+    for index, segment in enumerate(segments):
+        name = f"segment {index}"
+        check_run(name, segment.offset, segment.numel, num_elements)
+        if segment.offset < end:
+            raise ConfigError(f"{name} starts at {segment.offset}; allowed: sorted, disjoint segments, so at least {end}.")
+        end = segment.offset + segment.numel
+        check_range(f"hyper of {name}", segment.hyper, low=0, high=num_hypers - 1)
+        width = check_dtype(f"grad_dtype of {name}", segment.grad_dtype, allowed=FLOATS)
+        check_address(f"grad of {name}", segment.grad, alignment=width)
+        out[index] = CSegment(*segment)
+    return out

@@ -1,0 +1,311 @@
+"""Memory, stores and blocks: what the engine works on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from lightning_hetero._native.library import (
+    BF16,
+    DTYPE_BYTES,
+    F16,
+    F32,
+    U8,
+    CBlockGeometry,
+    CPatch,
+    CStoreOptions,
+    check,
+    check_address,
+    check_dtype,
+    check_pointer,
+    check_range,
+    functions,
+)
+from lightning_hetero.errors import ConfigError, HeteroError
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+_UUID_BYTES = 16
+
+
+class Handle:
+    """A native object: closed once, by ``close``, the end of a ``with`` block, the garbage collector or the interpreter's exit.
+
+    Args:
+        pointer: Its address; null when it could not be made.
+        destructor: Name of the native function that frees it.
+        arguments: What that function takes after the address.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "_pointer")
+
+    def __init__(self, pointer: int | None, destructor: str, *arguments: object) -> None:
+        self._pointer = check_pointer(pointer)
+        # At exit the newest go first: engines before the blocks and stores that they work on.
+        self._finalizer = weakref.finalize(self, functions()[destructor], self._pointer, *arguments)
+
+    @property
+    def pointer(self) -> int:
+        """The native address.
+
+        Raises:
+            HeteroError: it has been closed.
+        """
+        if not self._finalizer.alive:
+            raise HeteroError(f"This {type(self).__name__} has been closed; open a new one.")
+        return self._pointer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has not been called yet."""
+        return self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees the native object; a second call does nothing."""
+        if self._finalizer.alive:
+            check(self._finalizer() or 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # never hide the exception that ended the block
+                raise
+
+
+class Arena(Handle):
+    """Anonymous memory, 2 MiB aligned, on huge pages where the system has them; no page is present until touched.
+
+    Args:
+        num_bytes: Length, at least 1.
+
+    Raises:
+        OutOfMemoryBudgetError: the address space cannot be reserved.
+    """
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = check_range("num_bytes", num_bytes, low=1, high=_INT64_MAX)
+        super().__init__(functions()["reserve"](num_bytes), "unreserve", num_bytes)
+
+    @property
+    def address(self) -> int:
+        """The first byte's address."""
+        return self.pointer
+
+    def drop(self, offset: int = 0, num_bytes: int | None = None) -> None:
+        """Gives whole pages inside a range back to the system; they read as zeros afterwards."""
+        check_range("offset", offset, low=0, high=self.num_bytes)
+        length = self.num_bytes - offset if num_bytes is None else num_bytes
+        check_range("num_bytes", length, low=0, high=self.num_bytes - offset)
+        check(functions()["drop"](self.pointer + offset, length))
+
+
+class Store(Handle):
+    """The commit ring and the block files of one directory.
+
+    Args:
+        directory: An existing private directory; the caller has checked its owner and mode.
+        uuid: 16 bytes that every record carries.
+        create: True creates the files; False opens existing ones.
+        direct_io: True bypasses the page cache.
+        durability: 0 none, 1 survives the process, 2 survives power loss.
+        verify_digests: Check the contents of every chunk read, not only its stamp.
+        num_blocks: Disk blocks that the store holds.
+        user_bytes: Largest user blob of a commit record.
+
+    Raises:
+        StoreBusyError: another process holds the store.
+        UnsupportedError: the file system refuses direct I/O.
+        StoreError: a system call failed.
+    """
+
+    __slots__ = ("user_bytes",)
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        uuid: bytes,
+        create: bool,
+        direct_io: bool,
+        durability: int,
+        verify_digests: bool,
+        num_blocks: int,
+        user_bytes: int,
+    ) -> None:
+        if not isinstance(uuid, bytes) or len(uuid) != _UUID_BYTES:
+            raise ConfigError(f"uuid is {uuid!r}; allowed: {_UUID_BYTES} bytes.")
+        self.user_bytes = check_range("user_bytes", user_bytes, low=0, high=_INT32_MAX)
+        options = CStoreOptions(
+            (ctypes.c_uint8 * _UUID_BYTES)(*uuid),
+            bool(create),
+            bool(direct_io),
+            check_range("durability", durability, low=0, high=2),
+            bool(verify_digests),
+            check_range("num_blocks", num_blocks, low=0, high=_INT32_MAX),
+            user_bytes,
+        )
+        super().__init__(functions()["store_open"](os.fsencode(directory), ctypes.byref(options)), "store_close")
+
+    def recover(self) -> tuple[int, bytes]:
+        """Applies the newest commit record to the open blocks; returns its step and user blob.
+
+        Raises:
+            StoreCorruptError: records exist, but none is valid.
+            HeteroError: there is no record.
+        """
+        step = ctypes.c_int64()
+        user = ctypes.create_string_buffer(max(self.user_bytes, 1))
+        length = check(functions()["store_recover"](self.pointer, ctypes.byref(step), user, self.user_bytes))
+        return step.value, user.raw[:length]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGeometry:
+    """Shape of a block and where its arrays live; see ``hetero_block_geometry``.
+
+    Attributes:
+        id: Number of its files.
+        weight_dtype: F32 (the weights are the master copy), BF16 or F16 (state array 0 is the fp32 master), U8 (opaque bytes).
+        num_elements: Flat length, a multiple of 16.
+        num_state: fp32 state arrays.
+        weights_on_disk_file: The weights have a section in the block's files.
+        state_on_disk_file: The state arrays have sections in the block's files.
+        num_slots: 2; 1 for blocks that are never updated.
+        chunk_elements: Elements per chunk, a multiple of 4096.
+    """
+
+    id: int
+    weight_dtype: int
+    num_elements: int
+    num_state: int
+    weights_on_disk_file: bool
+    state_on_disk_file: bool
+    num_slots: int = 2
+    chunk_elements: int
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ConfigError: a field is out of its range.
+        """
+        check_range("id", self.id, low=0, high=_INT32_MAX)
+        check_dtype("weight_dtype", self.weight_dtype, allowed=(F32, BF16, F16, U8))
+        check_range("num_elements", self.num_elements, low=16, high=1 << 44)
+        check_range("num_state", self.num_state, low=0, high=16)
+        check_range("num_slots", self.num_slots, low=1, high=2)
+        check_range("chunk_elements", self.chunk_elements, low=4096, high=1 << 40)
+        if self.num_elements % 16 or self.chunk_elements % 4096:
+            got = f"num_elements is {self.num_elements}, chunk_elements {self.chunk_elements}"
+            raise ConfigError(f"{got}; allowed: multiples of 16 and of 4096.")
+
+    def as_c(self) -> CBlockGeometry:
+        """The native structure."""
+        return CBlockGeometry(
+            self.id,
+            self.weight_dtype,
+            self.num_elements,
+            self.num_state,
+            self.weights_on_disk_file,
+            self.state_on_disk_file,
+            self.num_slots,
+            self.chunk_elements,
+        )
+
+    def array_dtype(self, array: int) -> int:
+        """Dtype of array -1 (the weights) or of a state array."""
+        return self.weight_dtype if array == -1 else F32
+
+
+class Patch(NamedTuple):
+    """A run of one array of a block and the memory that holds, or receives, its content.
+
+    Attributes:
+        offset: First element in the block's flat order.
+        numel: Elements.
+        data: Address of ``numel`` elements: the block's weight dtype for the weights, fp32 for state.
+        array: -1 the weights, 0.. a state array.
+    """
+
+    offset: int
+    numel: int
+    data: int
+    array: int = -1
+
+
+class Block(Handle):
+    """A block bound to the memory where its weights appear.
+
+    Args:
+        store: The store that holds its files; None for a block wholly in memory.
+        geometry: Its shape.
+        weights_address: Address of ``num_elements`` weights, from an ``Arena``.
+        keep: What must live as long as the block: the arena.
+
+    Raises:
+        OutOfDiskError: its files do not fit the disk.
+        StoreBusyError: another process holds its files.
+        StoreError: a system call failed.
+    """
+
+    __slots__ = ("_keep", "geometry")
+
+    def __init__(self, store: Store | None, geometry: BlockGeometry, weights_address: int, *, keep: object = None) -> None:
+        if store is None and (geometry.weights_on_disk_file or geometry.state_on_disk_file):
+            raise ConfigError(f"block {geometry.id} has sections on disk but no store; give it one, or keep it in memory.")
+        self.geometry = geometry
+        self._keep = (store, keep)
+        check_address("weights_address", weights_address, alignment=DTYPE_BYTES[geometry.weight_dtype])
+        pointer = None if store is None else store.pointer
+        opened = functions()["block_open"](pointer, ctypes.byref(geometry.as_c()), weights_address)
+        super().__init__(opened, "block_close")
+
+    def state_address(self, array: int) -> int | None:
+        """Address of a state array in memory; None when it is on disk."""
+        check_range("array", array, low=0, high=max(self.geometry.num_state - 1, 0))
+        address: int | None = functions()["block_state"](self.pointer, array)
+        return address
+
+    def slot(self) -> tuple[int, int]:
+        """The newest slot (0 or 1) and the step that wrote it; step 0: only weights, state reads as zeros."""
+        step = ctypes.c_int64()
+        slot = check(functions()["block_slot"](self.pointer, ctypes.byref(step)))
+        return slot, step.value
+
+    def patches_as_c(self, patches: Sequence[Patch]) -> ctypes.Array[CPatch]:
+        """Checked native patches.
+
+        Raises:
+            ConfigError: a patch leaves the block or its memory is misaligned.
+        """
+        out = (CPatch * len(patches))()
+        for index, patch in enumerate(patches):
+            name = f"patch {index} of block {self.geometry.id}"
+            check_range(f"array of {name}", patch.array, low=-1, high=self.geometry.num_state - 1)
+            check_run(name, patch.offset, patch.numel, self.geometry.num_elements)
+            width = DTYPE_BYTES[self.geometry.array_dtype(patch.array)]
+            check_address(f"data of {name}", patch.data, alignment=width)
+            out[index] = CPatch(patch.offset, patch.numel, patch.data, patch.array)
+        return out
+
+
+def file_bytes(geometry: BlockGeometry) -> int:
+    """Bytes of one slot's file; 0 for a block wholly in memory."""
+    return check(functions()["block_file_bytes"](ctypes.byref(geometry.as_c())))
+
+
+def check_run(name: str, offset: int, numel: int, num_elements: int) -> None:
+    """Checks that a run of elements lies inside a block."""
+    check_range(f"offset of {name}", offset, low=0, high=num_elements)
+    check_range(f"numel of {name}", numel, low=0, high=num_elements - offset)

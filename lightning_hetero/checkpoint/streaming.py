@@ -1,0 +1,340 @@
+"""Saves and loads ``torch.save`` files one tensor at a time.
+
+[Note: Streaming save]
+A ``torch.save`` file is a zip archive: ``data.pkl`` names storages by key, ``data/<key>`` holds the bytes of each. The
+pickle needs only shapes, so it is written first; then each offloaded tensor is read, written as its record and dropped.
+The records, their order and the pickle are those that ``torch.save`` would write for the materialized object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import os
+import pickle
+import sys
+import uuid
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, materialize
+
+_PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
+_MADV_DONTNEED = 4
+_Location = Any  # what torch.load takes as map_location
+
+
+def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Saves ``checkpoint`` like ``torch.save``, with at most one offloaded tensor in memory at a time.
+
+    A local file appears complete or not at all: it is written beside its final name, synced and renamed. Other
+    file systems are written as a stream through fsspec. Missing directories are made.
+
+    Args:
+        checkpoint: Any object that ``torch.save`` takes. Offloaded tensors and parameters in it become ordinary ones;
+            those of equal sources share one storage in the file.
+        path: A local path, or a URL that fsspec opens.
+
+    Raises:
+        OSError: The file cannot be written; no partial local file is left.
+    """
+    local = _local(path)
+    if local is None:
+        with _open_remote(path, "wb") as stream:
+            _write(checkpoint, stream)
+        return
+    local.parent.mkdir(parents=True, exist_ok=True)
+    partial = local.with_name(f".{local.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with open(partial, "xb") as stream:
+            _write(checkpoint, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, local)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_directory(local.parent)
+
+
+def load(path: str | os.PathLike[str], map_location: _Location = None, *, weights_only: bool | None = None) -> Any:
+    """Loads a ``torch.save`` file; a local one is mapped, so that its tensors occupy memory only once they are read.
+
+    Args:
+        path: A local path, or a URL that fsspec opens.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``.
+
+    Returns:
+        The saved object. Its tensors are private copies of the file's pages: writing to them does not change the file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    local = _local(path)
+    if local is None:
+        with _open_remote(path, "rb") as stream:
+            return torch.load(stream, map_location, weights_only=weights_only)
+    if not local.is_file():
+        raise FileNotFoundError(f"checkpoint {str(local)!r} is not a file. Give the path of a saved checkpoint.")
+    # Files in the format before torch 1.6 are not zip archives and cannot be mapped.
+    return torch.load(str(local), map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(local))
+
+
+def release_pages(tensor: Tensor) -> int:
+    """Gives back the memory of a tensor that ``load`` mapped, once it has been copied to where it belongs.
+
+    Only whole pages inside the tensor, and only pages of a file: memory that is not mapped from a file is left alone.
+    Values read later come from the file again, without what was written to the tensor meanwhile.
+
+    Args:
+        tensor: A dense CPU tensor.
+
+    Returns:
+        Bytes given back; 0 where the system cannot tell mapped files apart (not Linux).
+    """
+    if isinstance(tensor, (OffloadedTensor, OffloadedParameter)) or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return 0
+    page = os.sysconf("SC_PAGESIZE")
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + span * tensor.element_size()) // page * page
+    if end <= begin or not _is_mapped_file(begin, end):
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"madvise of {end - begin} mapped bytes: {os.strerror(errno)}")
+    return end - begin
+
+
+class StreamingIO:
+    """``save``, ``load`` and removal with the method names of Lightning's ``CheckpointIO``, for a class that mixes it in."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Saves a checkpoint; see ``save``.
+
+        Raises:
+            TypeError: ``storage_options`` was given: there are none.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r} was given; streaming checkpoints take none. Leave it out.")
+        save(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: _Location = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; see ``load``."""
+        checkpoint: dict[str, Any] = load(path, map_location, weights_only=weights_only)
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint file or directory; one that does not exist is not an error."""
+        file_system, stripped = _file_system(path)
+        if file_system.exists(stripped):
+            file_system.rm(stripped, recursive=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A storage whose bytes are read when its record is written."""
+
+    tensor: OffloadedTensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: OffloadedTensor) -> _Deferred:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        # The strides of a copy: those of the tensor if it is dense, contiguous for an expanded or sliced view.
+        return cls(tensor, tensor.shape, torch.empty_like(meta).stride())
+
+    @property
+    def is_untyped(self) -> bool:
+        """Whether the file names the storage without a dtype: dtypes younger than the typed storages."""
+        return self.tensor.dtype in torch.storage._new_dtypes()
+
+    def storage(self) -> torch.UntypedStorage:
+        content = materialize(self.tensor)
+        if content.stride() != self.stride or content.untyped_storage().nbytes() != content.nbytes:
+            content = torch.empty_strided(self.shape, self.stride, dtype=content.dtype).copy_(content)
+        return content.untyped_storage()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the pickle of a checkpoint and collects the storages that it refers to, by key."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, protocol=_PICKLE_PROTOCOL)
+        self.storages: dict[str, torch.UntypedStorage | _Deferred] = {}
+        self._keys: dict[Any, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickles offloaded tensors as the ordinary tensors that their contents would be."""
+        hooks: OrderedDict[int, Any] = OrderedDict()  # never saved
+        if isinstance(value, OffloadedParameter):
+            state = {key: item for key, item in value.__dict__.items() if key != "_hetero"}
+            parameter = (value.detach(), value.requires_grad, hooks)
+            if state:
+                return torch._utils._rebuild_parameter_with_state, (*parameter, state)
+            return torch._utils._rebuild_parameter, parameter
+        if isinstance(value, OffloadedTensor):
+            deferred = _Deferred.of(value)
+            tensor = (deferred, 0, tuple(value.shape), deferred.stride, value.requires_grad, hooks)
+            if deferred.is_untyped:
+                return torch._utils._rebuild_tensor_v3, (*tensor, value.dtype)
+            return torch._utils._rebuild_tensor_v2, tensor
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> tuple[str, Any, str, str, int] | None:
+        """Names a storage as torch.save does: kind, type, key, location, number of elements."""
+        if isinstance(value, _Deferred):
+            key = self._key((value.tensor.source, value.stride), value)
+            if value.is_untyped:
+                return "storage", torch.UntypedStorage, key, "cpu", value.tensor.nbytes
+            return "storage", _storage_type(value.tensor.dtype), key, "cpu", value.tensor.numel()
+        if isinstance(value, torch.TypedStorage):
+            storage = value._untyped_storage
+            self._check_dtype(storage, value.dtype)
+            numel = storage.nbytes() // value.dtype.itemsize
+            return "storage", _storage_type(value.dtype), self._key(storage._cdata, storage), _location(storage), numel
+        if isinstance(value, torch.UntypedStorage):
+            self._check_dtype(value, torch.uint8)
+            return "storage", torch.UntypedStorage, self._key(value._cdata, value), _location(value), value.nbytes()
+        return None
+
+    def _key(self, identity: Any, storage: torch.UntypedStorage | _Deferred) -> str:
+        key = self._keys.setdefault(identity, str(len(self._keys)))
+        self.storages.setdefault(key, storage)
+        return key
+
+    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
+            return
+        if self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
+            raise RuntimeError(
+                f"two tensors of the checkpoint view the same memory, as {self._dtypes[storage.data_ptr()]} and as {dtype}; "
+                "a file can hold one dtype per storage. Save a .clone() of one of them."
+            )
+
+
+class _Stream:
+    """A writable file that keeps the first error: torch's archive writer reports only an unexpected position."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _write(checkpoint: Any, stream: IO[bytes]) -> None:
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(checkpoint)
+    guarded: Any = _Stream(stream)
+    try:
+        with torch.serialization._open_zipfile_writer(guarded) as archive:
+            _write_records(archive, pickled.getvalue(), pickler.storages)
+    except Exception:
+        if guarded.error is not None:
+            raise guarded.error from None
+        raise
+
+
+def _write_records(archive: Any, pickled: bytes, storages: dict[str, torch.UntypedStorage | _Deferred]) -> None:
+    alignment = str(torch.serialization._get_storage_alignment())
+    for name, text in (
+        ("data.pkl", pickled),
+        (".format_version", "1"),
+        (".storage_alignment", alignment),
+        ("byteorder", sys.byteorder),
+    ):
+        archive.write_record(name, text, len(text))
+    for key, entry in storages.items():
+        storage: Any = entry.storage() if isinstance(entry, _Deferred) else entry
+        archive.write_record(f"data/{key}", storage if storage.device.type == "cpu" else storage.cpu(), storage.nbytes())
+        del storage  # before the next one is read
+
+
+def _storage_type(dtype: torch.dtype) -> type:
+    """The class whose name stands for ``dtype`` in a file, such as ``torch.FloatStorage``."""
+    typed: Any = torch.TypedStorage
+    kind: type = getattr(torch, typed(0, dtype=dtype, _internal=True)._pickle_storage_type())
+    return kind
+
+
+def _location(storage: torch.UntypedStorage) -> str:
+    location: str = torch.serialization.location_tag(storage)
+    return location
+
+
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """The local path, or None for a URL of another file system."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    return Path(rest) if scheme in ("file", "local") else None
+
+
+def _file_system(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path inside it."""
+    fsspec: Any = importlib.import_module("fsspec.core")
+    file_system, stripped = fsspec.url_to_fs(os.fspath(path))
+    return file_system, stripped
+
+
+@contextmanager
+def _open_remote(path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
+    """Opens a URL inside a transaction where the file system has them: an error leaves no partial object."""
+    file_system, stripped = _file_system(path)
+    if mode == "rb":
+        with file_system.open(stripped, mode) as stream:
+            yield stream
+        return
+    file_system.makedirs(os.path.dirname(stripped), exist_ok=True)
+    with file_system.transaction, file_system.open(stripped, mode) as stream:
+        yield stream
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename in ``directory`` last."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_mapped_file(begin: int, end: int) -> bool:
+    """Whether the addresses lie in one mapping of a file (dropping other pages would destroy their content)."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return False
+    for line in maps.read_text().splitlines():
+        bounds, _, _, _, inode = line.split(maxsplit=5)[:5]
+        low, high = (int(bound, 16) for bound in bounds.split("-"))
+        if low <= begin < high:
+            return end <= high and inode != "0"
+    return False

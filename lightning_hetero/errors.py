@@ -1,0 +1,47 @@
+"""Everything that the library raises on purpose. Each message says what, got, allowed, remedy."""
+
+from __future__ import annotations
+
+
+class HeteroError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(HeteroError, ValueError):
+    """An option, a plan or a model that cannot work as given."""
+
+
+class UnsupportedError(HeteroError, RuntimeError):
+    """Something that this library does not do, named, with what to use instead."""
+
+
+class OffloadedAccessError(HeteroError, RuntimeError):
+    """Weights were read while they live on another tier, outside the door that materializes them."""
+
+
+class OutOfMemoryBudgetError(HeteroError, MemoryError):
+    """A tier's budget is too small for what must live there."""
+
+
+class NativeMissingError(HeteroError, ImportError):
+    """The native library is missing or of another version."""
+
+
+class ScheduleError(HeteroError, RuntimeError):
+    """A schedule breaks one of its invariants: names op, block and rule. A bug of ours, or an edited schedule."""
+
+
+class StoreError(HeteroError, OSError):
+    """A transfer or a file of the disk tier failed. After it nothing more is written."""
+
+
+class OutOfDiskError(StoreError):
+    """The disk or the quota is full; raised when the store is laid out, before training."""
+
+
+class StoreBusyError(StoreError):
+    """Another process uses the store."""
+
+
+class StoreCorruptError(StoreError):
+    """Bytes read back are not those that were written: names block, chunk, file and offset."""

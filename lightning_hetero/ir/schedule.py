@@ -1,0 +1,168 @@
+"""The schedule: *when* bytes move during one step, as ops on in-order lanes between anchors. No times and no callables.
+
+[Note: Anchors]
+Autograd executes compute; the runtime observes it. An anchor is the moment a block's forward (``F``) or backward (``B``)
+begins, or the moment after backward when ``optimizer.step()`` knows all gradients (``V``, the verdict). An op is *issued*
+when the anchor it names begins, in the order of ids, and *starts* once the ops in ``after`` (this step) and ``carried``
+(earlier steps) are done.
+The begin of an anchor also means that the anchor before it has ended: nodes of the autograd graph run in the
+reverse order of their creation, so the gradient that reaches an earlier block has passed through the whole later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+NO_BLOCK = -1
+
+
+class OpKind(StrEnum):
+    """What an op does."""
+
+    FETCH = "FETCH"  # disk -> host
+    UPLOAD = "UPLOAD"  # host -> device
+    RELEASE = "RELEASE"  # memory of weights given back
+    SWAP_OUT = "SWAP_OUT"  # activations off the device
+    SWAP_IN = "SWAP_IN"
+    GRAD = "GRAD"  # device -> host
+    REDUCE = "REDUCE"  # collective
+    UPDATE = "UPDATE"  # optimizer update
+    STORE = "STORE"  # host -> disk, other slot
+    COMMIT = "COMMIT"  # one record makes the step's slots the valid ones
+
+
+class Lane(StrEnum):
+    """An in-order queue on one resource."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    CPU = "cpu"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+    NET = "net"
+
+
+class Payload(StrEnum):
+    """Which of a block's bytes an op moves."""
+
+    WEIGHTS = "weights"
+    STATE = "state"
+    NONE = "-"
+
+
+class Phase(StrEnum):
+    """What an anchor observes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    VERDICT = "V"
+
+
+class Updates(StrEnum):
+    """When a step's updates are issued."""
+
+    NONE = "none"  # evaluation, or a micro-batch that only accumulates
+    IN_BACKWARD = "in_backward"  # each block's as soon as its backward has ended
+    AFTER_VERDICT = "after_verdict"  # all of them in forward order, overlapping the next forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSignature:
+    """What decides the shape of a step.
+
+    Attributes:
+        order: Indices of the blocks in the order their forwards begin; a block used twice appears twice.
+        training: Whether backward anchors follow.
+        updates: When updates are issued.
+    """
+
+    order: tuple[int, ...]
+    training: bool
+    updates: Updates = Updates.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A moment that the runtime observes; ``needs`` and ``carried`` are the ops it waits for before compute goes on."""
+
+    phase: Phase
+    block: int
+    needs: tuple[int, ...] = ()
+    carried: tuple[tuple[OpKind, int], ...] = ()
+
+    def __str__(self) -> str:
+        return "V" if self.phase is Phase.VERDICT else f"{self.phase.value}:{self.block}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One op.
+
+    Attributes:
+        id: Its place in the order of issue.
+        kind: What it does.
+        block: The block it does it to; ``NO_BLOCK`` for COMMIT.
+        lane: The resource it occupies.
+        at: Index of the anchor whose begin issues it.
+        payload: Which of the block's bytes it moves. A FETCH of ``STATE`` is an update that is *opened*: its state streams
+            into staging ahead of the gradients.
+        num_bytes: How many bytes it moves.
+        after: Ids of ops of this step that it waits for.
+        carried: Kind and block of ops of earlier steps that it waits for: the latest one of each, if there is any.
+    """
+
+    id: int
+    kind: OpKind
+    block: int
+    lane: Lane
+    at: int
+    payload: Payload = Payload.NONE
+    num_bytes: int = 0
+    after: tuple[int, ...] = ()
+    carried: tuple[tuple[OpKind, int], ...] = ()
+
+    def __str__(self) -> str:
+        edges = "".join(f" after={i}" for i in self.after) + "".join(f" carried={k.value}:{b}" for k, b in self.carried)
+        block = "" if self.block == NO_BLOCK else f":{self.block}"
+        what = f"{self.id} {self.kind.value}{block} {self.payload.value} {self.lane.value}"
+        return f"{what} bytes={self.num_bytes} at={self.at}{edges}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The ops of one step.
+
+    Attributes:
+        signature: The step it is for.
+        anchors: Anchors in the order they are expected.
+        ops: Ops in the order they are issued; ``ops[i].id == i``.
+        resident_before: Blocks with weights on disk whose weights are in memory as the step begins.
+        resident_after: The same as it ends.
+    """
+
+    signature: StepSignature
+    anchors: tuple[Anchor, ...]
+    ops: tuple[Op, ...]
+    resident_before: frozenset[int]
+    resident_after: frozenset[int]
+
+    def lane(self, lane: Lane) -> Iterator[Op]:
+        """The ops of one lane, in order."""
+        return (op for op in self.ops if op.lane is lane)
+
+    def to_text(self) -> str:
+        """One line per anchor and per op, in issue order: what golden tests compare and people read."""
+        lines = [f"resident {' '.join(map(str, sorted(self.resident_before))) or '-'}"]
+        ops = iter(self.ops)
+        op = next(ops, None)
+        for index, anchor in enumerate(self.anchors):
+            edges = "".join(f" needs={i}" for i in anchor.needs) + "".join(f" carried={k.value}:{b}" for k, b in anchor.carried)
+            lines.append(f"@{index} {anchor}{edges}")
+            while op is not None and op.at == index:
+                lines.append(f"    {op}")
+                op = next(ops, None)
+        lines.append(f"resident {' '.join(map(str, sorted(self.resident_after))) or '-'}")
+        return "\n".join(lines) + "\n"

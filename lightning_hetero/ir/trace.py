@@ -1,0 +1,77 @@
+"""The trace: what happened, op by op. The runtime writes it; the simulator will write the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One interval on one lane.
+
+    Attributes:
+        step: The optimizer step it belongs to.
+        name: The op or anchor with its block's name, such as ``"UPDATE model.layers.3"``.
+        lane: The lane it ran on.
+        start_s: Seconds on the process's monotonic clock.
+        end_s: The same.
+        num_bytes: Bytes moved.
+        waited_for: For compute: the op it had to wait for; empty otherwise.
+    """
+
+    step: int
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    waited_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Spans in the order they were recorded."""
+
+    spans: tuple[Span, ...]
+
+    def to_chrome(self) -> str:
+        """The trace in the Chrome trace event format, for Perfetto or ``chrome://tracing``."""
+        lanes = {lane: i for i, lane in enumerate(dict.fromkeys(s.lane for s in self.spans))}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}} for lane, tid in lanes.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": s.name,
+                "pid": 0,
+                "tid": lanes[s.lane],
+                "ts": s.start_s * 1e6,
+                "dur": (s.end_s - s.start_s) * 1e6,
+                "args": {"step": s.step, "bytes": s.num_bytes} | ({"waited_for": s.waited_for} if s.waited_for else {}),
+            }
+            for s in self.spans
+        ]
+        return json.dumps({"traceEvents": events})
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`to_chrome` to a file."""
+        Path(path).write_text(self.to_chrome(), encoding="utf-8")
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds in which each lane had at least one span."""
+        return {
+            lane: _union_s((s.start_s, s.end_s) for s in self.spans if s.lane == lane) for lane in {s.lane for s in self.spans}
+        }
+
+
+def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,82 @@
+"""``torch.optim.Adam`` and ``AdamW`` as hyper-parameters for the native kernels. The bits are those of ``fused=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero import _native
+from lightning_hetero._native import Hyper, Segment
+from lightning_hetero.store.blocks import Part
+
+DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
+
+# Names in ``optimizer.state[param]``, as torch's; the fp32 master is ours and exists for 16-bit weights only.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+
+_PLAIN = {"amsgrad": False, "capturable": False, "differentiable": False}
+
+
+def state_names(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the native state arrays of a part with weights of ``dtype``, in their order."""
+    return MOMENTS if dtype == torch.float32 else (MASTER, *MOMENTS)
+
+
+def supports(optimizer: Optimizer) -> bool:
+    """Whether the native kernels run this optimizer: exactly torch's Adam or AdamW with plain options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    for group in optimizer.param_groups:
+        if any(group.get(k, v) != v for k, v in _PLAIN.items()):
+            return False
+        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        if not all(isinstance(x, (int, float)) for x in numbers):
+            return False
+        if any(p.dtype not in DTYPES for p in group["params"]):
+            return False
+    return True
+
+
+def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def request(
+    optimizer: Optimizer, part: Part, grads: Iterable[tuple[int, nn.Parameter, dict[str, Any], Tensor]]
+) -> tuple[list[Segment], list[Hyper]]:
+    """The engine's view of one update: which runs of the part to update, with which numbers.
+
+    Args:
+        optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
+        part: The part.
+        grads: Index in the part, parameter, its group, and its gradient, dense and in the parameter's memory order.
+    """
+    hypers: dict[Hyper, int] = {}
+    segments = []
+    for index, param, group, grad in grads:
+        beta1, beta2 = group["betas"]
+        flags = (_native.ADAMW if is_decoupled(optimizer, group) else 0) | (_native.MAXIMIZE if group["maximize"] else 0)
+        hyper = Hyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=float(optimizer.state[param]["step"]),
+            flags=flags,
+        )
+        segments.append(
+            Segment(
+                offset=part.offsets[index],
+                numel=param.numel(),
+                grad=grad.data_ptr(),
+                grad_dtype=DTYPES[grad.dtype],
+                hyper=hypers.setdefault(hyper, len(hypers)),
+            )
+        )
+    return segments, list(hypers)

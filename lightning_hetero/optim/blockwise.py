@@ -1,0 +1,92 @@
+"""Any optimizer that treats parameters independently, run by its own code on the parameters of one part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.optim.adam import MASTER
+
+_REFUSED = {
+    "LBFGS": "it re-evaluates the closure and couples all parameters",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Refuses optimizers that cannot be cut into blocks.
+
+    Raises:
+        UnsupportedError: LBFGS, SparseAdam, or an optimizer from outside torch that does not say ``hetero_blockwise = True``.
+    """
+    name = type(optimizer).__name__
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch.optim"):
+            raise UnsupportedError(
+                f"optimizer {name} cannot run out of core: {_REFUSED[kind.__name__]}. Use any other optimizer of torch.optim, such "
+                f'as torch.optim.AdamW, or strategy="auto".'
+            )
+
+
+def is_blockwise(optimizer: Optimizer) -> bool:
+    """Whether updating parameters part by part is known to give what one update of all of them gives."""
+    return type(optimizer).__module__.startswith("torch.optim") or bool(getattr(optimizer, "hetero_blockwise", False))
+
+
+def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Runs the optimizer's own ``step`` for some of its parameters; the others seem not to exist.
+
+    16-bit parameters are updated through fp32 masters kept in ``optimizer.state[p]["master_param"]``.
+
+    Args:
+        optimizer: The user's optimizer.
+        params: Parameters with weights, gradients and state in memory.
+    """
+    with _restricted(optimizer, params), torch.no_grad():
+        type(optimizer).step(optimizer)
+
+
+@contextmanager
+def _restricted(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Narrows ``param_groups`` to ``params``, with fp32 stand-ins for the 16-bit ones."""
+    wanted = {id(p): p for p in params}
+    stand_ins: dict[int, nn.Parameter] = {}
+    for param in params:
+        if param.dtype in (torch.bfloat16, torch.float16):
+            stand_ins[id(param)] = _stand_in(optimizer, param)
+    groups = [g["params"] for g in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [stand_ins.get(id(p), p) for p in group["params"] if id(p) in wanted]
+        yield
+    finally:
+        for group, full in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = full
+        for key, master in stand_ins.items():
+            state: dict[str, Any] = optimizer.state.pop(master, {})
+            state[MASTER] = master.detach()
+            optimizer.state[wanted[key]] = state
+            with torch.no_grad():
+                wanted[key].copy_(master)
+
+
+def _stand_in(optimizer: Optimizer, param: nn.Parameter) -> nn.Parameter:
+    state = dict(optimizer.state.pop(param, {}))
+    master = state.pop(MASTER, None)
+    weights = param.detach().float() if master is None else master
+    stand_in = nn.Parameter(weights, requires_grad=True)
+    stand_in.grad = None if param.grad is None else param.grad.float()
+    if state:
+        optimizer.state[stand_in] = state
+    return stand_in
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The entries of one parameter's state that are worth offloading: tensors with more than one element."""
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}

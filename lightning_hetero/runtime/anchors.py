@@ -1,0 +1,86 @@
+"""Anchors: where a block's forward and backward begin and end, observed through hooks. Nothing is patched.
+
+[Note: When a gradient is complete]
+Autograd runs a parameter's accumulation node once per backward, after every use of the parameter has contributed. So once all
+trainable parameters of a block have been accumulated, nothing in that backward reads the block's weights any more, and
+they may be updated in place. Reentrant checkpointing breaks the rule (an inner backward accumulates early): a forward
+without grad during training marks the block, and its update waits for the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hetero.store.blocks import Block
+
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+
+class Observer(Protocol):
+    """Who is told of anchors."""
+
+    def forward_begins(self, block: Block) -> None: ...
+
+    def forward_ends(self, block: Block) -> None: ...
+
+    def backward_begins(self, block: Block) -> None: ...
+
+
+def observe(blocks: list[Block], observer: Observer) -> list[RemovableHandle]:
+    """Registers the hooks; returns their handles."""
+    handles: list[RemovableHandle] = []
+    for block in blocks:
+        handles += _observe_module(block, observer)
+        for param in block.params():
+            if param.requires_grad:
+                handles.append(observe_gradient(block, param))
+    return handles
+
+
+def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
+    """Tells the block when the gradient of one of its parameters is complete."""
+    key = id(param)
+    register: Callable[[Callable[[Tensor], None]], RemovableHandle] = param.register_post_accumulate_grad_hook
+    return register(lambda _: block.grads_left.discard(key))
+
+
+def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: Any) -> None:
+        observer.forward_begins(block)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        observer.forward_ends(block)
+        if not block.spec.pinned and torch.is_grad_enabled():
+            begins = _once(lambda: observer.backward_begins(block))
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
+                    register(begins)
+
+    return [
+        block.spec.module.register_forward_pre_hook(_eager(before), prepend=True),
+        block.spec.module.register_forward_hook(_eager(after)),
+    ]
+
+
+def _eager(hook: _Hook) -> _Hook:
+    """Hooks act on the runtime, so a compiled model leaves its graph for them."""
+    disable: Callable[[_Hook], _Hook] = torch.compiler.disable
+    return disable(hook)
+
+
+def _once(call: Callable[[], None]) -> Callable[[Tensor], None]:
+    """Outputs may be many: the first gradient that arrives begins the block's backward."""
+    pending = [call]
+
+    def hook(_: Tensor) -> None:
+        if pending:
+            pending.pop()()
+
+    return hook

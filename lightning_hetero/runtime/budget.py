@@ -1,0 +1,107 @@
+"""What a plan needs on each tier, before anything is loaded; refusals name what, where, how much and the knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeeds:
+    """Bytes of host memory that a plan needs, by purpose.
+
+    Attributes:
+        weights: Weights that stay in memory.
+        state: Optimizer state that stays in memory.
+        gradients: Gradients that exist at the same time.
+        staging: Buffers through which state streams.
+        smallest_cache: The largest block with weights on disk: at least it must fit.
+        all_cached: All weights that live on disk.
+    """
+
+    weights: int
+    state: int
+    gradients: int
+    staging: int
+    smallest_cache: int
+    all_cached: int
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.state + self.gradients + self.staging
+
+    def table(self) -> str:
+        rows = {
+            "weights that stay in memory": self.weights,
+            "optimizer state in memory": self.state,
+            "gradients in flight": self.gradients,
+            "staging for state on disk": self.staging,
+            "largest block with weights on disk": self.smallest_cache,
+        }
+        return ", ".join(f"{name} {format_bytes(value)}" for name, value in rows.items() if value)
+
+
+def host_needs(plan: Plan, model: ModelShape, *, staging: int, all_gradients: bool) -> HostNeeds:
+    """Sums up a resolved plan.
+
+    Args:
+        plan: The resolved plan.
+        model: The blocks.
+        staging: Staging bytes of the engine.
+        all_gradients: All gradients exist at once: updates wait for a verdict, or gradients accumulate over batches.
+    """
+    pairs = list(zip(model.blocks, plan.blocks, strict=True))
+    gradients = sorted((b.gradient_bytes for b, _ in pairs), reverse=True)
+    on_disk = [b.weight_bytes for b, p in pairs if p.weights is Tier.DISK]
+    return HostNeeds(
+        weights=sum(b.weight_bytes for b, p in pairs if p.weights is not Tier.DISK),
+        state=sum(b.state_bytes for b, p in pairs if p.state is not Tier.DISK),
+        gradients=sum(gradients if all_gradients else gradients[: plan.gradient_depth]),
+        staging=staging,
+        smallest_cache=max(on_disk, default=0),
+        all_cached=sum(on_disk),
+    )
+
+
+def cache_bytes(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) -> int:
+    """Host bytes left for weights that live on disk.
+
+    Args:
+        plan: The plan, for its name.
+        needs: What it needs.
+        host_memory: The budget.
+        source: Where the budget comes from, for the error.
+
+    Raises:
+        OutOfMemoryBudgetError: The budget is too small.
+    """
+    if needs.fixed + needs.smallest_cache > host_memory:
+        raise OutOfMemoryBudgetError(
+            f"plan {plan.name!r} needs {format_bytes(needs.fixed + needs.smallest_cache)} of host memory, {source} allows "
+            f'{format_bytes(host_memory)}: {needs.table()}. Raise host_memory, place more on disk (plan="disk"), or, where '
+            f"gradients dominate, train without gradient_clip_val by norm and without accumulation, so that they are used up during backward."
+        )
+    return min(host_memory - needs.fixed, needs.all_cached)
+
+
+def check_device(plan: Plan, model: ModelShape, device_memory: int | None) -> None:
+    """Refuses a plan whose device tier exceeds ``device_memory``.
+
+    Raises:
+        OutOfMemoryBudgetError: It does.
+    """
+    if device_memory is None:
+        return
+    need = 0
+    for block, placed in zip(model.blocks, plan.blocks, strict=True):
+        need += block.weight_bytes + block.gradient_bytes if placed.weights is Tier.DEVICE else 0
+        need += block.state_bytes if placed.state is Tier.DEVICE else 0
+    if need > device_memory:
+        raise OutOfMemoryBudgetError(
+            f"plan {plan.name!r} puts {format_bytes(need)} of weights, gradients and optimizer state on the device; device_memory "
+            f'allows {format_bytes(device_memory)}. Raise device_memory, or choose plan="host" or plan="disk".'
+        )

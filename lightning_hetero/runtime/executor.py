@@ -1,0 +1,405 @@
+"""Executes a schedule around autograd. One training step, from top to bottom:
+
+``begin_step`` picks the schedule · each anchor issues the ops up to itself and waits for what its block needs
+(``forward_begins``, ``backward_begins``) · ``backward_ends`` · ``handover`` issues the updates that are left, then the commit.
+
+Compute runs inline in the calling thread; the disk and update lanes are the engine's threads. An anchor that the schedule does not
+expect is served on demand, and the next step's schedule follows the order that was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetero._native import READY, Ticket
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan, UpdateLane
+from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.lowering import lower
+from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.sources import WeightSource
+from lightning_hetero.runtime.updates import Updater
+from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.units import format_bytes
+
+_FETCH = 0  # engine priorities: whatever compute waits for goes first, then updates, lowest block first
+_LONG_ORDER = 4  # steps that use blocks more often than this on average (token by token generation) get no schedule
+
+
+class Access:
+    """What the door knows of one parameter (``runtime.door.Record``)."""
+
+    __slots__ = ("_executor", "_index", "_part")
+
+    def __init__(self, executor: Executor, part: Part, index: int) -> None:
+        self._executor, self._part, self._index = executor, part, index
+
+    @property
+    def name(self) -> str:
+        return self._part.names[self._index]
+
+    @property
+    def state(self) -> Residency:
+        return Residency.RELEASED if self._part.block.weights_on_disk else Residency.PENDING
+
+    def wait(self) -> None:
+        self._executor.settle(self._part)
+
+    def source(self) -> WeightSource:
+        return WeightSource(self._executor.store, self._part, self._index, self._executor.settle)
+
+
+class Executor:
+    """The runtime of one model.
+
+    Args:
+        blocks: The model's blocks, bound to memory, with resolved plans.
+        plan: The resolved plan.
+        model: The blocks' sizes.
+        store: The tiers.
+        updater: Runs the updates of one part.
+        capacity_bytes: Host bytes for weights that live on disk.
+        deferred: Updates follow the verdict on all gradients instead of running during backward.
+        recorder: Records spans; may be off.
+        poison: Fill released memory with NaN instead of only dropping it (tests).
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        plan: Plan,
+        model: ModelShape,
+        store: TierStore,
+        updater: Updater,
+        capacity_bytes: int,
+        deferred: bool,
+        recorder: Recorder,
+        poison: bool = False,
+    ) -> None:
+        self.blocks = list(blocks)
+        self.plan, self.model, self.store, self.updater = plan, model, store, updater
+        self.capacity_bytes = capacity_bytes
+        self.deferred = deferred
+        self.recorder = recorder
+        self._poison = poison
+        self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
+        self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
+        self._schedules: dict[tuple[StepSignature, frozenset[int]], Schedule] = {}
+        self._schedule: Schedule | None = None
+        self._cursor = 0  # the next anchor expected
+        self._issued = 0  # the next op to issue
+        self._tickets: dict[int, list[Ticket]] = {}  # op -> its tickets
+        self._seen: list[int] = []
+        self._training = False
+        self._in_backward = False
+        self._backward_block: Block | None = None
+        self._armed: OptimizerBinding | None = None
+        self._releases: list[Ticket] = []
+        self._in_flight: list[Ticket] = []
+
+    # ---- the step ---------------------------------------------------------------------------------------------------------
+
+    def arm(self, binding: OptimizerBinding | None) -> None:
+        """Says that the step under way ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete."""
+        self._armed = binding
+
+    def begin_step(self, *, training: bool) -> None:
+        """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
+        self._learn()
+        self._close_backward()
+        self.updater.cancel_opened(self.blocks)
+        self._training = training
+        self._seen = []
+        self._cursor = self._issued = 0
+        self._tickets = {}
+        self._schedule = self._schedule_for(training)
+        self.updater.begin_step()
+        if training:
+            for block in self.blocks:
+                block.grads_left = {id(p) for p in block.params() if p.requires_grad}
+                block.early_unsafe = False
+
+    def forward_begins(self, block: Block) -> None:
+        if not self._in_backward:
+            self._seen.append(block.index)
+            if self._training and not torch.is_grad_enabled():
+                block.early_unsafe = True
+        with self.recorder.waiting(f"F {block.name}"):
+            self._reach(Phase.FORWARD, block)
+        self.open(block)
+
+    def forward_ends(self, block: Block) -> None:
+        self.shut(block)
+
+    def backward_begins(self, block: Block) -> None:
+        if block is self._backward_block:
+            return
+        self._close_backward()
+        with self.recorder.waiting(f"B {block.name}"):
+            self._reach(Phase.BACKWARD, block)
+        self._backward_block = block
+        self.open(block)
+
+    def backward_starts(self) -> None:
+        """Backward writes gradients: whatever still reads those of the last step must be over."""
+        self._in_backward = True
+        self._wait_in_flight()
+
+    def backward_ends(self) -> None:
+        self._in_backward = False
+        self._close_backward()
+
+    def handover(self, binding: OptimizerBinding, scale: float) -> None:
+        """``optimizer.step()``: hyper-parameters and verdict are known; issues what is left and returns without waiting for it."""
+        self.backward_ends()
+        self.updater.begin_verdict(binding, scale)
+        if self._schedule is not None:
+            self._issue_through(len(self._schedule.anchors) - 1)
+        if binding.rule is Rule.WHOLE:
+            self.updater.update_whole(binding)
+        else:
+            for block in self.blocks:
+                self._update(block, binding)
+        self.updater.cancel_opened(self.blocks)
+        self.recorder.watch("COMMIT", "", [t for t in (self.store.commit(),) if t is not None])
+        self.updater.begin_step()
+        self.recorder.end_step()
+        if not self._overlaps():
+            self._wait_in_flight()
+
+    # ---- anchors ----------------------------------------------------------------------------------------------------------
+
+    def _reach(self, phase: Phase, block: Block) -> None:
+        """Issues the ops up to this anchor and waits for what it needs."""
+        index = self._find(phase, block.index)
+        needs: tuple[int, ...] = ()
+        if index is not None and self._schedule is not None:
+            self._issue_through(index)
+            self._cursor = index + 1
+            needs = self._schedule.anchors[index].needs
+        for op in needs:
+            for ticket in self._tickets.get(op, ()):
+                ticket.wait(READY)
+        if not block.resident:
+            self._fetch(block, self._make_room(block))
+        if index is None:
+            self._prefetch_next(block)
+        for part in block.parts:
+            self.settle(part)
+
+    def _find(self, phase: Phase, block: int) -> int | None:
+        if self._schedule is None:
+            return None
+        anchors = self._schedule.anchors
+        return next(
+            (i for i in range(self._cursor, len(anchors)) if (anchors[i].phase, anchors[i].block) == (phase, block)), None
+        )
+
+    def _issue_through(self, index: int) -> None:
+        assert self._schedule is not None
+        ops = self._schedule.ops
+        while self._issued < len(ops) and ops[self._issued].at <= index:
+            op = ops[self._issued]
+            self._issued += 1
+            self._tickets[op.id] = self._issue(op)
+
+    def _issue(self, op: Op) -> list[Ticket]:
+        """Runs one op; an op that reality has overtaken does nothing."""
+        match op.kind, op.payload:
+            case OpKind.FETCH, Payload.WEIGHTS:
+                return self._fetch(self.blocks[op.block], [])
+            case OpKind.FETCH, Payload.STATE:
+                return self.updater.open(self.blocks[op.block])
+            case OpKind.RELEASE, _:
+                return self.release(self.blocks[op.block])
+            case OpKind.UPDATE, _:
+                return self._update(self.blocks[op.block], self._armed)
+        return []  # STORE is the second half of the engine's update; COMMIT follows the last update in `handover`
+
+    def open(self, block: Block) -> None:
+        """A use of the block begins: its parameters are ordinary ones until :meth:`shut`."""
+        block.uses += 1
+        if block.uses == 1:
+            for param in block.params():
+                if type(param) is OffloadedParameter:
+                    restore(param)
+            for part in block.parts:
+                part.versions = sum(p._version for p in part.params)
+
+    def shut(self, block: Block) -> None:
+        """A use of the block ends."""
+        block.uses = max(0, block.uses - 1)
+        if block.uses == 0 and block.weights_on_disk:
+            for part in block.parts:
+                part.dirty |= part.versions != sum(p._version for p in part.params)
+            self.hide(block)
+
+    def _close_backward(self) -> None:
+        if self._backward_block is not None:
+            block, self._backward_block = self._backward_block, None
+            self.shut(block)
+
+    def hide(self, block: Block) -> None:
+        """Puts the door before the block's parameters."""
+        for param in block.params():
+            if type(param) is nn.Parameter:
+                offload(param, self._access[id(param)])
+
+    # ---- residency --------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
+        if block.resident:
+            return []
+        block.resident = True
+        waits = [*after, *self._releases]
+        tickets = [self.store.fetch(p, priority=_FETCH, after=waits) for p in block.parts if p.native is not None]
+        return self.recorder.watch("FETCH", block.name, tickets)
+
+    def release(self, block: Block) -> list[Ticket]:
+        """Gives the block's weight memory back, unless it is in use."""
+        if not block.resident or block.uses or not block.weights_on_disk:
+            return []
+        self.updater.cancel_opened([block])
+        if self._poison:
+            self._fill_with_nan(block)
+        block.resident = False
+        tickets = [self.store.release(p, priority=_FETCH) for p in block.parts if p.native is not None]
+        self._releases = [t for t in self._releases if not t.poll()] + tickets
+        return self.recorder.watch("RELEASE", block.name, tickets)
+
+    def _fill_with_nan(self, block: Block) -> None:
+        for part in block.parts:
+            self.store.flush(part)
+            self.store.barrier(part)
+            for i, param in enumerate(part.params):
+                if param.is_floating_point():
+                    part.memory(i).fill_(float("nan"))
+
+    def _make_room(self, block: Block) -> list[Ticket]:
+        """Evicts for a block that the schedule did not foresee: in a cycle over the blocks, the one used last comes again last."""
+        need, n = self.model.blocks[block.index].weight_bytes, len(self.blocks)
+        tickets: list[Ticket] = []
+        resident = [b for b in self.blocks if b.resident and b.weights_on_disk]
+        used = sum(self.model.blocks[b.index].weight_bytes for b in resident)
+        for victim in sorted((b for b in resident if not b.uses), key=lambda b: (b.index - block.index) % n, reverse=True):
+            if used + need <= self.capacity_bytes:
+                break
+            tickets += self.release(victim)
+            used -= self.model.blocks[victim.index].weight_bytes
+        if used + need > self.capacity_bytes:
+            raise OutOfMemoryBudgetError(
+                f"block {block.name!r} needs {format_bytes(need)} of host memory, but blocks in use at the same time hold "
+                f"{format_bytes(used)} of the {format_bytes(self.capacity_bytes)} for weights that live on disk. Raise host_memory, or "
+                f"choose block_cls so that blocks do not contain each other's uses."
+            )
+        return tickets
+
+    def _prefetch_next(self, block: Block) -> None:
+        following = [b for b in self.blocks[block.index + 1 :] if b.weights_on_disk][:1]
+        for b in following:
+            size = self.model.blocks[b.index].weight_bytes
+            used = sum(self.model.blocks[o.index].weight_bytes for o in self.blocks if o.resident and o.weights_on_disk)
+            if not b.resident and used + size <= self.capacity_bytes:
+                self._fetch(b, [])
+
+    def bring(self, block: Block, *, force: bool = False) -> None:
+        """Weights into memory, now; ``force`` goes beyond the budget."""
+        if not block.resident:
+            self._fetch(block, [] if force else self._make_room(block))
+        for part in block.parts:
+            self.settle(part)
+
+    def settle(self, part: Part) -> None:
+        """Waits until the part's weights are final; parameters that live in memory become ordinary again."""
+        if part.last_write is not None:
+            part.last_write.wait(READY)
+            part.last_write = None
+        if not part.block.weights_on_disk:
+            for param in part.params:
+                if type(param) is OffloadedParameter:
+                    restore(param)
+
+    # ---- updates ----------------------------------------------------------------------------------------------------------
+
+    def _update(self, block: Block, binding: OptimizerBinding | None) -> list[Ticket]:
+        """Updates what of the block has gradients for ``binding``; during backward only blocks whose gradients are all complete."""
+        if binding is None or binding.rule is Rule.WHOLE:
+            return []
+        if self.updater.verdict is not binding and (self.deferred or block.grads_left or block.early_unsafe):
+            return []
+        in_python = binding.rule is Rule.BLOCKWISE and self.updater.has_work(block, binding)
+        if in_python and not block.resident:
+            self._fetch(block, self._make_room(block))
+        if in_python:
+            for part in block.parts:
+                self.settle(part)
+            self.open(block)
+        try:
+            tickets = self.updater.update(block, binding)
+        finally:
+            if in_python:
+                self.shut(block)
+        if tickets:
+            self.hide(block)
+            self._in_flight += tickets
+        return self.recorder.watch("UPDATE", block.name, tickets)
+
+    def _overlaps(self) -> bool:
+        return all(b.plan.update is UpdateLane.CPU for b in self.blocks) and not self.updater.waits
+
+    def _wait_in_flight(self) -> None:
+        for ticket in self._in_flight:
+            ticket.wait(READY)
+        self._in_flight.clear()
+
+    def finish(self) -> None:
+        """The end of training, orderly or not: nothing is left half open."""
+        self._in_backward = False
+        self._close_backward()
+        self.updater.cancel_opened(self.blocks)
+        self.drain()
+        for block in self.blocks:
+            block.uses = 0
+
+    def drain(self) -> None:
+        """Waits for all updates under way."""
+        for block in self.blocks:
+            for part in block.parts:
+                self.settle(part)
+        self._wait_in_flight()
+
+    # ---- schedules --------------------------------------------------------------------------------------------------------
+
+    def _schedule_for(self, training: bool) -> Schedule | None:
+        order = self._orders[training]
+        if len(order) > _LONG_ORDER * max(1, len(self.blocks)):
+            return None
+        updates = Updates.NONE
+        if training and self._armed is not None:
+            updates = Updates.AFTER_VERDICT if self.deferred else Updates.IN_BACKWARD
+        signature = StepSignature(order=order, training=training, updates=updates)
+        resident = frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident)
+        key = (signature, resident)
+        if key not in self._schedules:
+            self._schedules[key] = lower(
+                self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes
+            )
+        return self._schedules[key]
+
+    def _learn(self) -> None:
+        """The next batch of this kind is expected to use the blocks as this one did."""
+        if self._seen and tuple(self._seen) != self._orders[self._training]:
+            self._orders[self._training] = tuple(self._seen)
+
+    def describe(self) -> dict[str, Any]:
+        """The schedule of the step under way, for reports."""
+        return {"schedule": None if self._schedule is None else self._schedule.to_text()}

@@ -1,0 +1,180 @@
+"""Binds the user's optimizers to the runtime: the object stays, its ``step`` hands over, its state lives in the store.
+
+``state_dict`` and ``load_state_dict`` speak torch's format, so checkpoints go both ways between this and plain Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.optim import adam, blockwise
+from lightning_hetero.runtime.door import OffloadedTensor
+from lightning_hetero.runtime.sources import StateSource
+from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.tiers import TierStore
+
+
+class Rule(Enum):
+    """Who computes an optimizer's update."""
+
+    NATIVE = "native"  # the engine: torch's Adam and AdamW
+    BLOCKWISE = "blockwise"  # the optimizer's own code, part by part
+    WHOLE = "whole"  # the optimizer's own code, once for all its parameters
+
+
+class OptimizerBinding:
+    """One of the user's optimizers.
+
+    Args:
+        optimizer: The optimizer; its instance gets new ``step``, ``zero_grad`` and ``load_state_dict`` until :meth:`unbind`.
+        on_step: Called by ``step`` after the closure, to hand the update over.
+        on_read: Called before the state is looked at; waits for updates under way.
+        on_zero: Called before gradients are zeroed in place.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        on_step: Callable[[OptimizerBinding, float], None],
+        on_read: Callable[[], None],
+        on_zero: Callable[[], None],
+    ) -> None:
+        blockwise.check_supported(optimizer)
+        self.optimizer = optimizer
+        if adam.supports(optimizer):
+            self.rule = Rule.NATIVE
+        else:
+            self.rule = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
+        self._on_step, self._on_read, self._on_zero = on_step, on_read, on_zero
+        self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
+        self._store: TierStore | None = None
+        self._replaced: dict[str, Any] = {}
+        for name in ("step", "zero_grad", "load_state_dict"):
+            self._replaced[name] = optimizer.__dict__.get(name)
+        self._original = {name: getattr(optimizer, name) for name in self._replaced}
+        # Schedulers made later wrap `step.__func__` and call it with the optimizer as self.
+        ours: dict[str, Callable[..., Any]] = {
+            "step": lambda _, closure=None, **kwargs: self._step(closure, **kwargs),
+            "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
+            "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
+        }
+        for name, function in ours.items():
+            setattr(optimizer, name, MethodType(function, optimizer))
+        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
+
+    def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
+        """Says where the parameters live; state that the optimizer already has moves there."""
+        self._store = store
+        self._homes = {param: (part, index) for param, part, index in homes}
+        existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
+        if self.rule is Rule.NATIVE and existing:
+            self._import(existing)
+
+    def unbind(self, read: bool = True) -> None:
+        """Gives the optimizer back as it was; its state becomes ordinary tensors when ``read``."""
+        self._handle.remove()
+        for name, previous in self._replaced.items():
+            if previous is None:
+                self.optimizer.__dict__.pop(name, None)
+            else:
+                setattr(self.optimizer, name, previous)
+        if read:
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, OffloadedTensor):
+                        state[key] = value.clone()
+
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Each parameter's group by the parameter's ``id``; read anew every step, schedulers change groups."""
+        return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+
+    def params(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def advance(self, part: Part, indices: Iterable[int]) -> None:
+        """Counts one more step for parameters that are about to be updated natively."""
+        assert self._store is not None
+        for index in indices:
+            param = part.params[index]
+            state = self.optimizer.state[param]
+            if "step" not in state:
+                self._attach(state, part, index)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] += 1
+
+    def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
+        assert self._store is not None
+        for array, name in enumerate(adam.state_names(part.dtype)):
+            source = StateSource(self._store, part, index, array, name)
+            state[name] = OffloadedTensor(source, stride=part.params[index].stride())
+
+    # ---- what the user calls ----------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        optimizer = self.optimizer
+        for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,), kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        vars(optimizer)["_opt_called"] = True  # what schedulers look at to warn about a wrong order of steps
+        # A scaler that meets an optimizer with fused=True leaves unscaling to it (torch.amp.GradScaler.step).
+        found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        if found_inf is None or not float(found_inf):
+            self._on_step(self, 1.0 if scale is None else 1.0 / float(scale))
+        for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+            hook(optimizer, (closure,), kwargs)
+        return loss
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self._on_zero()
+        self._original["zero_grad"](set_to_none=set_to_none)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._on_read()
+        if self.rule is not Rule.NATIVE:
+            self._original["load_state_dict"](state_dict)
+            return
+        # torch would cast the state to the parameters' dtype and copy it whole; groups and checks are its own, the state is ours.
+        self._original["load_state_dict"]({**state_dict, "state": {}})
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        by_number = dict(zip(saved, self.params(), strict=True))
+        self._import({by_number[i]: s for i, s in state_dict["state"].items() if i in by_number})
+
+    def _import(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Moves state in torch's format into the store, one rewrite per part."""
+        assert self._store is not None
+        runs: dict[Part, list[tuple[int, int, Tensor]]] = {}
+        for param, values in states.items():
+            part, index = self._homes[param]
+            state: dict[str, Any] = {}
+            self._attach(state, part, index)
+            state["step"] = torch.as_tensor(values["step"], dtype=torch.float32).detach().clone().cpu()
+            self.optimizer.state[param] = state
+            for array, name in enumerate(adam.state_names(part.dtype)):
+                value = values.get(name)
+                if value is None and name == adam.MASTER:  # written by plain Lightning: the weights are all there is
+                    value = param.detach().float()
+                if value is None or value.shape != param.shape:
+                    got = "nothing" if value is None else tuple(value.shape)
+                    raise ConfigError(
+                        f"optimizer state {name!r} of {part.names[index]!r}: got {got}, expected shape {tuple(param.shape)}. The "
+                        f"checkpoint belongs to another model or optimizer; load it with ckpt_path of the model it was saved from."
+                    )
+                runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
+        for part, of_part in runs.items():
+            self._store.write_state(part, of_part)
+        self._store.commit()

@@ -1,0 +1,435 @@
+"""One model under the runtime, from adoption to release: cuts it, places it, opens its tiers, and gives it back.
+
+The order matters and is the same for every plan: :meth:`Session.adopt` (blocks, reserved memory) → the optimizers are made →
+:meth:`Session.start` (plan, budget, files, anchors) → training → :meth:`Session.stop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hetero._native import BlockGeometry, file_bytes
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.optim import adam
+from lightning_hetero.runtime.anchors import observe, observe_gradient
+from lightning_hetero.runtime.budget import cache_bytes, check_device, host_needs
+from lightning_hetero.runtime.door import OffloadedParameter, restore
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.initialize import initialize
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.updates import Updater
+from lightning_hetero.store.blocks import Block, Part, bind
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.partition import BlockCls, partition
+from lightning_hetero.store.tiers import EngineOptions, TierStore, chunk_bytes, geometry_of, staging_bytes
+from lightning_hetero.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_UNKNOWN_STATE_BYTES = 8  # per element, for optimizers whose state is known only after their first step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What the user may choose; see ``HeteroOffloadStrategy``."""
+
+    plan: Callable[[ModelShape], Plan]
+    block_cls: BlockCls | None = None
+    host_memory: int | None = None
+    device_memory: int | None = None
+    disk_path: Path | None = None
+    disk_capacity: int | None = None
+    allow_tmpfs: bool = False
+    allow_rotational: bool = False
+    trace: bool = False
+    poison: bool = False
+    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """How the training loop uses gradients, which decides when updates may run.
+
+    Attributes:
+        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
+        accumulates: Gradients live through several batches.
+        keep_gradients: ``param.grad`` stays after the step.
+        waits: ``optimizer.step()`` waits for the updates.
+        clip_value: Clip by value at this, during backward.
+    """
+
+    deferred: str = ""
+    accumulates: bool = False
+    keep_gradients: bool = False
+    waits: bool = False
+    clip_value: float | None = None
+
+
+class Session:
+    """The runtime of one model.
+
+    Args:
+        root: The model.
+        options: The user's choices.
+    """
+
+    def __init__(self, root: nn.Module, options: SessionOptions) -> None:
+        self.root = root
+        self.options = options
+        self.bindings: list[OptimizerBinding] = []
+        self.recorder = Recorder(enabled=options.trace)
+        self._handles: list[RemovableHandle] = []
+        specs = partition(root, options.block_cls)
+        self._unset = {s.name for s in specs if any(p.is_meta for p in s.params.values())}
+        self.blocks: list[Block] = bind(root, specs)
+        self.executor: Executor | None = None
+        self.store: TierStore | None = None
+        self._disk_bytes = 0
+        self._final_report: dict[str, int] = {}
+
+    # ---- start ------------------------------------------------------------------------------------------------------------
+
+    def start(self, optimizers: Sequence[Optimizer], rules: StepRules, *, default_root: Path) -> None:
+        """Places the model and starts the engine; the weights of blocks on disk leave memory as far as the budget asks.
+
+        Raises:
+            OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
+            OutOfDiskError: It does not fit the disk or ``disk_capacity``.
+            ConfigError: The plan does not fit the model, or the directory cannot be used.
+            UnsupportedError: An optimizer cannot run out of core.
+        """
+        self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
+        if any(b.rule is Rule.WHOLE for b in self.bindings):
+            rules = replace(rules, deferred=rules.deferred or "the optimizer is not one of torch.optim", keep_gradients=True)
+        owners = {id(p): b for b in self.bindings for p in b.params()}
+        model = self.shape(owners)
+        plan = self._fitting(self.options.plan(model).resolve(b.name for b in model.blocks), model)
+        self._check_rules(plan, owners)
+        for block, placed in zip(self.blocks, plan.blocks, strict=True):
+            block.plan = placed
+        geometries = self._geometries(owners)
+        parked = self.store is not None
+        chunk = self.store.chunk_bytes_max if self.store else max([chunk_bytes(g) for g in geometries.values()], default=64 * 1024)
+        capacity = self._capacity(plan, model, rules, chunk)
+        if self.store is None:
+            directory = self._directory(plan, geometries, default_root)
+            num_blocks = 8 * len(geometries) + 64  # unfreezing, and state that only its optimizer knows, take more files
+            self.store = TierStore(self.options.engine, directory=directory, num_blocks=num_blocks, chunk_bytes_max=chunk)
+            self.store.on_patched = self.options.on_patched
+        updater = Updater(
+            self.store,
+            clip_value=rules.clip_value,
+            keep_gradients=rules.keep_gradients or bool(rules.deferred),
+            waits=rules.waits,
+        )
+        updater.own(self.bindings)
+        self.executor = Executor(
+            self.blocks, plan=plan, model=model, store=self.store, updater=updater, capacity_bytes=capacity,
+            deferred=bool(rules.deferred), recorder=self.recorder, poison=self.options.poison,
+        )  # fmt: skip
+        if not parked or self.bindings:
+            self._open(geometries, capacity)
+        homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
+        for binding in self.bindings:
+            binding.place(self.store, homes)
+        self.store.commit()
+        self._handles = observe(self.blocks, self.executor)
+        self._announce(plan, rules, capacity)
+
+    def shape(self, owners: dict[int, OptimizerBinding]) -> ModelShape:
+        """The blocks' sizes, given which parameters are optimized by whom."""
+        rows = []
+        for block in self.blocks:
+            trainable = [p for p in block.params() if id(p) in owners]
+            state = sum(p.num_elements * _state_bytes(p, owners) for p in block.parts)
+            rows.append(
+                BlockShape(
+                    name=block.name,
+                    num_params=sum(p.num_elements for p in block.parts),
+                    num_trainable_params=sum(p.numel() for p in trainable),
+                    weight_bytes=sum(p.weight_bytes for p in block.parts),
+                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad),
+                    state_bytes=state,
+                    pinned=block.spec.pinned,
+                )
+            )
+        return ModelShape(name=type(self.root).__name__, blocks=tuple(rows))
+
+    def _fitting(self, plan: Plan, model: ModelShape) -> Plan:
+        """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
+        pinned = [b.name for b, p in zip(model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
+        if pinned:
+            log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
+        return replace(plan, blocks=tuple(replace(p, weights=Tier.HOST) if p.name in pinned else p for p in plan.blocks))
+
+    def _check_rules(self, plan: Plan, owners: dict[int, OptimizerBinding]) -> None:
+        for block, placed in zip(self.blocks, plan.blocks, strict=True):
+            whole = [owners[id(p)] for p in block.params() if id(p) in owners and owners[id(p)].rule is Rule.WHOLE]
+            if whole and Tier.DISK in (placed.state, placed.weights):
+                name = type(whole[0].optimizer).__name__
+                raise UnsupportedError(
+                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not from torch.optim, so it is not "
+                    f"known to update parameters independently. If it does, set {name}.hetero_blockwise = True; else use "
+                    f'plan="host" or an optimizer of torch.optim.'
+                )
+
+    def _geometries(self, owners: dict[int, OptimizerBinding]) -> dict[Part, BlockGeometry]:
+        """Geometries of the parts that the engine sees: native updates, and weights on disk."""
+        geometries: dict[Part, BlockGeometry] = {}
+        for block in self.blocks:
+            for part in block.parts:
+                num_state = _num_state(part, owners)
+                if num_state or block.weights_on_disk:
+                    geometries[part] = geometry_of(
+                        part, len(geometries), num_state=num_state, weights=block.plan.weights, state=block.plan.state
+                    )
+        return geometries
+
+    def _capacity(self, plan: Plan, model: ModelShape, rules: StepRules, chunk: int) -> int:
+        check_device(plan, model, self.options.device_memory)
+        on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
+        needs = host_needs(
+            plan, model, staging=staging_bytes(self.options.engine, chunk) if on_disk else 0,
+            all_gradients=bool(rules.deferred) or rules.accumulates,
+        )  # fmt: skip
+        if self.options.host_memory is not None:
+            return cache_bytes(plan, needs, host_memory=self.options.host_memory, source="host_memory")
+        # Weights are in memory already, so only what a block needs on top counts against what is free.
+        free = psutil.virtual_memory().available + needs.weights + (0 if self._unset else needs.all_cached)
+        return cache_bytes(plan, needs, host_memory=free, source="the machine's free memory")
+
+    def _directory(self, plan: Plan, geometries: dict[Part, BlockGeometry], default_root: Path) -> StoreDirectory | None:
+        placements = {t for p in plan.blocks for t in (p.weights, p.state)}
+        if Tier.DISK not in placements:
+            return None
+        self._disk_bytes = sum(file_bytes(g) * g.num_slots for g in geometries.values())
+        default_root.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {
+                "block": part.block.name,
+                "params": part.names,
+                "dtype": str(part.dtype),
+                "elements": g.num_elements,
+                "state": g.num_state,
+            }
+            for part, g in geometries.items()
+        ]
+        return StoreDirectory.create_or_adopt(
+            self.options.disk_path,
+            default_root=default_root,
+            manifest={"model": type(self.root).__name__, "blocks": rows},
+            allow_tmpfs=self.options.allow_tmpfs,
+            allow_rotational=self.options.allow_rotational,
+            needed_bytes=self._disk_bytes,
+            capacity_bytes=self.options.disk_capacity,
+        )
+
+    def _open(self, geometries: dict[Part, BlockGeometry], capacity: int) -> None:
+        """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
+        assert self.store is not None and self.executor is not None
+        used = 0
+        for block in self.blocks:
+            if block.name in self._unset:
+                initialize(block)
+            self.executor.bring(block)  # a parked model's weights are on disk
+            for part in block.parts:
+                if part.native is not None:
+                    self.store.discard(part)
+                if part in geometries:
+                    self.store.open(part, replace(geometries[part], id=self.store.next_id()))
+                    self.store.flush(part)
+            if block.weights_on_disk:
+                size = sum(p.weight_bytes for p in block.parts)
+                self.executor.hide(block)
+                if used + size <= capacity:
+                    used += size
+                else:
+                    self.executor.release(block)
+                    for part in block.parts:
+                        self.store.barrier(part)
+        self._unset = set()
+
+    def _announce(self, plan: Plan, rules: StepRules, capacity: int) -> None:
+        on_disk = sum(b.weights_on_disk for b in self.blocks)
+        log.info(
+            "plan %r: %d blocks, weights of %d on disk (%s cached in memory), %s of files; updates %s.",
+            plan.name, len(self.blocks), on_disk, format_bytes(capacity), format_bytes(self._disk_bytes),
+            f"after optimizer.step() in forward order, because {rules.deferred}" if rules.deferred else "run during backward",
+        )  # fmt: skip
+
+    # ---- while it runs ------------------------------------------------------------------------------------------------------
+
+    def _on_step(self, binding: OptimizerBinding, scale: float) -> None:
+        assert self.executor is not None
+        self._promote(binding)
+        self.executor.handover(binding, scale)
+
+    def _promote(self, binding: OptimizerBinding) -> None:
+        """Parameters that joined the optimizer during training (unfreezing) get state."""
+        assert self.store is not None and self.executor is not None
+        owners = self.executor.updater.owners
+        fresh = [p for p in binding.params() if id(p) not in owners]
+        if not fresh:
+            return
+        ids = {id(p) for p in fresh}
+        self.executor.updater.own(self.bindings)
+        owners = self.executor.updater.owners
+        for block in self.blocks:
+            for part in block.parts:
+                mine = [p for p in part.params if id(p) in ids]
+                if mine:
+                    num_state = _num_state(part, owners)
+                    if num_state and (part.native is None or part.native.geometry.num_state == 0):
+                        self._reopen(part, num_state)
+                    self._handles += [observe_gradient(block, p) for p in mine]
+
+    def _reopen(self, part: Part, num_state: int) -> None:
+        assert self.store is not None and self.executor is not None
+        block = part.block
+        self.executor.bring(block)
+        if part.native is not None:
+            self.store.discard(part)
+        geometry = geometry_of(
+            part, self.store.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state
+        )
+        self.store.open(part, geometry)
+        self.store.flush(part)
+
+    @contextmanager
+    def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Brings the blocks of ``params`` into memory for the time of the context: the door for reads outside a block's forward."""
+        assert self.executor is not None
+        ids = {id(p) for p in params}
+        blocks = [b for b in self.blocks if any(id(p) in ids for p in b.params())]
+        opened = []
+        try:
+            for block in blocks:
+                self.executor.bring(block)
+                self.executor.open(block)
+                opened.append(block)
+            yield
+        finally:
+            for block in opened:
+                self.executor.shut(block)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes so far: peak of the process's host memory, of files, of staging; and moved by the engine."""
+        if self._final_report:
+            return self._final_report
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report = {"host_peak_bytes": peak, "disk_bytes": self._disk_bytes}
+        if self.store is not None:
+            stats = self.store.stats()
+            report |= {
+                "bytes_read": stats.bytes_read,
+                "bytes_written": stats.bytes_written,
+                "staging_bytes": self.store.staging_bytes,
+            }
+        return report
+
+    def binding_of(self, optimizer: Optimizer) -> OptimizerBinding | None:
+        return next((b for b in self.bindings if b.optimizer is optimizer), None)
+
+    def drain(self) -> None:
+        """Waits for all updates under way."""
+        if self.executor is not None:
+            self.executor.drain()
+
+    def commit(self) -> None:
+        """Makes what was written by loading a checkpoint a step of its own."""
+        if self.store is not None:
+            self.store.commit()
+
+    # ---- stop ---------------------------------------------------------------------------------------------------------------
+
+    def stop(self, *, park: bool = True) -> bool:
+        """Finishes updates, brings weights and optimizer state back into ordinary memory, closes and removes the files.
+
+        Args:
+            park: Where that does not fit the budget, leave everything where it is, readable through the door.
+
+        Returns:
+            Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
+        """
+        if self.store is None or self.executor is None:
+            return False
+        self.executor.finish()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if park and not self._fits_memory():
+            self.store.commit()
+            log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
+            return True
+        for block in self.blocks:
+            self.executor.bring(block, force=True)
+            self._restore(block)
+        for binding in self.bindings:
+            binding.unbind()
+        self._close()
+        return False
+
+    def unpark(self) -> None:
+        """Gets ready for another :meth:`start` with the weights as they are; optimizer state starts anew."""
+        for binding in self.bindings:
+            binding.unbind(read=False)
+            binding.optimizer.state.clear()
+        self.bindings = []
+
+    def abandon(self) -> None:
+        """Closes everything without reading anything back: after an error of the engine, or when nobody needs it any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for binding in self.bindings:
+            binding.unbind(read=False)
+        if self.store is not None:
+            self._close()
+
+    def _fits_memory(self) -> bool:
+        """Whether all weights and all state may be in memory at once."""
+        assert self.executor is not None
+        model = self.executor.model
+        need = sum(b.weight_bytes + b.state_bytes for b in model.blocks)
+        budget = self.options.host_memory
+        return need <= (psutil.virtual_memory().available * 3 // 4 if budget is None else budget)
+
+    def _restore(self, block: Block) -> None:
+        assert self.executor is not None
+        for part in block.parts:
+            self.executor.settle(part)
+        for param in block.params():
+            if type(param) is OffloadedParameter:
+                restore(param)
+
+    def _close(self) -> None:
+        assert self.store is not None
+        self._final_report = self.memory_report()
+        store, self.store = self.store, None
+        store.close(self.blocks)
+
+
+def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:
+    rules = {owners[id(p)].rule for p in part.params if id(p) in owners}
+    return len(adam.state_names(part.dtype)) if rules == {Rule.NATIVE} else 0
+
+
+def _state_bytes(part: Part, owners: dict[int, OptimizerBinding]) -> int:
+    rules = {owners[id(p)].rule for p in part.params if id(p) in owners}
+    if rules == {Rule.NATIVE}:
+        return 4 * len(adam.state_names(part.dtype))
+    return _UNKNOWN_STATE_BYTES if rules else 0

@@ -1,0 +1,110 @@
+"""What the door reads and writes: weights, native state and state blobs, wherever they live at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.tiers import WEIGHTS, TierStore
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The weights of one parameter.
+
+    Attributes:
+        store: The tiers.
+        part: The part that holds the parameter.
+        index: The parameter's position in the part.
+        settle: Waits until no update of the part is under way.
+    """
+
+    store: TierStore
+    part: Part
+    index: int
+    settle: Callable[[Part], None]
+
+    @property
+    def name(self) -> str:
+        return self.part.names[self.index]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.params[self.index].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    def read(self) -> Tensor:
+        self.settle(self.part)
+        if self.part.block.resident:
+            return self.part.memory(self.index).clone()
+        out = torch.empty(self.part.params[self.index].numel(), dtype=self.dtype)
+        self.store.read(self.part, WEIGHTS, self.index, out)
+        return self.part.shaped(self.index, out)
+
+    def write(self, value: Tensor) -> None:
+        self.settle(self.part)
+        if self.part.block.resident:
+            self.part.memory(self.index).copy_(value)
+            self.part.dirty = self.part.block.weights_on_disk
+        else:
+            self.store.patch(self.part, self.index, self.part.flat(self.index, value, self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """One fp32 state array's run for one parameter, in host memory or on disk."""
+
+    store: TierStore
+    part: Part
+    index: int
+    array: int
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.names[self.index]}.{self.key}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.params[self.index].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def read(self) -> Tensor:
+        out = torch.empty(self.part.params[self.index].numel(), dtype=torch.float32)
+        self.store.read(self.part, self.array, self.index, out)
+        return self.part.shaped(self.index, out)
+
+    def write(self, value: Tensor) -> None:
+        flat = self.part.flat(self.index, value, torch.float32)
+        self.store.write_state(self.part, [(self.array, self.index, flat)])
+
+
+@dataclass(frozen=True, slots=True)
+class BlobSource:
+    """One tensor of a state blob on disk."""
+
+    store: TierStore
+    part: Part
+    index: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.store.read(self.part, WEIGHTS, self.index, out.view(-1).view(torch.uint8))
+        return out
+
+    def write(self, value: Tensor) -> None:
+        flat = value.to(self.dtype).contiguous().view(-1).view(torch.uint8)
+        self.store.write_state(self.part, [(WEIGHTS, self.index, flat)])

@@ -1,0 +1,187 @@
+"""Blocks at run time: reserved memory at fixed addresses, and what is going on with it.
+
+[Note: Fixed addresses]
+A part's weights have one address for the whole run: reserved address space whose pages come and go. FETCH reads into it,
+RELEASE gives its pages back, an update writes it in place. ``param.data`` is a view made once, so nothing is ever rebound or
+resized, and everything that holds the parameter (autograd, optimizers, user code) goes on holding it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero._native import Arena, Ticket
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero.ir.plan import BlockPlan, Tier
+from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
+from lightning_hetero.units import round_up
+
+PAGE = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """The parameters of one block that share dtype and trainability: one run of memory, one native block.
+
+    Attributes:
+        block: The block it belongs to.
+        names: Parameter names inside the LightningModule.
+        params: The parameters, in the order of their offsets.
+        offsets: First element of each parameter in the run.
+        dtype: Dtype of all of them.
+        num_elements: Length of the run in elements, padding included.
+        arena: The reserved memory.
+        native: The native block; ``None`` while nothing is offloaded, and for parts that are updated in Python in host memory.
+        last_write: The fetch or update that last wrote the weight memory; compute waits until it is READY.
+        opened: An update whose state already streams towards the host.
+        dirty: The weight memory was changed outside an update; the file has older weights.
+        uncommitted: The file was rewritten since the last commit.
+        on_disk: The native block has files.
+        stepped: The state is no longer all zeros.
+        versions: Sum of the parameters' version counters when the block's use began.
+        master_versions: The same when the fp32 master was last in step with 16-bit weights.
+        patches: Writes (first element, values) that wait to be brought into the file together.
+    """
+
+    block: Block
+    names: list[str]
+    params: list[nn.Parameter]
+    offsets: list[int]
+    dtype: torch.dtype
+    num_elements: int
+    arena: Arena
+    native: NativeBlock | None = None
+    last_write: Ticket | None = None
+    opened: Ticket | None = None
+    dirty: bool = False
+    uncommitted: bool = False
+    on_disk: bool = False
+    stepped: bool = False
+    versions: int = 0
+    master_versions: int = -1
+    patches: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(self.num_elements * self.dtype.itemsize, PAGE)
+
+    def memory(self, index: int) -> Tensor:
+        """Parameter ``index``'s weights as they lie in the reserved memory: its shape and strides."""
+        param = self.params[index]
+        flat = tensor_at(self.arena, self.arena.address, self.num_elements, self.dtype)
+        return flat.as_strided(param.shape, _strides(param), self.offsets[index])
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """A flat run in the parameter's memory order as a tensor of its shape."""
+        param = self.params[index]
+        return flat.as_strided(param.shape, _strides(param))
+
+    def flat(self, index: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of the parameter's shape as a flat run in the parameter's memory order; no copy where none is needed."""
+        param = self.params[index]
+        if value.dtype != dtype or value.stride() != _strides(param) or value.device.type != "cpu":
+            value = torch.empty_strided(param.shape, _strides(param), dtype=dtype).copy_(value)
+        return value.as_strided((param.numel(),), (1,))
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block: the unit that is fetched, released and updated.
+
+    Attributes:
+        index: Position in the model; plans and schedules name blocks by it.
+        spec: Name, module, parameters.
+        parts: Its parameters' memory.
+        plan: Where it lives.
+        resident: The weights are in memory (or on their way, see ``last_write`` of the parts).
+        uses: Anchors that are open now; the weights may not leave memory while there is one.
+        grads_left: Parameters whose gradient this backward has not accumulated yet.
+    """
+
+    index: int
+    spec: BlockSpec
+    parts: list[Part] = field(default_factory=list)
+    plan: BlockPlan = field(default_factory=lambda: BlockPlan(name="*"))
+    resident: bool = True
+    uses: int = 0
+    grads_left: set[int] = field(default_factory=set)
+    early_unsafe: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def weights_on_disk(self) -> bool:
+        return self.plan.weights is Tier.DISK
+
+    def params(self) -> Iterator[nn.Parameter]:
+        for part in self.parts:
+            yield from part.params
+
+
+def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor over memory that ``owner`` keeps alive for as long as any view of the tensor lives."""
+    buffer = (ctypes.c_char * max(1, numel * dtype.itemsize)).from_address(address)
+    vars(buffer)["owner"] = owner  # the tensor keeps the buffer, the buffer its owner
+    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+def bind(root: nn.Module, specs: Sequence[BlockSpec]) -> list[Block]:
+    """Moves every parameter into reserved memory, block by block; meta parameters get memory without content.
+
+    Meta parameters are replaced by new parameters in the modules that hold them, so this comes before the optimizers.
+    """
+    blocks = []
+    for index, spec in enumerate(specs):
+        block = Block(index=index, spec=spec)
+        groups: dict[tuple[torch.dtype, bool], list[str]] = {}
+        for name, param in spec.params.items():
+            groups.setdefault((param.dtype, param.requires_grad), []).append(name)
+        for (dtype, _), names in groups.items():
+            block.parts.append(_bind_part(root, block, names, dtype))
+        blocks.append(block)
+    return blocks
+
+
+def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype) -> Part:
+    params = [block.spec.params[n] for n in names]
+    offsets, total = [], 0
+    for param in params:
+        offsets.append(total)
+        total += round_up(param.numel(), ALIGN_ELEMENTS)
+    total = max(total, ALIGN_ELEMENTS)
+    arena = Arena(round_up(total * dtype.itemsize, PAGE))
+    part = Part(
+        block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena
+    )  # fmt: skip
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            memory = part.memory(i)
+            if param.is_meta:
+                part.params[i] = block.spec.params[names[i]] = _replace_everywhere(root, param, memory)
+            else:
+                memory.copy_(param.data)
+                param.data = memory
+    return part
+
+
+def _replace_everywhere(root: nn.Module, old: nn.Parameter, memory: Tensor) -> nn.Parameter:
+    new = nn.Parameter(memory, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    for owner in root.modules():
+        for key, param in owner._parameters.items():
+            if param is old:
+                owner._parameters[key] = new
+    return new
+
+
+def _strides(param: Tensor) -> tuple[int, ...]:
+    if is_dense(param):
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()

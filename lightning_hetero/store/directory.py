@@ -1,0 +1,328 @@
+"""The private directory of one store: who may use it, and how it goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import stat
+import tempfile
+import uuid
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
+from lightning_hetero.store.manifest import MANIFEST, check_same_store, lock_manifest, read_manifest, write_manifest
+from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume
+from lightning_hetero.units import format_bytes
+
+PREFIX = "lightning-hetero-"
+
+_OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab]|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskLimits:
+    """What a store's directory must offer.
+
+    Attributes:
+        needed_bytes: Bytes that the store will write.
+        capacity_bytes: The user's ``disk_capacity``; ``None`` for none.
+        allow_tmpfs: Accept a file system in memory.
+        allow_rotational: Accept a disk with moving heads.
+    """
+
+    needed_bytes: int
+    capacity_bytes: int | None = None
+    allow_tmpfs: bool = False
+    allow_rotational: bool = False
+
+
+class StoreDirectory:
+    """A locked, private directory with a manifest; made by :meth:`create_or_adopt`.
+
+    Contract: one process uses it until :meth:`close`. It touches only names of its own, through a file descriptor of the
+    directory, and follows no symbolic link. The native store opens and locks the block files in it by itself.
+    """
+
+    def __init__(
+        self, path: Path, directory_fd: int, manifest_fd: int, identity: uuid.UUID, *, temporary: bool, made: bool
+    ) -> None:
+        self._path = path
+        self._uuid = identity
+        self._temporary = temporary
+        held = _Held(os.getpid(), path, directory_fd, manifest_fd, made)
+        self._held = held
+        # A temporary directory goes away with its process even if nobody calls close.
+        self._finalizer = weakref.finalize(self, held.give_back, remove=temporary)
+
+    @classmethod
+    def create_or_adopt(
+        cls,
+        path: str | Path | None,
+        *,
+        default_root: Path,
+        manifest: dict[str, Any],
+        needed_bytes: int,
+        capacity_bytes: int | None = None,
+        allow_tmpfs: bool = False,
+        allow_rotational: bool = False,
+    ) -> StoreDirectory:
+        """Makes the directory of a store, or takes over the one that an earlier run with the same blocks left.
+
+        Args:
+            path: The user's ``disk_path``. ``None``: a temporary directory under ``default_root``, removed by :meth:`close`;
+                those that killed processes left there are removed now.
+            default_root: Where temporary directories go.
+            manifest: What the store holds, as JSON-able data: another run may use the directory only with an equal one.
+            needed_bytes: Bytes that the store will write.
+            capacity_bytes: The user's ``disk_capacity``.
+            allow_tmpfs: Accept a file system in memory.
+            allow_rotational: Accept a disk with moving heads.
+
+        Raises:
+            ConfigError: The path, its file system or what it holds is refused.
+            OutOfDiskError: ``needed_bytes`` exceed ``capacity_bytes`` or the free space.
+            StoreBusyError: A living process uses the directory.
+            StoreError: A system call failed.
+        """
+        limits = DiskLimits(
+            needed_bytes=needed_bytes, capacity_bytes=capacity_bytes, allow_tmpfs=allow_tmpfs, allow_rotational=allow_rotational
+        )
+        geometry = json.loads(json.dumps(manifest))  # what a manifest reads back as: tuples become lists
+        place = Path(default_root if path is None else path).expanduser().absolute()
+        _check_capacity(place, limits)
+        try:
+            if path is not None:
+                return cls._open_path(place, geometry, limits, temporary=False)
+            remove_leftovers(place)
+            made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
+            try:
+                return cls._open_path(made, geometry, limits, temporary=True)
+            except BaseException:
+                _remove_directory(made)
+                raise
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"disk_path {str(place)!r}: {error}. Choose another disk_path.") from error
+
+    @classmethod
+    def _open_path(cls, path: Path, geometry: dict[str, Any], limits: DiskLimits, *, temporary: bool) -> StoreDirectory:
+        made = _make_private(path)
+        with contextlib.ExitStack() as undo:
+            if made:
+                undo.callback(_remove_directory, path)
+            directory_fd = os.open(path, _DIRECTORY)
+            undo.callback(os.close, directory_fd)
+            _check_owner(path, directory_fd)
+            old_fd = lock_manifest(path, directory_fd)
+            if old_fd is None:
+                _check_empty(path, directory_fd)
+            else:
+                undo.callback(os.close, old_fd)
+                check_same_store(path, read_manifest(path, old_fd), geometry)
+            _check_volume(path, directory_fd, limits)
+            if old_fd is not None:
+                _remove_files(directory_fd)
+                log.info("disk_path %r: took over an earlier run's store; its files are written anew", str(path))
+            identity = uuid.uuid4()
+            manifest_fd = write_manifest(
+                path, directory_fd, identity, geometry, temporary=temporary, replace=old_fd is not None
+            )
+            undo.pop_all()
+            if old_fd is not None:
+                os.close(old_fd)
+        return cls(path, directory_fd, manifest_fd, identity, temporary=temporary, made=made or temporary)
+
+    @property
+    def path(self) -> Path:
+        """The absolute path."""
+        return self._path
+
+    @property
+    def uuid(self) -> bytes:
+        """16 bytes that name this use of the directory."""
+        return self._uuid.bytes
+
+    @property
+    def temporary(self) -> bool:
+        """Whether :meth:`close` removes it unless told otherwise."""
+        return self._temporary
+
+    def remove_block(self, identifier: int) -> None:
+        """Removes the closed files of one block."""
+        for slot in "ab":
+            _unlink(self._directory_fd, f"block-{identifier:05d}.{slot}")
+
+    def close(self, remove: bool | None = None) -> None:
+        """Gives the directory back; a second call does nothing. The native store must have been closed.
+
+        Args:
+            remove: Remove our files, and the directory if we made it and nothing else is in it. ``None``: if it is temporary.
+        """
+        if self._finalizer.detach():
+            self._held.give_back(remove=self._temporary if remove is None else remove)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a directory holds open."""
+
+    pid: int
+    path: Path
+    directory_fd: int
+    manifest_fd: int
+    made: bool
+
+    def give_back(self, *, remove: bool) -> None:
+        try:
+            if remove and self.pid == os.getpid():  # a forked child has a copy of everything, and owns nothing
+                _remove_files(self.directory_fd)
+                _unlink(self.directory_fd, MANIFEST)
+                if self.made:
+                    _remove_directory(self.path)
+        finally:
+            os.close(self.manifest_fd)
+            os.close(self.directory_fd)
+
+
+def remove_leftovers(root: Path) -> list[Path]:
+    """Removes temporary stores under ``root`` whose process is gone; returns their paths.
+
+    Only directories of this user with a manifest that says *temporary* and that nobody holds; links are not followed.
+    """
+    removed = []
+    for entry in os.scandir(root):
+        if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError, ConfigError):  # another user's, in use, or not a store: not ours to remove
+                _remove_leftover(Path(entry.path))
+                removed.append(Path(entry.path))
+    if removed:
+        log.info("removed what killed processes left: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+def _remove_leftover(path: Path) -> None:
+    directory_fd = os.open(path, _DIRECTORY)
+    try:
+        _check_owner(path, directory_fd)
+        manifest_fd = lock_manifest(path, directory_fd)
+        if manifest_fd is None:
+            raise ConfigError(f"{str(path)!r} has no {MANIFEST}.")
+        try:
+            if read_manifest(path, manifest_fd).get("temporary") is not True:
+                raise ConfigError(f"{str(path)!r} is not temporary.")
+            _remove_files(directory_fd)
+            _unlink(directory_fd, MANIFEST)
+            os.rmdir(path)
+        finally:
+            os.close(manifest_fd)
+    finally:
+        os.close(directory_fd)
+
+
+# ---- what may be used -------------------------------------------------------------------------------------------------------
+
+
+def _make_private(path: Path) -> bool:
+    """Makes the directory, and those above it, 0700; returns whether it was missing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        for parent in [p for p in reversed(path.parents) if not p.exists()]:
+            os.mkdir(parent, 0o700)
+        os.mkdir(path, 0o700)
+        return True
+    if not stat.S_ISDIR(mode):
+        got = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
+        raise ConfigError(f"disk_path {str(path)!r} is {got}; allowed: a directory, or a path where one can be made.")
+    return False
+
+
+def _check_owner(path: Path, directory_fd: int) -> None:
+    status = os.fstat(directory_fd)
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"disk_path {str(path)!r} belongs to user {status.st_uid}; allowed: a directory of user {os.geteuid()}, who runs "
+            f"this process. Choose another disk_path."
+        )
+    if status.st_mode & 0o022:
+        raise ConfigError(
+            f"disk_path {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}: others may write there and change weights. "
+            f"Allowed: 0700 or 0755. Run chmod 700 on it, or choose another disk_path."
+        )
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(f"disk_path {str(path)!r} cannot be written. Choose another disk_path.")
+
+
+def _check_empty(path: Path, directory_fd: int) -> None:
+    foreign = sorted(n for n in os.listdir(directory_fd) if not _OURS.fullmatch(n) or not n.startswith(MANIFEST))
+    if foreign:
+        raise ConfigError(
+            f"disk_path {str(path)!r} holds {', '.join(foreign[:3])}{' and more' if len(foreign) > 3 else ''} and no "
+            f"{MANIFEST} of a store; allowed: a directory that is missing, empty, or a store's. Choose another disk_path."
+        )
+
+
+def _check_capacity(path: Path, limits: DiskLimits) -> None:
+    if limits.capacity_bytes is not None and limits.needed_bytes > limits.capacity_bytes:
+        raise OutOfDiskError(
+            f"disk_path {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, disk_capacity allows "
+            f"{format_bytes(limits.capacity_bytes)}. Raise disk_capacity, or place fewer blocks on 'disk'."
+        )
+
+
+def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> None:
+    volume = Volume.of(path)
+    if volume.filesystem in MEMORY_FILESYSTEMS and not limits.allow_tmpfs:
+        raise ConfigError(
+            f"disk_path {str(path)!r} is on {volume.filesystem}, which is host memory, not a disk. Choose a disk_path on "
+            f"an SSD, or set allow_tmpfs=True."
+        )
+    if volume.rotational and not limits.allow_rotational:
+        raise ConfigError(
+            f"disk_path {str(path)!r} is on {volume.source or 'a disk'}, a rotating disk: every step would wait for its "
+            f"heads. Choose a disk_path on an SSD, or set allow_rotational=True."
+        )
+    free = volume.free_bytes + _own_bytes(directory_fd)
+    if limits.needed_bytes > free:
+        raise OutOfDiskError(
+            f"disk_path {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are free. Free "
+            f"some, choose a disk_path on a larger disk, or place fewer blocks on 'disk'."
+        )
+
+
+# ---- what goes away ---------------------------------------------------------------------------------------------------------
+
+
+def _own_names(directory_fd: int) -> list[str]:
+    return [name for name in os.listdir(directory_fd) if _OURS.fullmatch(name)]
+
+
+def _own_bytes(directory_fd: int) -> int:
+    """Bytes on disk of files that a takeover removes."""
+    sizes = (os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks for name in _own_names(directory_fd))
+    return 512 * sum(sizes)
+
+
+def _remove_files(directory_fd: int) -> None:
+    for name in _own_names(directory_fd):
+        _unlink(directory_fd, name)
+
+
+def _unlink(directory_fd: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def _remove_directory(path: Path) -> None:
+    with contextlib.suppress(OSError):  # something else is in it
+        os.rmdir(path)

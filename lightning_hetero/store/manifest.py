@@ -1,0 +1,160 @@
+"""The manifest of a store: whose directory it is.
+
+[Note: Manifest]
+``MANIFEST`` is JSON with the format, a uuid that every block chunk and commit record repeats, the blocks, and the process
+that uses the directory. It is written once per use, to a temporary name, synced, and then given its name; its file
+description holds an exclusive ``flock`` as long as the store lives, so the lock ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError, StoreBusyError
+
+FORMAT = "lightning-hetero-store"
+VERSION = 1
+MANIFEST = "MANIFEST"
+
+_BYTES_MAX = 64 * 2**20
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def _fingerprint(geometry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode()).hexdigest()
+
+
+def lock_manifest(path: Path, directory_fd: int) -> int | None:
+    """The locked manifest of the directory; ``None`` if there is none.
+
+    Raises:
+        StoreBusyError: A living process holds it.
+        ConfigError: It is not a manifest of ours.
+    """
+    while True:
+        try:
+            manifest_fd = os.open(MANIFEST, _READ, dir_fd=directory_fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path."
+            ) from error
+        try:
+            manifest = read_manifest(path, manifest_fd)
+            fcntl.flock(manifest_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_current(manifest_fd, directory_fd):  # else it was replaced between open and lock
+                return manifest_fd
+            os.close(manifest_fd)
+        except BlockingIOError as error:
+            os.close(manifest_fd)
+            raise StoreBusyError(
+                f"disk_path {str(path)!r} is in use by process {manifest.get('pid')}. Wait for it to end, or choose another "
+                f"disk_path."
+            ) from error
+        except BaseException:
+            os.close(manifest_fd)
+            raise
+
+
+def _is_current(manifest_fd: int, directory_fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(manifest_fd), os.stat(MANIFEST, dir_fd=directory_fd, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def read_manifest(path: Path, manifest_fd: int) -> dict[str, Any]:
+    """The manifest of the directory ``path``.
+
+    Raises:
+        ConfigError: It is not a manifest of ours.
+    """
+    status = os.fstat(manifest_fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size <= _BYTES_MAX:
+        with contextlib.suppress(ValueError, RecursionError):
+            manifest = json.loads(os.pread(manifest_fd, _BYTES_MAX, 0))
+            if isinstance(manifest, dict) and manifest.get("format") == FORMAT:
+                return manifest
+    raise ConfigError(f"disk_path {str(path)!r} holds a file {MANIFEST} that is not a store's. Choose another disk_path.")
+
+
+def write_manifest(
+    path: Path, directory_fd: int, identity: uuid.UUID, geometry: dict[str, Any], *, temporary: bool, replace: bool
+) -> int:
+    """Writes, syncs and locks the manifest, then gives it its name; ``replace`` when the caller holds the old one."""
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "uuid": identity.hex,
+        "pid": os.getpid(),
+        "temporary": temporary,
+        "fingerprint": _fingerprint(geometry),
+        "geometry": geometry,
+    }
+    name = f"{MANIFEST}.{identity.hex}"
+    manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        os.fchmod(manifest_fd, 0o600)
+        with open(manifest_fd, "wb", closefd=False) as file:
+            file.write(json.dumps(manifest, indent=1).encode() + b"\n")
+        os.fsync(manifest_fd)
+        fcntl.flock(manifest_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if replace:
+            os.rename(name, MANIFEST, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        else:
+            try:  # unlike rename, link never replaces the manifest of a process that was faster
+                os.link(name, MANIFEST, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+            except (FileExistsError, FileNotFoundError) as error:
+                raise StoreBusyError(
+                    f"disk_path {str(path)!r}: another process took it just now. Choose another disk_path."
+                ) from error
+        os.fsync(directory_fd)
+        return manifest_fd
+    except BaseException:
+        os.close(manifest_fd)
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory_fd)
+
+
+def check_same_store(path: Path, manifest: dict[str, Any], geometry: dict[str, Any]) -> None:
+    """Refuses a manifest of other contents.
+
+    Raises:
+        ConfigError: Another version, or another geometry: names the first difference.
+    """
+    version = manifest.get("version")
+    if version == VERSION and manifest.get("fingerprint") == _fingerprint(geometry):
+        return
+    if version == VERSION:
+        difference = _difference(manifest.get("geometry"), geometry) or "its fingerprint does not match its contents"
+    else:
+        difference = f"version: {version!r} in the store, {VERSION} now"
+    raise ConfigError(
+        f"disk_path {str(path)!r}: changed model under an old store. First difference: {difference}. Choose another "
+        f"disk_path, or remove this one."
+    )
+
+
+def _difference(old: Any, new: Any, where: str = "") -> str:
+    """The first place where two JSON values differ; empty if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(k for k in old if k not in new)]:
+            if found := _difference(old.get(key), new.get(key), f"{where}.{key}" if where else str(key)):
+                return found
+        return ""
+    if isinstance(old, list) and isinstance(new, list):
+        pairs = (_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(old, new, strict=False)))
+        fallback = "" if len(old) == len(new) else f"{where}: {len(old)} in the store, {len(new)} now"
+        return next((found for found in pairs if found), fallback)
+    return "" if old == new else f"{where}: {old!r} in the store, {new!r} now"

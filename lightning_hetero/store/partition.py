@@ -1,0 +1,153 @@
+"""Cuts a model into blocks: repeated modules, as FSDP's auto-wrap would find them, and one block for each leftover."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_hetero.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+
+# A parameter in memory starts at a multiple of this many elements: whole cache lines, and the update kernels' split points.
+ALIGN_ELEMENTS = 16
+
+
+@dataclass(eq=False, slots=True)
+class BlockSpec:
+    """One block of the model before anything is placed.
+
+    Attributes:
+        name: The module's name; ``"(root)"`` for parameters of the root module itself.
+        module: The module whose forward is the block's anchor.
+        params: Its parameters by name; tied parameters appear only in the block of their first use.
+        pinned: The weights must stay in memory: leftovers, and blocks that share a parameter with another module.
+    """
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    pinned: bool = False
+
+
+def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockSpec]:
+    """Assigns every parameter of ``root`` to exactly one block, in the order of registration.
+
+    Args:
+        root: The model.
+        block_cls: Classes (or their names) whose outermost instances are the blocks. Default: Hugging Face's
+            ``_no_split_modules``, else classes that repeat with equal parameter shapes inside a ``ModuleList`` or ``Sequential``.
+
+    Raises:
+        ConfigError: ``block_cls`` matches no module that has parameters.
+    """
+    repeated = {id(m) for m in _block_modules(root, block_cls)}
+    specs: list[BlockSpec] = []
+    owner: dict[int, BlockSpec] = {}
+
+    def visit(module: nn.Module, name: str, block: BlockSpec | None) -> None:
+        if block is None and id(module) in repeated:
+            block = BlockSpec(name or "(root)", module)
+            specs.append(block)
+        own = block
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            if own is None:
+                own = BlockSpec(name or "(root)", module, pinned=True)
+                specs.append(own)
+            first = owner.setdefault(id(param), own)
+            if first is own:
+                own.params.setdefault(f"{name}.{key}" if name else key, param)
+            else:
+                first.pinned = True  # tied: another block computes with it too
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{key}" if name else key, block)
+
+    visit(root, "", None)
+    return [_without_aliases(s) for s in specs if s.params]
+
+
+def _without_aliases(spec: BlockSpec) -> BlockSpec:
+    """Keeps the first name of a parameter that is registered twice inside one block."""
+    first: dict[int, str] = {}
+    for name, param in spec.params.items():
+        first.setdefault(id(param), name)
+    spec.params = {name: spec.params[name] for name in first.values()}
+    return spec
+
+
+def _block_modules(root: nn.Module, block_cls: BlockCls | None) -> list[nn.Module]:
+    if block_cls is not None:
+        wanted = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
+        found = _outermost(root, lambda m: any(_matches(m, w) for w in wanted))
+        if not found:
+            classes = sorted({type(m).__name__ for m in root.modules() if _has_params(m)})
+            raise ConfigError(
+                f"block_cls={block_cls!r} matches no module with parameters. The model's classes are: {', '.join(classes)}."
+            )
+        return found
+    names = {n for m in root.modules() for n in _no_split_modules(m)}
+    if names and (found := _outermost(root, lambda m: type(m).__name__ in names)):
+        return found
+    return list(_repeated(root))
+
+
+def _no_split_modules(module: nn.Module) -> Iterable[str]:
+    names = getattr(module, "_no_split_modules", None)
+    return [n for n in names if isinstance(n, str)] if isinstance(names, (list, tuple, set)) else []
+
+
+def _matches(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return any(wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in type(module).__mro__)
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _outermost(module: nn.Module, predicate: object) -> list[nn.Module]:
+    assert callable(predicate)
+    if predicate(module) and _has_params(module):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, predicate)]
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Outermost children of containers that share class and parameter shapes with a sibling."""
+    repeats: set[int] = set()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        kinds = {id(c): _kind(c) for c in module.children() if _has_params(c)}
+        counts = Counter(kinds.values())
+        repeats = {i for i, kind in kinds.items() if counts[kind] > 1}
+    for child in module.children():
+        if id(child) in repeats:
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    return (type(module), *((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill one run of memory in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,372 @@
+"""The tiers behind one contract: opens a native block for every part that needs one, and submits its transfers.
+
+Host and disk differ only in a block's geometry: which of its arrays have a section in a file. Everything else, updates
+included, goes through the same engine (native/include/hetero/api.h).
+
+[Note: Commits]
+A rewrite of a part goes to the slot that the last commit record does not name; a commit makes the newest slots the valid ones.
+Between two commits a part is rewritten at most once, so whoever wants to write an ``uncommitted`` part commits first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hetero import _native
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import BlockGeometry, Engine, EngineStats, Hyper, Patch, Segment, Store, Ticket
+from lightning_hetero.ir.plan import Tier
+from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.units import KIB, MIB, round_up
+
+NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
+WEIGHTS = -1  # the array number of a block's weights
+
+_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: evidence.md found 2-4 MB best
+_CHUNK_ALIGN = 4096
+_PATCHES_IN_MEMORY = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How transfers and updates run; the defaults suit most machines.
+
+    Attributes:
+        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"`` or ``"pool"``.
+        io_threads: Threads of the pool.
+        queue_depth: Transfers in flight.
+        update_threads: Threads that run update kernels; 0 means half of the cores.
+        staging_bytes: Memory through which state streams; 0 means eight chunks.
+        durability: ``"process"`` survives ``kill -9``, ``"power"`` also an operating-system crash, ``"none"`` writes no commit records.
+        direct_io: Bypass the page cache.
+        verify_digests: Check the contents of every chunk that is read, not only its stamp.
+    """
+
+    io_backend: str = "auto"
+    io_threads: int = 3
+    queue_depth: int = 8
+    update_threads: int = 0
+    staging_bytes: int = 0
+    durability: str = "process"
+    direct_io: bool = True
+    verify_digests: bool = False
+
+    def threads(self) -> int:
+        return self.update_threads or max(1, (os.cpu_count() or 1) // 2)
+
+
+def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> BlockGeometry:
+    """The native geometry of a part.
+
+    Args:
+        part: The part.
+        identifier: Number of its files.
+        num_state: fp32 state arrays of a native update rule; 0 for parts that the engine does not update, whose weights
+            it then sees as bytes.
+        weights: Tier of the weights.
+        state: Tier of the state arrays.
+    """
+    opaque = num_state == 0
+    length = part.num_elements * (part.dtype.itemsize if opaque else 1)
+    chunk = min(_CHUNK_ELEMENTS * (4 if opaque else 1), round_up(length, _CHUNK_ALIGN))
+    return BlockGeometry(
+        id=identifier,
+        weight_dtype=_native.U8 if opaque else NATIVE_DTYPES[part.dtype],
+        num_elements=round_up(length, 16),
+        num_state=num_state,
+        weights_on_disk_file=weights is Tier.DISK,
+        state_on_disk_file=bool(num_state) and state is Tier.DISK,
+        num_slots=2,
+        chunk_elements=chunk,
+    )
+
+
+def chunk_bytes(geometry: BlockGeometry) -> int:
+    """Bytes of one staged chunk: all of a block's arrays and the footers."""
+    width = {_native.F32: 4, _native.BF16: 2, _native.F16: 2, _native.U8: 1}[geometry.weight_dtype]
+    return int(geometry.chunk_elements * (width + 4 * geometry.num_state)) + 4 * _CHUNK_ALIGN
+
+
+class TierStore:
+    """Files, memory and the engine of one run.
+
+    Args:
+        options: The engine's options.
+        directory: The directory of the disk tier; ``None`` when nothing lives on disk.
+        num_blocks: Largest number of block files.
+        chunk_bytes_max: Largest staged chunk.
+    """
+
+    def __init__(
+        self, options: EngineOptions, *, directory: StoreDirectory | None, num_blocks: int, chunk_bytes_max: int
+    ) -> None:
+        self.options = options
+        self.directory = directory
+        self.chunk_bytes_max = chunk_bytes_max
+        self.step = 0
+        self._next_id = 0
+        self._blobs: list[Part] = []
+        self._uncommitted: list[Part] = []
+        self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
+        self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
+        self._store: Store | None = None
+        if directory is not None:
+            self._store = Store(
+                os.fspath(directory.path),
+                uuid=directory.uuid,
+                create=True,
+                direct_io=options.direct_io,
+                durability={"none": 0, "process": 1, "power": 2}[options.durability],
+                verify_digests=options.verify_digests,
+                num_blocks=num_blocks,
+                user_bytes=256,
+            )
+        self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
+        self.engine = Engine(
+            io_backend=options.io_backend,
+            io_threads=options.io_threads,
+            queue_depth=options.queue_depth,
+            update_threads=options.threads(),
+            staging_bytes=max(self.staging_bytes, 3 * chunk_bytes_max),
+            chunk_bytes_max=chunk_bytes_max,
+        )
+
+    def next_id(self) -> int:
+        """A number that no block file of this store has had."""
+        return self._next_id
+
+    def open(self, part: Part, geometry: BlockGeometry) -> None:
+        """Opens the part's native block and, where its weights live on disk, writes them there."""
+        on_disk = geometry.weights_on_disk_file or geometry.state_on_disk_file
+        part.native = NativeBlock(self._store if on_disk else None, geometry, part.arena.address)
+        self._next_id = max(self._next_id, geometry.id + 1)
+        if not part.params:
+            self._blobs.append(part)
+        part.on_disk = bool(on_disk)
+        # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
+        part.dirty = bool(geometry.weights_on_disk_file) or _has_master(part)
+
+    def opaque_chunk(self, num_bytes: int) -> int:
+        """Elements of one chunk of a block of plain bytes."""
+        return min(_CHUNK_ELEMENTS, round_up(num_bytes, _CHUNK_ALIGN), self.chunk_bytes_max // _CHUNK_ALIGN * _CHUNK_ALIGN)
+
+    def discard(self, part: Part) -> None:
+        """Closes a part's native block and removes its files; the weights are in memory, the state is given up."""
+        assert part.native is not None
+        self.barrier(part)
+        self.commit()
+        identifier = part.native.geometry.id
+        part.native.close()
+        if part.on_disk and self.directory is not None:
+            self.directory.remove_block(identifier)
+        self._forget(part)
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine since the start."""
+        return self.engine.stats()
+
+    def close(self, blocks: Sequence[Block]) -> None:
+        """Waits for everything under way and closes all files.
+
+        Raises:
+            StoreError: A transfer had failed.
+        """
+        try:
+            self.engine.close()
+        finally:
+            for part in [p for b in blocks for p in b.parts] + self._blobs:
+                if part.native is not None:
+                    part.native.close()
+                self._forget(part)
+            if self._store is not None:
+                self._store.close()
+            if self.directory is not None:
+                self.directory.close()
+
+    def _forget(self, part: Part) -> None:
+        part.native = part.last_write = part.opened = None
+        part.on_disk = part.stepped = part.dirty = part.uncommitted = False
+        part.patches.clear()
+        self._patched.pop(part, None)
+
+    # ---- weights --------------------------------------------------------------------------------------------------------
+
+    def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
+        assert part.native is not None
+        self.flush(part)
+        part.last_write = self.engine.fetch(part.native, priority=priority, after=after)
+        return part.last_write
+
+    def release(self, part: Part, *, priority: int) -> Ticket:
+        """Gives the weight memory back, after writing it if it was changed in memory."""
+        assert part.native is not None
+        self.flush(part)
+        return self.engine.release(part.native, priority=priority)
+
+    def flush(self, part: Part) -> None:
+        """Brings the file up to date with writes that went around updates: whole weight memory, or collected patches."""
+        master = _has_master(part)
+        if part.dirty:
+            part.dirty = False
+            runs = (
+                [(0, part.offsets[i], part.flat(i, part.memory(i), torch.float32)) for i in range(len(part.params))]
+                if master
+                else []
+            )
+            self._write(part, runs, from_memory=_weights_on_file(part), state=master)
+            self.master_is_current(part)
+        if part.patches:
+            patches, part.patches = part.patches, []
+            self._patched.pop(part, None)
+            runs = [(WEIGHTS, offset, value) for offset, value in patches]
+            runs += [(0, offset, value.float()) for offset, value in patches] if master else []
+            self._write(part, runs, from_memory=False, state=master).wait()  # they may be views of a file that will be closed
+            for _, value in patches:
+                self.on_patched(value)
+
+    def refresh_master(self, part: Part) -> None:
+        """16-bit weights that were written to around the updates (a loaded checkpoint, averaged weights) become the master again."""
+        if _has_master(part) and part.master_versions != versions(part):
+            part.dirty = True
+            self.flush(part)
+
+    def master_is_current(self, part: Part) -> None:
+        part.master_versions = versions(part)
+
+    def patch(self, part: Part, index: int, value: Tensor) -> None:
+        """Sets parameter ``index`` of a part whose weights are not in memory; patches of one part are written together."""
+        part.patches.append((part.offsets[index], value))
+        self._patched[part] = self._patched.get(part, 0) + value.nbytes
+        if sum(self._patched.values()) > _PATCHES_IN_MEMORY:
+            for waiting in list(self._patched):
+                self.flush(waiting)
+
+    # ---- updates --------------------------------------------------------------------------------------------------------
+
+    def open_update(self, part: Part, *, resident: bool, priority: int) -> Ticket:
+        assert part.native is not None
+        if resident and not _has_master(part):
+            part.dirty = False  # the update writes the weight memory anyway
+        self.flush(part)
+        if part.on_disk:
+            self._begin_write(part)
+        part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority)
+        return part.opened
+
+    def arm_update(
+        self,
+        part: Part,
+        segments: Sequence[Segment],
+        hypers: Sequence[Hyper],
+        keep: Sequence[Tensor],
+        *,
+        scale: float,
+        priority: int,
+    ) -> Ticket:
+        """Hands the gradients of an opened update over; ``keep`` lives until the kernels are done."""
+        assert part.opened is not None
+        ticket, part.opened = part.opened, None
+        self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.step + 1, priority=priority, keep=keep)
+        part.last_write = ticket
+        part.stepped = True
+        return ticket
+
+    def cancel_update(self, part: Part) -> None:
+        if part.opened is not None:
+            self.engine.cancel_update(part.opened)
+            part.opened = None
+
+    # ---- state ----------------------------------------------------------------------------------------------------------
+
+    def read(self, part: Part, array: int, index: int, out: Tensor) -> None:
+        """Reads parameter ``index``'s run of an array into ``out``, a flat contiguous tensor; waits for it."""
+        assert part.native is not None
+        self.flush(part)
+        offset, numel = self._run(part, part.offsets[index], out)
+        patch = Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array)
+        self.engine.read(part.native, [patch], keep=[out]).wait()
+
+    def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""
+        self.flush(part)
+        rows = [(array, part.offsets[index], value) for array, index, value in runs]
+        self._write(part, rows, from_memory=False, state=True).wait()
+        for _, _, value in rows:
+            self.on_patched(value)
+
+    def store_weights(self, part: Part) -> Ticket:
+        """Writes the weight memory to the file after an update that ran in Python."""
+        part.dirty = False
+        return self._write(part, [], from_memory=True, state=True)
+
+    # ---- commit ---------------------------------------------------------------------------------------------------------
+
+    def barrier(self, part: Part) -> None:
+        """Waits until everything submitted for the part is done: the tasks of one block run in order."""
+        if part.native is not None:
+            out = torch.empty(16, dtype=torch.float64)
+            patch = Patch(offset=0, numel=1, data=out.data_ptr(), array=WEIGHTS)
+            self.engine.read(part.native, [patch], keep=[out]).wait()
+
+    def commit(self) -> Ticket | None:
+        """Makes everything written so far one step that survives; returns at once."""
+        for part in list(self._patched):
+            self.flush(part)
+        if not self._uncommitted or self._store is None:
+            return None
+        for part in self._uncommitted:
+            part.uncommitted = False
+        self._uncommitted.clear()
+        self.step += 1
+        user = json.dumps({"step": self.step}).encode()
+        return self.engine.commit(self._store, self.step, user, priority=-2)
+
+    def _begin_write(self, part: Part) -> None:
+        if part.uncommitted:
+            self.commit()
+        part.uncommitted = True
+        self._uncommitted.append(part)
+
+    def _write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
+        assert part.native is not None
+        if part.on_disk:
+            self._begin_write(part)
+        patches, keep = [], []
+        for array, offset, value in runs:
+            start, numel = self._run(part, offset, value)
+            patches.append(Patch(offset=start, numel=numel, data=value.data_ptr(), array=array))
+            keep.append(value)
+        part.stepped |= state
+        stamp = self.step + 1 if part.stepped else 0  # 0: state reads as zeros, none is written
+        ticket = self.engine.store(part.native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, keep=keep)
+        return ticket
+
+    def _run(self, part: Part, offset: int, value: Tensor) -> tuple[int, int]:
+        assert part.native is not None
+        unit = part.dtype.itemsize if part.native.geometry.weight_dtype == _native.U8 else 1
+        return offset * unit, value.numel() * unit
+
+
+def versions(part: Part) -> int:
+    """Changes when a parameter of the part is written to in place."""
+    return sum(p._version for p in part.params)
+
+
+def _has_master(part: Part) -> bool:
+    return part.native is not None and part.native.geometry.num_state == 3
+
+
+def _weights_on_file(part: Part) -> bool:
+    return part.native is not None and part.native.geometry.weights_on_disk_file
+
+
+def staging_bytes(options: EngineOptions, chunk_bytes_max: int) -> int:
+    """Bytes of staging that the options ask for; never less than one update needs to make progress."""
+    return max(options.staging_bytes or 8 * chunk_bytes_max, 3 * chunk_bytes_max)

@@ -1,0 +1,102 @@
+"""What the disk tier must know of the file system and the device under a directory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+# A hypervisor's disk repeats the emulation's default, whatever is under it: its "rotational" says nothing.
+_VIRTUAL_BUSES = ("/virtio", "/vbd-", "/VMBUS:")
+_VIRTUAL_VENDORS = ("QEMU", "VMware", "Msft", "VBOX", "Google", "Amazon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """The file system under a path.
+
+    Attributes:
+        filesystem: Its type, such as ``"ext4"``; empty where the system does not say.
+        source: Its device or origin, such as ``"/dev/nvme0n1p2"``.
+        rotational: A disk with moving heads. False where the device does not say or cannot know: a virtual disk, a network
+            file system.
+        free_bytes: Bytes that this user may still write.
+    """
+
+    filesystem: str
+    source: str
+    rotational: bool
+    free_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> Volume:
+        """Looks at an existing directory.
+
+        Raises:
+            OSError: The directory cannot be looked at.
+        """
+        device = path.stat().st_dev
+        filesystem, source = find_mount(_read(Path("/proc/self/mountinfo")), device, os.path.realpath(path))
+        space = os.statvfs(path)
+        return cls(
+            filesystem=filesystem,
+            source=source,
+            rotational=is_rotational(_block_device(device, source)),
+            free_bytes=space.f_bavail * space.f_frsize,
+        )
+
+
+def find_mount(mountinfo: str, device: int, path: str) -> tuple[str, str]:
+    """Type and source of the mount that holds ``path``, from the text of ``/proc/self/mountinfo``.
+
+    A mount of the path's own device is the right one; btrfs and others report another device than their mount, so the
+    longest mount point above the path decides then. ``("", "")`` if there is none.
+
+    Source: proc(5), ``/proc/pid/mountinfo``.
+    """
+    number, best, longest = f"{os.major(device)}:{os.minor(device)}", ("", ""), -1
+    for line in mountinfo.splitlines():
+        mount, _, origin = line.partition(" - ")
+        fields, kind = mount.split(), origin.split()
+        if len(fields) < 5 or len(kind) < 2:
+            continue
+        if fields[2] == number:
+            return kind[0], kind[1]
+        point = fields[4].encode().decode("unicode_escape")  # blanks are written \040
+        above = path == point or path.startswith(point.rstrip("/") + "/")
+        if above and len(point) >= longest:
+            best, longest = (kind[0], kind[1]), len(point)
+    return best
+
+
+def is_rotational(device: int, *, sysfs: Path = Path("/sys")) -> bool:
+    """Whether a block device says that it rotates, and can know.
+
+    Args:
+        device: Its number, as in ``st_dev``.
+        sysfs: Where sysfs is mounted.
+    """
+    place = Path(os.path.realpath(sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"))
+    disk = place.parent if (place / "partition").exists() else place
+    vendor = _read(disk / "device" / "vendor").strip()
+    virtual = any(bus in str(disk) for bus in _VIRTUAL_BUSES) or vendor.startswith(_VIRTUAL_VENDORS)
+    return not virtual and _read(disk / "queue" / "rotational").strip() == "1"
+
+
+def _block_device(device: int, source: str) -> int:
+    """The number of the device behind a file system; that of its source where the file system has a made-up one (btrfs)."""
+    if os.major(device) or not source.startswith("/dev/"):
+        return device
+    try:
+        return os.stat(source).st_rdev
+    except OSError:
+        return device
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,18 @@
+"""The outer face: Lightning strategies, one class per namespace (``lightning.pytorch``, ``pytorch_lightning``), made on demand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.strategies.factory import make, strategy_class
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
+
+__all__ = ["HeteroOffloadStrategy", "make", "strategy_class"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "HeteroOffloadStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return strategy_class("lightning.pytorch")

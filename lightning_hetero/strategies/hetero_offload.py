@@ -1,0 +1,330 @@
+"""``Trainer(strategy="hetero_offload")``: Lightning's lifecycle around a runtime session."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hetero.checkpoint import StreamingIO, release_pages
+from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.trace import Trace
+from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
+from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.strategies.rules import step_rules
+from lightning_hetero.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
+else:
+    _Base = object  # the namespace's class comes second among the bases (strategies.factory)
+
+log = logging.getLogger(__name__)
+
+
+class HeteroOffload(_Base):
+    """Trains models that do not fit memory: weights and optimizer state on host or disk, updates in native threads.
+
+    A plan changes speed and memory, never a bit of the result: in ``32-true`` it is that of ``torch.optim.AdamW(fused=True)`` under
+    plain Lightning. 16-bit weights have fp32 masters.
+
+    Args:
+        plan: ``"resident"`` (nothing offloaded), ``"host"`` (state in host memory, updates overlap with backward), ``"disk"``
+            (state and the weights of repeated blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
+        block_cls: Classes (or their names) of the blocks that are moved as one, such as ``"LlamaDecoderLayer"``. Default: Hugging
+            Face's ``_no_split_modules``, else modules that repeat.
+        host_memory: Host memory for weights, gradients and optimizer state, such as ``"16GiB"``. Default: what is free.
+        device_memory: The same for the device tier.
+        disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
+        disk_capacity: Most bytes on disk.
+        allow_tmpfs: Accept a ``disk_path`` in memory.
+        allow_rotational: Accept a ``disk_path`` on a rotating disk.
+        io_backend: ``"auto"``, ``"io_uring"`` or ``"pool"``.
+        io_threads: Threads of the ``"pool"`` back end.
+        update_threads: Threads that run updates; default half of the cores.
+        durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
+        verify: Check digests of everything read from disk.
+        trace: Record what happens; see :attr:`trace`.
+    """
+
+    namespace = "lightning.pytorch"
+    strategy_name = "hetero_offload"
+
+    def __init__(
+        self,
+        plan: str | os.PathLike[str] | Plan = "host",
+        *,
+        block_cls: BlockCls | None = None,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+        disk_path: str | os.PathLike[str] | None = None,
+        disk_capacity: str | int | None = None,
+        allow_tmpfs: bool = False,
+        allow_rotational: bool = False,
+        io_backend: str = "auto",
+        io_threads: int = 3,
+        update_threads: int | None = None,
+        durability: str = "process",
+        verify: bool = False,
+        trace: bool = False,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        self.options = SessionOptions(
+            plan=planner(plan),
+            block_cls=block_cls,
+            host_memory=parse_bytes(host_memory, name="host_memory"),
+            device_memory=parse_bytes(device_memory, name="device_memory"),
+            disk_path=None if disk_path is None else Path(disk_path),
+            disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
+            allow_tmpfs=allow_tmpfs,
+            allow_rotational=allow_rotational,
+            trace=trace,
+            on_patched=release_pages,
+            poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
+            engine=EngineOptions(
+                io_backend=_one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
+                io_threads=io_threads,
+                update_threads=update_threads or 0,
+                durability=_one_of("durability", durability, ("none", "process", "power")),
+                verify_digests=verify,
+            ),
+        )
+        self.session: Session | None = None
+        self._failed = False
+        self._last_trace = Trace(spans=())
+        self._last_report: dict[str, int] = {}
+
+    # ---- setup ------------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        cpu = importlib.import_module(f"{self.namespace}.accelerators").CPUAccelerator
+        if not isinstance(self.accelerator, cpu):
+            raise UnsupportedError(
+                f"strategy {self.strategy_name!r} got accelerator {type(self.accelerator).__name__}; this version computes on "
+                f'the CPU. Pass Trainer(accelerator="cpu").'
+            )
+        devices = len(trainer._accelerator_connector._parallel_devices)
+        if devices > 1 or trainer.num_nodes > 1:
+            raise UnsupportedError(
+                f"strategy {self.strategy_name!r} got devices={devices}, num_nodes={trainer.num_nodes}; this version runs in "
+                f"one process. Pass devices=1, num_nodes=1."
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._failed = False
+        if self.session is not None and self.session.root is self.lightning_module:
+            session = self.session  # parked: the model was too large to come back into memory
+            session.unpark()
+        else:
+            self._drop_session()
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.session = session = Session(self.lightning_module, self.options)
+        fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
+        rules = StepRules()
+        if fitting:
+            self.setup_optimizers(trainer)
+            rules = step_rules(trainer, self.lightning_module, self.precision_plugin, self.namespace)
+        self.setup_precision_plugin()
+        root = Path(trainer.default_root_dir)
+        if "://" in str(trainer.default_root_dir):
+            root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
+        session.start(self.optimizers if fitting else [], rules, default_root=root)
+
+    def model_to_device(self) -> None:
+        """The session has placed the model."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights on the meta device get memory only in ``setup``."""
+        return self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block."""
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---- steps ------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._executor.begin_step(training=True)
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._executor.begin_step(training=False)
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._executor.begin_step(training=False)
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._executor.begin_step(training=False)
+        return super().predict_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._executor.backward_starts()
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            self._executor.backward_ends()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
+        assert self.session is not None
+        self._executor.arm(self.session.binding_of(optimizer))
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._executor.arm(None)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Streams: neither saving nor loading holds more than one offloaded tensor in memory."""
+        base: Any = super().checkpoint_io
+        plain = importlib.import_module(f"{self.namespace}.plugins.io").TorchCheckpointIO
+        if type(base) is plain:
+            self._checkpoint_io = base = _checkpoint_io_class(self.namespace)()
+        elif type(getattr(base, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
+            base.checkpoint_io = _checkpoint_io_class(self.namespace)()
+        return base
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.session is not None:
+            self.session.drain()
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self.session is not None:
+            self.session.commit()
+        for value in checkpoint["state_dict"].values():
+            if isinstance(value, torch.Tensor):
+                release_pages(value)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    # ---- what it offers ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
+        """The door to weights outside their block's forward: inside the context they are ordinary parameters in memory.
+
+        Args:
+            params: A module, or parameters.
+        """
+        assert self.session is not None, "materialize() works between the Trainer's setup and teardown"
+        wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+        with self.session.materialized(wanted):
+            yield
+
+    @property
+    def trace(self) -> Trace:
+        """Spans of the latest steps, with ``trace=True``."""
+        return self.session.recorder.trace() if self.session is not None else self._last_trace
+
+    def memory_report(self) -> dict[str, int]:
+        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far."""
+        return self.session.memory_report() if self.session is not None else dict(self._last_report)
+
+    # ---- teardown -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        if self.session is not None:
+            try:
+                parked = self.session.stop(park=not self._failed)
+            except HeteroError:
+                if not self._failed:
+                    raise
+                log.warning("The engine had failed; weights and optimizer state on disk are not brought back.", exc_info=True)
+                parked = False
+                self.session.abandon()
+            if not parked:
+                self._forget_session()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _drop_session(self) -> None:
+        if self.session is not None:
+            self.session.abandon()
+            self._forget_session()
+
+    def _forget_session(self) -> None:
+        assert self.session is not None
+        self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
+        self.session = None
+
+    @property
+    def _executor(self) -> Any:
+        assert self.session is not None and self.session.executor is not None
+        return self.session.executor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "session": None}
+
+
+def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]:
+    """What makes the plan once the model is known.
+
+    Raises:
+        ConfigError: Not a plan's name, and not a readable plan file.
+    """
+    if isinstance(plan, Plan):
+        return partial(_given, plan)
+    if isinstance(plan, str) and plan in BUILTIN_PLANS:
+        return BUILTIN_PLANS[plan]
+    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).exists():
+        raise ConfigError(f"plan={plan!r}; allowed: {', '.join(map(repr, BUILTIN_PLANS))}, the path of a plan file, or a Plan.")
+    return partial(_given, Plan.load(Path(plan)))
+
+
+def _given(plan: Plan, model: ModelShape) -> Plan:
+    return plan
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.")
+    return value
+
+
+def _checkpoint_io_class(namespace: str) -> type[Any]:
+    plain = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
+    return type("HeteroCheckpointIO", (StreamingIO, plain), {"__doc__": "Streams checkpoints; files are torch.save's."})

@@ -1,0 +1,54 @@
+"""Reads from the Trainer when updates may run: during backward, or only after every gradient is known."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from lightning_hetero.runtime.session import StepRules
+
+# Hooks that see or change gradients: whoever overrides one must find them as plain Lightning leaves them.
+_MODULE_HOOKS = (
+    "configure_gradient_clipping",
+    "on_before_optimizer_step",
+    "on_after_backward",
+    "backward",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+)
+_CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward", "on_before_zero_grad")
+
+
+def step_rules(trainer: Any, module: Any, precision: Any, namespace: str) -> StepRules:
+    """The rules for one ``fit``.
+
+    Args:
+        trainer: The Trainer.
+        module: The LightningModule.
+        precision: The precision plugin.
+        namespace: Whose classes these are.
+    """
+    schedule = importlib.import_module(f"{namespace}.callbacks").GradientAccumulationScheduler
+    accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in trainer.callbacks)
+    if not module.automatic_optimization:
+        return StepRules(deferred="optimization is manual", accumulates=True, keep_gradients=True, waits=True)
+    by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
+    reason = _reason(trainer, module, precision, namespace)
+    if not reason and trainer.gradient_clip_val and not by_value:
+        reason = "gradients are clipped by their global norm"
+    clip = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_value and not reason else None
+    return StepRules(deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip)
+
+
+def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:
+    is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
+    if getattr(precision, "scaler", None) is not None:
+        return "the loss is scaled"
+    for hook in _MODULE_HOOKS:
+        if is_overridden(hook, module):
+            return f"{type(module).__name__}.{hook} is overridden"
+    for callback in trainer.callbacks:
+        for hook in _CALLBACK_HOOKS:
+            if is_overridden(hook, callback):
+                return f"callback {type(callback).__name__} overrides {hook}"
+    return ""

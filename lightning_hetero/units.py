@@ -1,0 +1,50 @@
+"""Sizes as people write them, at the edge of the library; inside it bytes are ``int`` and seconds ``float``."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_hetero.errors import ConfigError
+
+_FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
+    """Turns ``"4GiB"``, ``"1.5 TB"`` or a number of bytes into an ``int`` of bytes.
+
+    Args:
+        size: The size; ``None`` stays ``None``. Decimal suffixes are powers of ten, ``KiB``/``K`` and so on powers of two.
+        name: The option the size was given for, for the error.
+
+    Raises:
+        ConfigError: The text is not a size, or the size is not positive.
+    """
+    if size is None:
+        return None
+    match = _SIZE.fullmatch(str(size))
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if isinstance(size, bool) or match is None or factor is None or float(match.group(1)) * factor < 1:
+        raise ConfigError(
+            f"{name}={size!r} is not a size. Allowed: a positive number of bytes, or a number with B, KB, MB, GB, TB, KiB, "
+            f'MiB, GiB or TiB, such as "4GiB".'
+        )
+    return int(float(match.group(1)) * factor)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Writes bytes for people: ``format_bytes(3 * 2**30) == "3.0 GiB"``."""
+    value = float(num_bytes)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if suffix == "B" else f"{value:.1f} {suffix}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,103 @@
+// The store section of api.h: opening, closing and recovering. Validates every argument.
+#include <string.h>
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "api_engine_handles.h"
+#include "hetero/api.h"
+#include "store.h"
+
+using hetero::Block;
+using hetero::Fail;
+using hetero::FromHandle;
+using hetero::Guarded;
+using hetero::Layout;
+using hetero::Report;
+using hetero::Status;
+using hetero::Store;
+using hetero::ToHandle;
+
+hetero_store* hetero_store_open(const char* directory, const hetero_store_options* options) {
+  std::unique_ptr<Store> store;
+  const Status status = Guarded([&] {
+    if (directory == nullptr || directory[0] == '\0') return Fail(HETERO_EINVAL, "directory is null or empty");
+    if (options == nullptr) return Fail(HETERO_EINVAL, "options is null");
+    return Store::Open(directory, *options, &store);
+  });
+  return Report(status) == 0 ? ToHandle(store.release()) : nullptr;
+}
+
+int32_t hetero_store_close(hetero_store* handle) {
+  if (handle == nullptr) return 0;
+  Store* store = FromHandle(handle);
+  const bool open = std::any_of(store->blocks().begin(), store->blocks().end(), [](const Block* block) { return block != nullptr; });
+  if (open) return Report(Fail(HETERO_ESTATE, "the store still has open blocks; close them first"));
+  if (store->pending > 0) return Report(Fail(HETERO_ESTATE, "a commit of the store is not DONE; wait for it, or destroy the engine first"));
+  delete store;
+  return 0;
+}
+
+hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights) {
+  std::unique_ptr<Block> block;
+  const Status status = Guarded([&] {
+    if (geometry == nullptr) return Fail(HETERO_EINVAL, "geometry is null");
+    return Block::Open(FromHandle(store), *geometry, weights, &block);
+  });
+  return Report(status) == 0 ? ToHandle(block.release()) : nullptr;
+}
+
+int32_t hetero_block_close(hetero_block* handle) {
+  if (handle == nullptr) return 0;
+  Block* block = FromHandle(handle);
+  if (block->pending > 0)
+    return Report(Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them, or destroy the engine first", block->id()));
+  delete block;
+  return 0;
+}
+
+float* hetero_block_state(hetero_block* block, int32_t array) { return block == nullptr ? nullptr : FromHandle(block)->state(array); }
+
+int64_t hetero_block_file_bytes(const hetero_block_geometry* geometry) {
+  if (geometry == nullptr) return Report(Fail(HETERO_EINVAL, "geometry is null"));
+  Layout layout;
+  const int32_t code = Report(Layout::Make(*geometry, &layout));
+  return code != 0 ? code : layout.file_bytes();
+}
+
+int64_t hetero_block_staged_bytes(const hetero_block_geometry* geometry) {
+  if (geometry == nullptr) return Report(Fail(HETERO_EINVAL, "geometry is null"));
+  Layout layout;
+  const int32_t code = Report(Layout::Make(*geometry, &layout));
+  return code != 0 ? code : layout.staged_bytes();
+}
+
+int32_t hetero_block_slot(hetero_block* handle, int64_t* step) {
+  if (handle == nullptr || step == nullptr) return Report(Fail(HETERO_EINVAL, "%s is null", handle == nullptr ? "block" : "step"));
+  const Block* block = FromHandle(handle);
+  int32_t slot = -1;
+  block->Newest(&slot, step);
+  if (slot >= 0) return slot;
+  if (!block->layout().has_file()) return 0;
+  return Report(Fail(HETERO_ESTATE, "block %d: nothing was stored yet", block->id()));
+}
+
+int64_t hetero_store_recover(hetero_store* store, int64_t* step, void* user, int64_t user_capacity) {
+  int64_t length = 0;
+  const Status status = Guarded([&] {
+    if (store == nullptr || step == nullptr) return Fail(HETERO_EINVAL, "%s is null", store == nullptr ? "store" : "step");
+    if (user_capacity < 0 || (user == nullptr && user_capacity > 0)) return Fail(HETERO_EINVAL, "user is null or user_capacity negative");
+    std::string blob;
+    HETERO_RETURN_IF_ERROR(FromHandle(store)->Recover(step, &blob));
+    length = static_cast<int64_t>(blob.size());
+    if (length > user_capacity)
+      return Fail(HETERO_EINVAL, "user_capacity is %lld; the record's blob has %lld bytes", static_cast<long long>(user_capacity),
+                  static_cast<long long>(length));
+    if (length > 0) memcpy(user, blob.data(), blob.size());
+    return Status::Ok();
+  });
+  const int32_t code = Report(status);
+  return code != 0 ? code : length;
+}

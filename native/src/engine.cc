@@ -1,0 +1,393 @@
+#include "engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+
+#include "clock.h"
+
+namespace hetero {
+
+namespace {
+
+Status NoTicket(int64_t ticket) {
+  return Fail(HETERO_ESTATE, "ticket %lld is unknown or released", static_cast<long long>(ticket));
+}
+
+Status Poisoned(const Status& first) { return Status(HETERO_EPOISONED, "the engine stopped at an earlier error: " + first.message()); }
+
+Status CheckOptions(const hetero_engine_options& o) {
+  if (o.update_threads < 1 || o.update_threads > 1024)
+    return Fail(HETERO_EINVAL, "options.update_threads is %d; allowed: 1 to 1024", o.update_threads);
+  if (o.queue_depth < 1 || o.queue_depth > 1024)
+    return Fail(HETERO_EINVAL, "options.queue_depth is %d; allowed: 1 to 1024", o.queue_depth);
+  if (o.staging_bytes < 0) return Fail(HETERO_EINVAL, "options.staging_bytes is %lld", static_cast<long long>(o.staging_bytes));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status Engine::Create(const hetero_engine_options& options, std::unique_ptr<IoBackend> backend, std::unique_ptr<Engine>* out) {
+  HETERO_RETURN_IF_ERROR(CheckOptions(options));
+  std::unique_ptr<Engine> engine(new Engine);
+  HETERO_RETURN_IF_ERROR(engine->staging_.Create(options.staging_bytes, options.chunk_bytes_max));
+  engine->backend_ = std::move(backend);
+  if (engine->backend_ == nullptr) HETERO_RETURN_IF_ERROR(MakeIoBackend(options, &engine->backend_));
+  engine->queue_depth_ = options.queue_depth;
+  engine->num_threads_ = options.update_threads;
+  try {
+    for (int32_t i = 0; i < options.update_threads; ++i) {
+      engine->workers_.emplace_back([raw = engine.get()] { raw->RunWorker(); });
+    }
+  } catch (const std::system_error& error) {
+    return Fail(HETERO_ENOMEM, "update thread %zu of %d could not be started: %s", engine->workers_.size(), options.update_threads,
+                error.what());
+  }
+  *out = std::move(engine);
+  return Status::Ok();
+}
+
+Engine::~Engine() { (void)Shutdown().ok(); }
+
+Status Engine::Shutdown() {
+  Lock lock(mutex_);
+  stopping_ = true;
+  std::vector<Task*> idle;
+  for (auto& [ticket, task] : tasks_) {
+    if (task->phase == TaskPhase::kWaiting || (task->phase == TaskPhase::kRunning && !task->may_compute())) idle.push_back(task.get());
+  }
+  for (Task* task : idle) {
+    if (task->phase == TaskPhase::kDone || task->draining) continue;
+    task->cancelled = true;
+    task->status = Fail(HETERO_ESTATE, "the engine was destroyed before the task started");
+    Drain(task);
+  }
+  Schedule();
+  Flush(&lock);
+  lock.lock();
+  changed_.wait(lock, [this] { return num_open_ == 0; });
+  stop_workers_ = true;
+  work_.notify_all();
+  lock.unlock();
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+  backend_.reset();
+  return first_error_;
+}
+
+Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int64_t* ticket) {
+  Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
+  if (stopping_) return Fail(HETERO_ESTATE, "the engine is being destroyed");
+  for (int32_t i = 0; i < order.num_after; ++i) {
+    if (order.after[i] <= 0 || order.after[i] >= next_ticket_)
+      return Fail(HETERO_ESTATE, "task.after[%d] is %lld, not a ticket of this engine", i, static_cast<long long>(order.after[i]));
+  }
+  Task* task = owned.get();
+  if (task->staged() && task->block()->layout().staged_bytes() > staging_.buffer_bytes())
+    return Fail(HETERO_EINVAL, "block %d stages chunks of %lld bytes; options.chunk_bytes_max is %lld. Create the engine with a larger one",
+                task->block()->id(), static_cast<long long>(task->block()->layout().staged_bytes()),
+                static_cast<long long>(staging_.buffer_bytes()));
+  HETERO_RETURN_IF_ERROR(task->Admit());
+  task->ticket = next_ticket_++;
+  task->priority = order.priority;
+  task->times.submitted_ns = MonotonicNs();
+  AddEdges(task, order);
+  tasks_.emplace(task->ticket, std::move(owned));
+  ++num_open_;
+  *ticket = task->ticket;
+  if (task->start_edges == 0) StartTask(task);
+  Schedule();
+  Flush(&lock);
+  return Status::Ok();
+}
+
+bool Engine::AddEdge(int64_t ticket, std::vector<Task*> Task::*list, Task* task) {
+  const auto found = tasks_.find(ticket);
+  if (found == tasks_.end() || found->second->phase == TaskPhase::kDone) return false;
+  (found->second.get()->*list).push_back(task);
+  return true;
+}
+
+void Engine::AddEdges(Task* task, const hetero_task& order) {
+  for (int32_t i = 0; i < order.num_after; ++i) task->start_edges += AddEdge(order.after[i], &Task::starts, task) ? 1 : 0;
+  if (Block* block = task->block()) {
+    task->start_edges += AddEdge(block->last_task, &Task::starts, task) ? 1 : 0;
+    block->last_task = task->ticket;
+    ++block->pending;
+  }
+  Store* store = task->store();
+  if (store == nullptr) return;
+  if (task->rewrites()) {
+    task->write_edges += AddEdge(store->last_commit, &Task::writes, task) ? 1 : 0;
+    task->block()->rewriter = task->ticket;
+    store->writers.push_back(task->ticket);
+  }
+  if (task->commits()) {
+    task->start_edges += AddEdge(store->last_commit, &Task::starts, task) ? 1 : 0;
+    for (const int64_t writer : store->writers) task->start_edges += AddEdge(writer, &Task::starts, task) ? 1 : 0;
+    for (Block* block : store->blocks()) {
+      if (block != nullptr) block->rewriter = 0;
+    }
+    store->writers.clear();
+    store->last_commit = task->ticket;
+    ++store->pending;
+  }
+}
+
+Status Engine::Arm(int64_t ticket, Gradients gradients, int64_t priority) {
+  Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  if (task->armed || task->cancelled || task->phase == TaskPhase::kDone)
+    return Fail(HETERO_ESTATE, "ticket %lld is no update that waits to be armed", static_cast<long long>(ticket));
+  HETERO_RETURN_IF_ERROR(task->Arm(std::move(gradients)));
+  task->armed = true;
+  task->priority = priority;
+  unsorted_ = true;
+  work_.notify_all();
+  Schedule();
+  Flush(&lock);
+  return Status::Ok();
+}
+
+Status Engine::Cancel(int64_t ticket) {
+  Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  if (task->armed || task->cancelled)
+    return Fail(HETERO_ESTATE, "ticket %lld is no update that waits to be armed", static_cast<long long>(ticket));
+  task->cancelled = true;
+  if (task->block()->rewriter == ticket) task->block()->rewriter = 0;
+  // One that has not started keeps its place: its successors still wait for its predecessors.
+  if (task->phase == TaskPhase::kRunning) Drain(task);
+  Schedule();
+  Flush(&lock);
+  return Status::Ok();
+}
+
+Status Engine::Wait(int64_t ticket, bool done, double timeout_s) {
+  const bool forever = timeout_s < 0;
+  const auto limit = std::chrono::duration<double>(std::min(timeout_s, 1e8));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit);
+  Lock lock(mutex_);
+  for (;;) {
+    Task* task = nullptr;
+    HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+    if (task->phase == TaskPhase::kDone) return task->status;
+    if (task->ready && !done) return Status::Ok();
+    if (forever) {
+      changed_.wait(lock);
+    } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
+      HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+      if (task->phase == TaskPhase::kDone) return task->status;
+      if (task->ready && !done) return Status::Ok();
+      return Fail(HETERO_ETIMEDOUT, "ticket %lld is not %s after %g s", static_cast<long long>(ticket), done ? "DONE" : "READY", timeout_s);
+    }
+  }
+}
+
+Status Engine::Poll(int64_t ticket, int32_t* state) {
+  const Lock lock(mutex_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  *state = task->phase == TaskPhase::kDone ? HETERO_DONE : task->ready ? HETERO_READY : 0;
+  return task->phase == TaskPhase::kDone ? task->status : Status::Ok();
+}
+
+Status Engine::Release(int64_t ticket) {
+  const Lock lock(mutex_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  if (!task->armed && !task->cancelled && task->phase != TaskPhase::kDone)
+    return Fail(HETERO_ESTATE, "ticket %lld is an update that waits to be armed; cancel it first", static_cast<long long>(ticket));
+  task->released = true;
+  if (task->phase == TaskPhase::kDone) tasks_.erase(ticket);
+  return Status::Ok();
+}
+
+Status Engine::Times(int64_t ticket, hetero_times* out) {
+  const Lock lock(mutex_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  *out = task->times;
+  return Status::Ok();
+}
+
+hetero_engine_stats Engine::Stats() {
+  const Lock lock(mutex_);
+  hetero_engine_stats stats = stats_;
+  stats.staging_bytes = staging_.total_bytes();
+  stats.staging_in_use_peak_bytes = staging_.peak_bytes();
+  return stats;
+}
+
+Status Engine::FindUpdateBlock(int64_t ticket, const Block** block) {
+  const Lock lock(mutex_);
+  Task* task = nullptr;
+  HETERO_RETURN_IF_ERROR(Find(ticket, &task));
+  if (task->armed || task->cancelled || task->phase == TaskPhase::kDone)
+    return Fail(HETERO_ESTATE, "ticket %lld is no update that waits to be armed", static_cast<long long>(ticket));
+  *block = task->block();
+  return Status::Ok();
+}
+
+Status Engine::Find(int64_t ticket, Task** task) {
+  const auto found = tasks_.find(ticket);
+  if (found == tasks_.end() || found->second->released) return NoTicket(ticket);
+  *task = found->second.get();
+  return Status::Ok();
+}
+
+void Engine::StartTask(Task* task) {
+  task->phase = TaskPhase::kRunning;
+  if (task->cancelled) return FinishTask(task);
+  task->times.started_ns = MonotonicNs();
+  running_.push_back(task);
+  unsorted_ = true;
+  const Status status = task->Start(&task->num_units);
+  if (!status.ok()) return Poison(task, status);
+  if (task->num_units > 0) return;
+  task->epilogue_begun = true;
+  MaybeFinish(task);
+}
+
+void Engine::MaybeFinish(Task* task) {
+  if (task->phase != TaskPhase::kRunning || task->draining || !task->epilogue_begun) return;
+  if (task->units_done == task->num_units && task->epilogue_transfers == 0) FinishTask(task);
+}
+
+// The task is over: well, cancelled, or with the error in its status.
+void Engine::FinishTask(Task* task) {
+  if (task->status.ok() && !task->cancelled) task->Finish();
+  task->phase = TaskPhase::kDone;
+  task->times.done_ns = MonotonicNs();
+  if (task->status.ok() && task->times.ready_ns == 0) task->times.ready_ns = task->times.done_ns;
+  task->ready = true;
+  if (Block* block = task->block()) --block->pending;
+  if (task->commits()) --task->store()->pending;
+  --num_open_;
+  ++stats_.tasks_done;
+  if (task->released) garbage_.push_back(task->ticket);
+  std::erase(running_, task);
+  changed_.notify_all();
+  if (!task->status.ok()) return;  // the engine is poisoned or stops: those that wait are ended by that
+  for (Task* next : task->writes) {
+    if (--next->write_edges == 0) unsorted_ = true;
+  }
+  if (!task->writes.empty()) work_.notify_all();
+  for (Task* next : std::exchange(task->starts, {})) {
+    if (--next->start_edges == 0 && next->phase == TaskPhase::kWaiting) StartTask(next);
+  }
+}
+
+void Engine::Poison(Task* task, const Status& status) {
+  if (task->status.ok() || task->status.code() == HETERO_EPOISONED) task->status = status;
+  if (!first_error_.ok()) return;
+  first_error_ = status;
+  std::vector<Task*> open;
+  for (auto& [ticket, other] : tasks_) {
+    if (other->phase != TaskPhase::kDone) open.push_back(other.get());
+  }
+  for (Task* other : open) {
+    if (other != task && other->status.ok()) other->status = Poisoned(first_error_);
+    Drain(other);
+  }
+}
+
+// Begins the end of a task that will not complete.
+void Engine::Drain(Task* task) {
+  if (task->phase == TaskPhase::kDone || task->draining) return;
+  task->draining = true;
+  std::erase_if(queued_, [task](const std::unique_ptr<Transfer>& t) { return t->task == task; });
+  MaybeDrained(task);
+}
+
+void Engine::MaybeDrained(Task* task) {
+  if (!task->draining || task->busy > 0 || task->phase == TaskPhase::kDone) return;
+  for (const std::unique_ptr<Unit>& unit : task->units) {
+    if (unit->staging != nullptr) staging_.Release(unit->staging);
+  }
+  task->units.clear();
+  FinishTask(task);
+}
+
+void Engine::RunWorker() {
+  pthread_setname_np(pthread_self(), "hetero-update");
+  Lock lock(mutex_);
+  while (!stop_workers_) {
+    Unit* unit = PickUnit();
+    if (unit == nullptr) {
+      // LateReads may have been queued while looking.
+      if (!queued_.empty() && in_flight_ < queue_depth_) {
+        Flush(&lock);
+        lock.lock();
+        continue;
+      }
+      work_.wait(lock);
+      continue;
+    }
+    Task* task = unit->task;
+    unit->phase = UnitPhase::kComputing;
+    ++task->busy;
+    lock.unlock();
+    const int64_t begin_ns = MonotonicNs();
+    const Status status = task->Compute(unit);
+    const int64_t end_ns = MonotonicNs();
+    lock.lock();
+    --task->busy;
+    task->times.compute_busy_ns += end_ns - begin_ns;
+    if (!status.ok()) Poison(task, status);
+    if (task->draining) {
+      MaybeDrained(task);
+    } else {
+      Computed(unit);
+    }
+    Schedule();
+    Flush(&lock);
+    lock.lock();
+  }
+}
+
+void Engine::OnTransferDone(IoRequest* request, const Status& status) {
+  std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request));
+  Engine* engine = transfer->engine;
+  engine->CompleteTransfer(std::move(transfer), status);
+}
+
+void Engine::CompleteTransfer(std::unique_ptr<Transfer> transfer, const Status& status) {
+  Lock lock(mutex_);
+  Task* task = transfer->task;
+  Unit* unit = transfer->unit;
+  --in_flight_;
+  --task->busy;
+  const int64_t busy_ns = transfer->finished_ns - transfer->started_ns;
+  const bool read = transfer->kind == IoKind::kRead;
+  (read ? task->times.read_busy_ns : task->times.write_busy_ns) += busy_ns;
+  if (status.ok() && transfer->kind != IoKind::kDataSync) {
+    (read ? task->times.bytes_read : task->times.bytes_written) += transfer->bytes;
+    (read ? stats_.bytes_read : stats_.bytes_written) += transfer->bytes;
+  }
+  if (unit == nullptr) {
+    --task->epilogue_transfers;
+  } else {
+    --unit->in_flight;
+    --unit->transfers;
+  }
+  if (!status.ok()) Poison(task, status);
+  if (task->draining) {
+    MaybeDrained(task);
+  } else if (unit == nullptr) {
+    MaybeFinish(task);
+  } else if (unit->transfers == 0) {
+    unit->phase == UnitPhase::kReading ? Loaded(unit) : UnitDone(unit);
+  }
+  Schedule();
+  Flush(&lock);
+}
+
+}  // namespace hetero

@@ -1,0 +1,53 @@
+// A duplex device made of sleep: real transfers whose duration is bytes / rate, one clock per direction.
+//
+// For tests and benchmarks: a machine with a half-duplex disk cannot show that reads, kernels and writes overlap.
+// Reads never wait for writes nor the other way round; within a direction transfers take their turns on a serial clock. A
+// data sync belongs to the writes: it ends after every write submitted before it.
+// Ownership, thread-safety, failure: as io.h says; one thread per direction.
+#ifndef HETERO_IO_SYNTHETIC_H_
+#define HETERO_IO_SYNTHETIC_H_
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "io_transfer.h"
+
+namespace hetero {
+
+class IoSynthetic final : public IoBackend {
+ public:
+  static Status Create(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out);
+  ~IoSynthetic() override;
+  IoSynthetic(const IoSynthetic&) = delete;
+  IoSynthetic& operator=(const IoSynthetic&) = delete;
+
+  void Submit(IoRequest* request) override;
+  [[nodiscard]] int32_t kind() const override { return HETERO_IO_SYNTHETIC; }
+
+ private:
+  struct Direction {
+    explicit Direction(double rate) : bytes_per_s(rate) {}
+    const double bytes_per_s;
+    IoQueue queue;       // guarded by mutex_
+    double free_ns = 0;  // its thread's: when the device is done with what it was given
+    std::condition_variable arrived;
+    std::thread thread;
+  };
+
+  explicit IoSynthetic(const hetero_engine_options& options)
+      : reads_(options.synthetic_read_bytes_per_s), writes_(options.synthetic_write_bytes_per_s) {}
+  void Run(Direction* direction);
+  static Status Transfer(Direction* direction, IoRequest* request);
+
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  int64_t unfinished_ = 0;  // guarded by mutex_
+  bool stopping_ = false;   // guarded by mutex_
+  Direction reads_;
+  Direction writes_;
+};
+
+}  // namespace hetero
+
+#endif  // HETERO_IO_SYNTHETIC_H_

@@ -1,0 +1,188 @@
+#include "store.h"
+
+#include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "memory.h"
+
+namespace hetero {
+
+namespace {
+
+constexpr int32_t kMaxBlocks = 1 << 20;
+constexpr int32_t kMaxUserBytes = 1 << 26;
+
+Status CheckOptions(const hetero_store_options& o) {
+  if (o.durability < HETERO_DURABILITY_NONE || o.durability > HETERO_DURABILITY_POWER)
+    return Fail(HETERO_EINVAL, "options.durability is %d; allowed: 0 (none), 1 (process), 2 (power)", o.durability);
+  if (o.num_blocks < 0 || o.num_blocks > kMaxBlocks)
+    return Fail(HETERO_EINVAL, "options.num_blocks is %d; allowed: 0 to %d", o.num_blocks, kMaxBlocks);
+  if (o.user_bytes < 0 || o.user_bytes > kMaxUserBytes)
+    return Fail(HETERO_EINVAL, "options.user_bytes is %d; allowed: 0 to %d", o.user_bytes, kMaxUserBytes);
+  return Status::Ok();
+}
+
+FileSpec SpecFor(const Store& store, std::string name, int64_t bytes) {
+  FileSpec spec;
+  spec.directory_fd = store.directory().fd();
+  spec.directory = store.directory().path();
+  spec.name = std::move(name);
+  spec.bytes = bytes;
+  spec.create = store.options().create != 0;
+  spec.direct_io = store.options().direct_io != 0;
+  spec.durable = store.options().durability == HETERO_DURABILITY_POWER;
+  return spec;
+}
+
+std::string SlotName(int32_t block, int32_t slot) {
+  char name[32];
+  snprintf(name, sizeof(name), "block-%05d.%c", block, slot == 0 ? 'a' : 'b');
+  return name;
+}
+
+}  // namespace
+
+Status Store::Open(const std::string& directory, const hetero_store_options& options, std::unique_ptr<Store>* out) {
+  HETERO_RETURN_IF_ERROR(CheckOptions(options));
+  std::unique_ptr<Store> store(new Store);
+  store->options_ = options;
+  memcpy(store->uuid_.data(), options.uuid, sizeof(options.uuid));
+  store->record_bytes_ = RecordBytes(options.num_blocks, options.user_bytes);
+  store->blocks_.resize(static_cast<size_t>(options.num_blocks));
+  HETERO_RETURN_IF_ERROR(OpenDirectory(directory, &store->directory_));
+  HETERO_RETURN_IF_ERROR(OpenFile(SpecFor(*store, "COMMIT", store->record_bytes_ * kRingRecords), &store->ring_));
+  // A random start: rewrites of an earlier process must not look like ours.
+  if (getrandom(&store->next_write_id_, sizeof(store->next_write_id_), 0) != sizeof(store->next_write_id_))
+    return FailErrno("getrandom", errno);
+  *out = std::move(store);
+  return Status::Ok();
+}
+
+Status Store::Recover(int64_t* step, std::string* user) {
+  Pages bytes;
+  HETERO_RETURN_IF_ERROR(AllocatePages(record_bytes_, &bytes));
+  CommitRecord best;
+  std::string damage;
+  for (int64_t i = 0; i < kRingRecords; ++i) {
+    HETERO_RETURN_IF_ERROR(ReadAt(ring_, bytes.get(), record_bytes_, i * record_bytes_));
+    CommitRecord record;
+    const Status status = DecodeRecord(bytes.get(), record_bytes_, uuid_, options_.num_blocks, &record);
+    if (status.ok() && record.sequence > best.sequence) best = std::move(record);
+    if (status.code() == HETERO_ECORRUPT) damage = status.message();
+  }
+  if (best.sequence == 0 && !damage.empty())
+    return Fail(HETERO_ECORRUPT, "%s has no valid record: %s", ring_.path().c_str(), damage.c_str());
+  if (best.sequence == 0) return Fail(HETERO_ESTATE, "%s has no record: nothing was committed yet", ring_.path().c_str());
+  for (Block* block : blocks_) {
+    if (block != nullptr) HETERO_RETURN_IF_ERROR(block->Apply(best.blocks[static_cast<size_t>(block->id())]));
+  }
+  *step = best.step;
+  *user = best.user;
+  committed_ = std::move(best);
+  return Status::Ok();
+}
+
+Rewrite Store::NextRewrite(int32_t block, int32_t slot, int64_t step) {
+  Rewrite rewrite;
+  rewrite.uuid = uuid_;
+  rewrite.write_id = ++next_write_id_;
+  rewrite.step = step;
+  rewrite.block = block;
+  rewrite.slot = slot;
+  return rewrite;
+}
+
+void Store::Attach(Block* block) { blocks_[static_cast<size_t>(block->id())] = block; }
+
+void Store::Detach(Block* block) { blocks_[static_cast<size_t>(block->id())] = nullptr; }
+
+Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out) {
+  std::unique_ptr<Block> block(new Block);
+  HETERO_RETURN_IF_ERROR(Layout::Make(geometry, &block->layout_));
+  if (weights == nullptr || reinterpret_cast<uintptr_t>(weights) % kPageBytes != 0)
+    return Fail(HETERO_EINVAL, "block %d: weights is %p; allowed: a page-aligned address from hetero_reserve", geometry.id, weights);
+  block->weights_ = static_cast<uint8_t*>(weights);
+  if (geometry.num_state > 0 && !block->layout_.state_in_file()) HETERO_RETURN_IF_ERROR(block->ReserveState());
+  if (block->layout_.has_file()) {
+    if (store == nullptr) return Fail(HETERO_EINVAL, "block %d: store is null, but the block has a section on disk", geometry.id);
+    if (geometry.id >= store->options().num_blocks)
+      return Fail(HETERO_EINVAL, "geometry.id is %d; allowed: 0 to %d (options.num_blocks)", geometry.id, store->options().num_blocks - 1);
+    if (store->blocks()[static_cast<size_t>(geometry.id)] != nullptr)
+      return Fail(HETERO_ESTATE, "block %d of this store is open already", geometry.id);
+    block->store_ = store;
+    HETERO_RETURN_IF_ERROR(block->OpenFiles(store->options().create != 0));
+    if (store->has_record()) HETERO_RETURN_IF_ERROR(block->Apply(store->committed().blocks[static_cast<size_t>(geometry.id)]));
+    store->Attach(block.get());
+  }
+  *out = std::move(block);
+  return Status::Ok();
+}
+
+Block::~Block() {
+  if (store_ != nullptr && store_->blocks()[static_cast<size_t>(id())] == this) store_->Detach(this);
+  if (state_ != nullptr) (void)Unreserve(state_, state_bytes_).ok();
+}
+
+Status Block::OpenFiles(bool create) {
+  for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
+    const Status status = OpenFile(SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes()), &files_[slot]);
+    if (!status.ok() && create && slot == 1) unlinkat(store_->directory().fd(), SlotName(id(), 0).c_str(), 0);
+    HETERO_RETURN_IF_ERROR(status);
+  }
+  return Status::Ok();
+}
+
+Status Block::ReserveState() {
+  const int64_t array_bytes = layout_.geometry().num_elements * static_cast<int64_t>(sizeof(float));
+  int64_t offset = 0;
+  for (int32_t k = 0; k < layout_.geometry().num_state; ++k) {
+    state_offsets_.push_back(offset + (k + 1) * kStaggerBytes);
+    offset = RoundUp(state_offsets_.back() + array_bytes, kPageBytes);
+  }
+  state_bytes_ = offset;
+  state_ = static_cast<uint8_t*>(Reserve(state_bytes_));
+  if (state_ != nullptr) return Status::Ok();
+  return Fail(HETERO_ENOMEM, "block %d: no address space for %lld bytes of state", id(), static_cast<long long>(state_bytes_));
+}
+
+float* Block::state(int32_t array) const {
+  if (state_ == nullptr || array < 0 || array >= layout_.geometry().num_state) return nullptr;
+  return reinterpret_cast<float*>(state_ + state_offsets_[static_cast<size_t>(array)]);
+}
+
+int32_t Block::target_slot() const {
+  return layout_.geometry().num_slots == 1 || newest_.rewrite.slot != 0 ? 0 : 1;
+}
+
+void Block::SetNewest(SlotContent content) {
+  const std::lock_guard<std::mutex> lock(newest_mutex_);
+  newest_ = std::move(content);
+}
+
+void Block::Newest(int32_t* slot, int64_t* step) const {
+  const std::lock_guard<std::mutex> lock(newest_mutex_);
+  *slot = newest_.rewrite.slot;
+  *step = newest_.rewrite.step;
+}
+
+Status Block::Apply(const CommittedBlock& committed) {
+  SlotContent content;
+  if (committed.slot >= layout_.geometry().num_slots)
+    return Fail(HETERO_ECORRUPT, "block %d: the commit record names slot %d of %d", id(), committed.slot, layout_.geometry().num_slots);
+  if (committed.slot >= 0) {
+    content.rewrite = {store_->uuid(), committed.write_id, committed.step, id(), committed.slot};
+    content.has_state = committed.has_state != 0;
+    Pages head;
+    HETERO_RETURN_IF_ERROR(AllocatePages(layout_.head_bytes(), &head));
+    const File& slot_file = files_[committed.slot];
+    HETERO_RETURN_IF_ERROR(ReadAt(slot_file, head.get(), layout_.head_bytes(), 0));
+    HETERO_RETURN_IF_ERROR(CheckHead(layout_, content.rewrite, head.get(), slot_file.path(), &content.weight_digests));
+  }
+  content_promised = committed.slot >= 0;
+  state_promised = content.has_state;
+  SetNewest(std::move(content));
+  return Status::Ok();
+}
+
+}  // namespace hetero

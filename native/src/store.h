@@ -1,0 +1,134 @@
+// The store: a directory with a commit ring and, per block, one file for each slot.
+//
+// Ownership: a Store owns its files and is closed after its blocks; a Block owns its slot files and the RAM of its state, the
+// caller owns the weight memory. Thread-safety: opened, recovered and closed by one thread while no task runs; in between
+// only the engine touches them, under its mutex (tasks of one block never overlap). Newest() may be asked at any time.
+// Failure: Status; what was created is removed again.
+//
+// [Note: Two slots]
+// A rewrite goes to the slot that is not the committed one, so the committed step survives whatever happens meanwhile. When all
+// of it has been written that slot is the block's *newest*; a commit record makes the newest slots of all blocks the
+// committed ones. A second rewrite before that would need a third slot: it is refused. Blocks with one slot (never updated)
+// are written in place: store them before the first commit.
+#ifndef HETERO_STORE_H_
+#define HETERO_STORE_H_
+
+#include <stdint.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "hetero/api.h"
+#include "status.h"
+#include "store_commit.h"
+#include "store_file.h"
+#include "store_layout.h"
+
+namespace hetero {
+
+class Block;
+
+class Store {
+ public:
+  static Status Open(const std::string& directory, const hetero_store_options& options, std::unique_ptr<Store>* out);
+
+  // Reads the newest valid record and applies it to the open blocks; blocks opened later find it too.
+  Status Recover(int64_t* step, std::string* user);
+
+  // The stamp of the next rewrite of a block.
+  Rewrite NextRewrite(int32_t block, int32_t slot, int64_t step);
+
+  [[nodiscard]] const hetero_store_options& options() const { return options_; }
+  [[nodiscard]] const File& directory() const { return directory_; }
+  [[nodiscard]] const File& ring() const { return ring_; }
+  [[nodiscard]] const Uuid& uuid() const { return uuid_; }
+  [[nodiscard]] int64_t record_bytes() const { return record_bytes_; }
+  [[nodiscard]] const CommitRecord& committed() const { return committed_; }
+  [[nodiscard]] bool has_record() const { return committed_.sequence > 0; }
+  [[nodiscard]] const std::vector<Block*>& blocks() const { return blocks_; }  // by id, null where not open
+  [[nodiscard]] bool digests() const { return options_.verify_digests != 0; }
+
+  void Attach(Block* block);
+  void Detach(Block* block);
+  void SetCommitted(CommitRecord record) { committed_ = std::move(record); }
+
+  // The engine's, under its mutex: tickets of the writers since the last commit, and of that commit.
+  std::vector<int64_t> writers;
+  int64_t last_commit = 0;
+  std::atomic<int64_t> pending{0};  // commits not DONE
+
+ private:
+  Store() = default;
+
+  hetero_store_options options_{};
+  Uuid uuid_{};
+  File directory_;
+  File ring_;
+  int64_t record_bytes_ = 0;
+  CommitRecord committed_;  // sequence 0: none yet
+  std::vector<Block*> blocks_;
+  uint64_t next_write_id_ = 0;
+};
+
+// What one slot holds.
+struct SlotContent {
+  Rewrite rewrite{.slot = -1};
+  bool has_state = false;  // otherwise the state reads as zeros
+  std::vector<Digest> weight_digests;
+};
+
+class Block {
+ public:
+  static Status Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  [[nodiscard]] Store* store() const { return store_; }
+  [[nodiscard]] const Layout& layout() const { return layout_; }
+  [[nodiscard]] int32_t id() const { return layout_.geometry().id; }
+  [[nodiscard]] uint8_t* weights() const { return weights_; }
+  [[nodiscard]] float* state(int32_t array) const;  // RAM; null when on disk or out of range
+  [[nodiscard]] int64_t state_reserved_bytes() const { return state_bytes_; }
+  [[nodiscard]] const File& file(int32_t slot) const { return files_[slot]; }
+
+  // Stable while a task of the block runs.
+  [[nodiscard]] const SlotContent& newest() const { return newest_; }
+  [[nodiscard]] bool stored() const { return newest_.rewrite.slot >= 0; }
+  [[nodiscard]] int32_t target_slot() const;
+  void SetNewest(SlotContent content);
+  // Slot and step for other threads; slot -1 when nothing was stored.
+  void Newest(int32_t* slot, int64_t* step) const;
+  // Reads and checks the head of the slot that a record names.
+  Status Apply(const CommittedBlock& committed);
+
+  // The engine's, under its mutex.
+  int64_t last_task = 0;        // the ticket that the next task of this block follows
+  int64_t rewriter = 0;         // the ticket that rewrites a slot since the last commit was submitted; 0: none
+  bool content_promised = false;  // a submitted task stores, or something is stored
+  bool state_promised = false;
+  bool unsynced[2] = {false, false};
+  std::atomic<int64_t> pending{0};  // tasks not DONE
+
+ private:
+  Block() = default;
+  Status OpenFiles(bool create);
+  Status ReserveState();
+
+  Store* store_ = nullptr;
+  Layout layout_;
+  uint8_t* weights_ = nullptr;
+  uint8_t* state_ = nullptr;
+  int64_t state_bytes_ = 0;
+  std::vector<int64_t> state_offsets_;
+  File files_[2];
+  mutable std::mutex newest_mutex_;  // a leaf: nothing is locked under it
+  SlotContent newest_;
+};
+
+}  // namespace hetero
+
+#endif  // HETERO_STORE_H_

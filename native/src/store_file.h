@@ -1,0 +1,70 @@
+// One private, locked, preallocated file of a store.
+//
+// Ownership: a File owns its descriptor; closing drops the lock. Thread-safety: none needed, files are opened and closed by
+// the thread that owns the store. Failure: Status with path, operation, errno; a file that Create made is removed again.
+#ifndef HETERO_STORE_FILE_H_
+#define HETERO_STORE_FILE_H_
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "status.h"
+
+namespace hetero {
+
+class File {
+ public:
+  File() = default;
+  File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+  File& operator=(File&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    std::swap(path_, other.path_);
+    return *this;
+  }
+  ~File();
+
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] const std::string& path() const { return path_; }
+
+ private:
+  int fd_ = -1;
+  std::string path_;
+};
+
+struct FileSpec {
+  int directory_fd = -1;
+  std::string directory;  // for messages
+  std::string name;
+  int64_t bytes = 0;  // exact size
+  bool create = false;
+  bool direct_io = false;
+  bool durable = false;  // a new file's allocation and name reach the disk before this returns
+};
+
+// Opens without following links, takes flock(LOCK_EX) on the description that does the I/O: requests of a killed process that
+// the kernel still carries out hold it too, so its late writes cannot meet ours. EBUSY after half a second of trying.
+// create: the file must not exist; its blocks are allocated now (ENOSPC names path, needed and free bytes).
+// Otherwise: it must be a regular file of ours with one name and the exact size.
+Status OpenFile(const FileSpec& spec, File* out);
+
+// Opens `path`, a directory that is not a link and belongs to this user.
+Status OpenDirectory(const std::string& path, File* out);
+
+// Synchronous, whole: for the few pages read before an engine exists. `buffer` is page aligned.
+Status ReadAt(const File& file, void* buffer, int64_t bytes, int64_t offset);
+
+// Page-aligned, zeroed memory for transfers.
+struct FreePages {
+  void operator()(uint8_t* pages) const { free(pages); }
+};
+using Pages = std::unique_ptr<uint8_t[], FreePages>;
+Status AllocatePages(int64_t bytes, Pages* out);
+
+}  // namespace hetero
+
+#endif  // HETERO_STORE_FILE_H_

@@ -1,0 +1,106 @@
+"""Runs Lightning's own test-suite with the default strategy swapped, and compares two such runs.
+
+    python run.py run LIGHTNING_SOURCE --strategy auto --output baseline.json
+    python run.py run LIGHTNING_SOURCE --strategy hetero_offload --output swapped.json --only baseline.json
+    python run.py compare baseline.json swapped.json
+
+`LIGHTNING_SOURCE` is a checkout of Lightning at the tag of the installed version. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]  # one test: test, outcome, ran_trainer, duration_s, error
+
+
+def relevant(results: Mapping[str, Result]) -> list[str]:
+    """Ids of the tests that run a Trainer on the default strategy of one CPU device, and pass."""
+    return sorted(test for test, result in results.items() if result["ran_trainer"] and result["outcome"] == "passed")
+
+
+def load(path: Path) -> dict[str, Result]:
+    return {result["test"]: result for result in json.loads(path.read_text())["tests"]}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the suite once; writes every test's result to `args.output`."""
+    tests = args.source.resolve() / "tests"
+    if not (tests / "tests_pytorch").is_dir():
+        raise SystemExit(f"no tests/tests_pytorch in {args.source}: pass a checkout of Lightning's repository")
+    here = Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory(prefix="lightning-suite-") as scratch:
+        record = Path(scratch, "record.jsonl")
+        environment = os.environ | {
+            "HETERO_SUITE_STRATEGY": args.strategy,
+            "HETERO_SUITE_RECORD": str(record),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(here), str(tests), os.environ.get("PYTHONPATH", "")])),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if args.only:
+            only = Path(scratch, "only.json")
+            only.write_text(json.dumps(relevant(load(args.only))))
+            environment["HETERO_SUITE_ONLY"] = str(only)
+        command = [sys.executable, "-m", "pytest", "-p", "plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--color=no"]
+        command += [f"--timeout={args.timeout}", "-n", str(args.workers), *(args.tests or ["tests_pytorch"])]
+        code = subprocess.run(command, cwd=tests, env=environment, check=False).returncode
+        results = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    args.output.write_text(json.dumps({"strategy": args.strategy, "tests": results}, indent=1))
+    summary = Counter(result["outcome"] for result in results)
+    passing = len(relevant({result["test"]: result for result in results}))
+    print(f"{args.strategy}: {dict(summary)}; {passing} run a Trainer on one CPU device and pass")
+    # 1 means that tests failed, which `compare` judges; above that pytest itself failed.
+    return code if code > 1 else 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Prints the tests of the baseline that behave differently with the other strategy; 1 if there are any."""
+    baseline, swapped = load(args.baseline), load(args.swapped)
+    expected = relevant(baseline)
+    missing = [test for test in expected if test not in swapped]
+    changed = [test for test in expected if test in swapped and swapped[test]["outcome"] != "passed"]
+    # A swapped run in which nothing was swapped would pass everything and prove nothing.
+    idle = [test for test in expected if test in swapped and not swapped[test]["ran_trainer"] and test not in changed]
+    for title, tests in (("not run", missing), ("passed without the strategy", idle), ("no longer pass", changed)):
+        if tests:
+            print(f"\n{len(tests)} {title}:")
+        for test in tests:
+            print(f"  {test}")
+            lines = [line for line in swapped.get(test, {}).get("error", "").splitlines() if line.startswith("E ")]
+            print("".join(f"      {line[1:].strip()}\n" for line in lines[:3]), end="")
+    passed = len(expected) - len(missing) - len(idle) - len(changed)
+    print(f"\n{passed} of {len(expected)} behave as with the default strategy")
+    return 0 if passed == len(expected) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    runner = commands.add_parser("run", help="run the suite once")
+    runner.add_argument("source", type=Path, help="checkout of Lightning at the installed version")
+    runner.add_argument("tests", nargs="*", help="files or folders relative to its tests/ (default: tests_pytorch)")
+    runner.add_argument("--strategy", default="hetero_offload")
+    runner.add_argument("--output", type=Path, required=True)
+    runner.add_argument("--only", type=Path, help="run only the tests that ran a Trainer and passed in this result")
+    runner.add_argument("--workers", default="1", help="xdist workers; a crashed worker is replaced (default: 1)")
+    runner.add_argument("--timeout", type=int, default=120, help="seconds for one test (default: 120)")
+    runner.set_defaults(command=run)
+    comparer = commands.add_parser("compare", help="compare two results")
+    comparer.add_argument("baseline", type=Path)
+    comparer.add_argument("swapped", type=Path)
+    comparer.set_defaults(command=compare)
+    args = parser.parse_args()
+    return int(args.command(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""Every lowering keeps every invariant, and every broken schedule is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.errors import ScheduleError
+from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import NO_BLOCK, Op, OpKind, Payload, Schedule, StepSignature, Updates
+from lightning_hetero.lowering import check, lower
+
+DEEP = settings(max_examples=120, deadline=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    model: ModelShape
+    plan: Plan
+    signature: StepSignature
+    resident: frozenset[int]
+    capacity_bytes: int
+
+    def lower(self) -> Schedule:
+        return lower(self.plan, self.model, self.signature, resident=self.resident, capacity_bytes=self.capacity_bytes)
+
+    def check(self, schedule: Schedule) -> None:
+        check(schedule, self.plan, self.model, capacity_bytes=self.capacity_bytes)
+
+
+@st.composite
+def block_plans(draw: st.DrawFn, name: str, *, pinned: bool = False) -> BlockPlan:
+    memory = [Tier.DEVICE, Tier.HOST]
+    update = draw(st.sampled_from(UpdateLane))
+    on_device = update is UpdateLane.DEVICE
+    return BlockPlan(
+        name=name,
+        weights=draw(st.sampled_from(memory if on_device or pinned else list(Tier))),
+        state=draw(st.sampled_from(memory if on_device else list(Tier))),
+        update=update,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    blocks = []
+    for index in range(draw(st.integers(1, 7))):
+        weight_bytes, trainable = draw(st.integers(1, 9)), draw(st.integers(0, 4)) > 0
+        blocks.append(
+            BlockShape(
+                name=f"b{index}",
+                num_params=weight_bytes,
+                num_trainable_params=weight_bytes * trainable,
+                weight_bytes=weight_bytes,
+                gradient_bytes=weight_bytes * trainable,
+                state_bytes=2 * weight_bytes * trainable,
+                pinned=draw(st.integers(0, 5)) == 0,
+            )
+        )
+    return ModelShape(name="m", blocks=tuple(blocks))
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, disk_only: bool = False) -> Case:
+    model = draw(models())
+    rows = []
+    for block in model.blocks:
+        row = draw(block_plans(block.name, pinned=block.pinned))
+        if disk_only and not block.pinned:
+            row = BlockPlan(name=block.name, weights=Tier.DISK, state=row.state, update=UpdateLane.CPU)
+        rows.append(row)
+    plan = Plan(name="p", blocks=tuple(rows), prefetch_depth=draw(st.integers(1, 4)), gradient_depth=draw(st.integers(1, 4)))
+    order = draw(st.permutations(range(len(rows))))
+    order = order[: draw(st.integers(1, len(order)))] + draw(st.lists(st.sampled_from(order), max_size=3))
+    training = draw(st.integers(0, 4)) > 0
+    signature = StepSignature(
+        order=tuple(order), training=training, updates=draw(st.sampled_from(Updates)) if training else Updates.NONE
+    )
+    sizes = {i: b.weight_bytes for i, b in enumerate(model.blocks) if rows[i].weights is Tier.DISK}
+    capacity = max(sizes.values(), default=0) + draw(st.integers(0, sum(sizes.values())))
+    resident: set[int] = set()
+    for block in draw(st.permutations(sorted(sizes))):
+        if draw(st.booleans()) and sum(sizes[b] for b in resident) + sizes[block] <= capacity:
+            resident.add(block)
+    return Case(model=model, plan=plan, signature=signature, resident=frozenset(resident), capacity_bytes=capacity)
+
+
+@DEEP
+@given(cases(disk_only=True))
+def test_every_lowering_onto_disk_passes_the_check(case: Case) -> None:
+    case.check(case.lower())
+
+
+@DEEP
+@given(cases())
+def test_every_lowering_of_a_mixed_plan_passes_the_check(case: Case) -> None:
+    case.check(case.lower())
+
+
+@DEEP
+@given(cases(), st.lists(st.sampled_from(Updates), min_size=1, max_size=4))
+def test_steps_follow_each_other(case: Case, steps: list[Updates]) -> None:
+    resident = case.resident
+    for updates in steps:
+        step = replace(case, resident=resident, signature=replace(case.signature, training=True, updates=updates))
+        schedule = step.lower()
+        step.check(schedule)
+        resident = schedule.resident_after
+
+
+@DEEP
+@given(cases())
+def test_lowering_is_deterministic(case: Case) -> None:
+    assert case.lower().to_text() == case.lower().to_text()
+
+
+@DEEP
+@given(cases(disk_only=True))
+def test_weights_are_fetched_at_most_once_per_use(case: Case) -> None:
+    schedule = case.lower()
+    for block in set(case.signature.order):
+        fetches = [op for op in schedule.ops if op.kind is OpKind.FETCH and op.block == block and op.payload is Payload.WEIGHTS]
+        assert len(fetches) <= sum(a.block == block for a in schedule.anchors)
+
+
+def _order(schedule: Schedule) -> list[frozenset[int]]:
+    """What every op waits for, directly or not; that RELEASEs follow each other only serves the FETCHes behind them."""
+    reach: list[frozenset[int]] = []
+    for op in schedule.ops:
+        reach.append(frozenset(op.after).union(*(reach[i] for i in op.after)))
+
+    def matters(op: Op, other: Op) -> bool:
+        return op.kind is not OpKind.RELEASE or op.block == other.block
+
+    return [frozenset(i for i in reach[op.id] if matters(op, schedule.ops[i])) for op in schedule.ops]
+
+
+def _with_op(schedule: Schedule, op: Op) -> Schedule:
+    return replace(schedule, ops=tuple(op if o.id == op.id else o for o in schedule.ops))
+
+
+def _removed(schedule: Schedule, index: int) -> Schedule:
+    """The schedule without one op: ids close up and edges to it vanish."""
+
+    def moved(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i - (i > index) for i in ids if i != index)
+
+    ops = [replace(o, id=o.id - (o.id > index), after=moved(o.after)) for o in schedule.ops if o.id != index]
+    anchors = [replace(a, needs=moved(a.needs)) for a in schedule.anchors]
+    return replace(schedule, ops=tuple(ops), anchors=tuple(anchors))
+
+
+def _swapped(schedule: Schedule, index: int) -> Schedule:
+    """The schedule with two neighbouring ops issued the other way round, edges as they were."""
+    ops = list(schedule.ops)
+    a, b = ops[index], ops[index + 1]
+    ops[index], ops[index + 1] = replace(b, id=index), replace(a, id=index + 1)
+    return replace(schedule, ops=tuple(ops))
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_a_dropped_edge_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    edges = [(op, i) for op in schedule.ops for i in op.after]
+    assume(edges)
+    op, edge = data.draw(st.sampled_from(edges))
+    broken = _with_op(schedule, replace(op, after=tuple(i for i in op.after if i != edge)))
+    assume(_order(broken) != _order(schedule))  # an edge that others imply changes nothing
+    with pytest.raises(ScheduleError):
+        case.check(broken)
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_a_dropped_carried_edge_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    edges = [(op, edge) for op in schedule.ops for edge in op.carried]
+    assume(edges)
+    op, edge = data.draw(st.sampled_from(edges))
+    with pytest.raises(ScheduleError, match="before"):
+        case.check(_with_op(schedule, replace(op, carried=tuple(e for e in op.carried if e != edge))))
+
+
+@DEEP
+@given(cases(), st.data())
+def test_an_anchor_that_stops_waiting_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    waits = [i for i, a in enumerate(schedule.anchors) if a.needs or a.carried]
+    assume(waits)
+    index = data.draw(st.sampled_from(waits))
+    anchors = list(schedule.anchors)
+    waited = {i for a in anchors[:index] for i in a.needs}
+    again = {a.block for a in anchors[:index]}
+    assume(set(anchors[index].needs) - waited or (anchors[index].carried and anchors[index].block not in again))
+    anchors[index] = replace(anchors[index], needs=(), carried=())
+    with pytest.raises(ScheduleError):
+        case.check(replace(schedule, anchors=tuple(anchors)))
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_a_removed_op_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    assume(schedule.ops)
+    index = data.draw(st.integers(0, len(schedule.ops) - 1))
+    assume(schedule.ops[index].kind is not OpKind.RELEASE)  # see the next test
+    with pytest.raises(ScheduleError):
+        case.check(_removed(schedule, index))
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_a_removed_release_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    releases = [op.id for op in schedule.ops if op.kind is OpKind.RELEASE]
+    assume(releases)
+    # Either memory runs over, or the weights are in memory when they are fetched again or when the step ends.
+    with pytest.raises(ScheduleError, match=r"capacity|resident|order"):
+        case.check(_removed(schedule, data.draw(st.sampled_from(releases))))
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_swapped_ops_are_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    pairs = [i for i in range(len(schedule.ops) - 1) if i in schedule.ops[i + 1].after]
+    assume(pairs)
+    with pytest.raises(ScheduleError):
+        case.check(_swapped(schedule, data.draw(st.sampled_from(pairs))))
+
+
+def _extra(schedule: Schedule, op: Op) -> Schedule:
+    op = replace(op, id=len(schedule.ops), at=len(schedule.anchors) - 1, after=tuple(range(len(schedule.ops))))
+    return replace(schedule, ops=(*schedule.ops, op))
+
+
+@DEEP
+@given(cases(disk_only=True), st.data())
+def test_an_op_issued_twice_is_caught(case: Case, data: st.DataObject) -> None:
+    schedule = case.lower()
+    assume(schedule.ops)
+    with pytest.raises(ScheduleError):
+        case.check(_extra(schedule, data.draw(st.sampled_from(schedule.ops))))
+
+
+@DEEP
+@given(cases(disk_only=True), st.integers(1, 9))
+def test_a_smaller_budget_is_caught(case: Case, missing: int) -> None:
+    schedule = case.lower()
+    sizes = [
+        case.model.blocks[op.block].weight_bytes
+        for op in schedule.ops
+        if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS
+    ]
+    assume(sizes)
+    with pytest.raises(ScheduleError, match="capacity"):
+        check(schedule, case.plan, case.model, capacity_bytes=max(sizes) - missing)
+
+
+MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
+    "an edge to a later op": lambda s: _with_op(s, replace(s.ops[0], after=(len(s.ops) - 1,))),
+    "an op at an anchor that is not there": lambda s: _with_op(s, replace(s.ops[-1], at=len(s.anchors))),
+    "an op of a block that is not there": lambda s: _with_op(s, replace(s.ops[0], block=99)),
+    "an op without a block": lambda s: _with_op(s, replace(s.ops[0], block=NO_BLOCK)),
+    "another end": lambda s: replace(s, resident_after=s.resident_after ^ {0}),
+    "anchors of another step": lambda s: replace(s, anchors=s.anchors[1:]),
+    "a kind that does not run yet": lambda s: _with_op(s, replace(s.ops[0], kind=OpKind.REDUCE)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
+@DEEP
+@given(case=cases(disk_only=True))
+def test_malformed_schedules_are_caught(mutation: Callable[[Schedule], Schedule], case: Case) -> None:
+    schedule = case.lower()
+    assume(schedule.ops)
+    with pytest.raises(ScheduleError):
+        case.check(mutation(schedule))
+
+
+@DEEP
+@given(st.data())
+def test_plans_survive_json(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5))
+    plan = Plan(
+        name=data.draw(st.text(max_size=20)),
+        blocks=tuple(data.draw(block_plans(name)) for name in names),
+        prefetch_depth=data.draw(st.integers(1, 1024)),
+        gradient_depth=data.draw(st.integers(1, 1024)),
+    )
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,0 +1,1 @@
+"""Models and runs that several tests share."""

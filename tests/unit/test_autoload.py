@@ -1,0 +1,154 @@
+"""Registration with Lightning, each case in a fresh interpreter because import order is what is tested."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_hetero
+
+PACKAGE_PARENT = str(Path(lightning_hetero.__file__).parent.parent)
+
+# The strategies module that factories call, replaced: what is tested is that it is reached, late, with the right namespace.
+STUB = """
+import sys, types
+stub = types.ModuleType("lightning_hetero.strategies")
+stub.make = lambda namespace, **options: ("made", namespace, options)
+def put_stub():
+    import lightning_hetero
+    sys.modules["lightning_hetero.strategies"] = stub
+    lightning_hetero.strategies = stub
+"""
+
+
+def _python(code: str, tmp_path: Path, **env: str) -> str:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PACKAGE_PARENT}", **env}
+    done = subprocess.run(
+        [sys.executable, "-c", STUB + code], capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _entry_point(tmp_path: Path, target: str = "lightning_hetero._autoload:install") -> None:
+    """What an installed wheel leaves behind: a dist-info directory on the path."""
+    info = tmp_path / "hetero_under_test-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hetero-under-test\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\nhetero_under_test = {target}\n")
+
+
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_names_are_registered_without_importing_the_package(namespace: str, tmp_path: Path) -> None:
+    _entry_point(tmp_path)
+    code = f"""
+import {namespace} as pl
+from {namespace}.strategies import StrategyRegistry
+assert "lightning_hetero.strategies" not in sys.modules, "something heavy was imported"
+put_stub()
+print(StrategyRegistry.get("hetero_offload"), StrategyRegistry.get("hetero"))
+"""
+    assert _python(code, tmp_path) == f"('made', '{namespace}', {{}}) ('made', '{namespace}', {{}})"
+
+
+def test_both_namespaces_in_one_process_have_their_own_factory(tmp_path: Path) -> None:
+    code = """
+import lightning_hetero
+import lightning.pytorch, pytorch_lightning
+put_stub()
+for module in (lightning.pytorch, pytorch_lightning):
+    print(module.strategies.StrategyRegistry.get("hetero")[1])
+"""
+    assert _python(code, tmp_path).split() == ["lightning.pytorch", "pytorch_lightning"]
+
+
+def test_importing_the_package_after_lightning_registers_at_once(tmp_path: Path) -> None:
+    code = """
+import lightning.pytorch
+registry = lightning.pytorch.strategies.StrategyRegistry
+assert "hetero" not in registry
+import lightning_hetero
+put_stub()
+print(registry.get("hetero"))
+"""
+    assert _python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "('made', 'lightning.pytorch', {})"
+
+
+def test_importing_the_package_is_light(tmp_path: Path) -> None:
+    code = """
+before = set(sys.modules)
+import lightning_hetero
+print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "lightning", "numpy", "cvxpy", "ctypes"}))
+"""
+    assert _python(code, tmp_path) == "[]"
+
+
+def test_fabric_is_refused_by_name(tmp_path: Path) -> None:
+    code = """
+import lightning_hetero
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning_hetero.errors import UnsupportedError
+try:
+    STRATEGY_REGISTRY.get("hetero_offload")
+except UnsupportedError as error:
+    print(error)
+"""
+    assert "Use Trainer(" in _python(code, tmp_path)
+
+
+def test_loaders_stay_what_they_were(tmp_path: Path) -> None:
+    code = """
+import lightning_hetero, inspect
+import lightning.pytorch.strategies as module
+print(type(module.__loader__).__name__, "StrategyRegistry" in inspect.getsource(module), module.__spec__.loader is module.__loader__)
+"""
+    assert _python(code, tmp_path) == "SourceFileLoader True True"
+
+
+def test_reloading_registers_again_and_installing_twice_does_nothing(tmp_path: Path) -> None:
+    code = """
+import lightning_hetero, importlib
+from lightning_hetero import _autoload
+import lightning.pytorch.strategies as module
+_autoload.install()
+importlib.reload(module)
+print("hetero" in module.StrategyRegistry, sum(isinstance(f, _autoload._Finder) for f in sys.meta_path))
+"""
+    assert _python(code, tmp_path) == "True 1"
+
+
+def test_a_registry_of_another_shape_warns_and_never_breaks_the_import(tmp_path: Path) -> None:
+    package = tmp_path / "pytorch_lightning"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "strategies.py").write_text("StrategyRegistry = None\n")
+    code = "import lightning_hetero, pytorch_lightning.strategies; print('imported')"
+    assert _python(code, tmp_path) == "imported"
+    assert _python("import warnings; warnings.simplefilter('error')\n" + code, tmp_path) == "imported"
+
+
+def test_an_error_in_lightning_itself_is_not_swallowed(tmp_path: Path) -> None:
+    package = tmp_path / "pytorch_lightning"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "strategies.py").write_text("raise ImportError('their own')\n")
+    code = """
+import lightning_hetero
+try:
+    import pytorch_lightning.strategies
+except ImportError as error:
+    print(error)
+"""
+    assert _python(code, tmp_path) == "their own"
+
+
+def test_a_missing_lightning_is_still_missing(tmp_path: Path) -> None:
+    code = """
+import lightning_hetero, importlib.util
+print(importlib.util.find_spec("lightning_fabric_that_is_not_there"))
+from lightning_hetero._autoload import _Finder
+sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, _Finder)]
+print(sys.meta_path[0].find_spec("lightning_fabric.strategies"))
+"""
+    assert _python(code, tmp_path).split() == ["None", "None"]

@@ -1,0 +1,491 @@
+"""The door: what reads, what writes, what stays lazy and what is refused, over a source that counts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
+from lightning_hetero.runtime import door
+from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, Residency, materialize, offload, restore
+
+
+class CountingSource:
+    """Content in an ordinary tensor; counts transfers and checks the contract of ``write``."""
+
+    def __init__(self, content: Tensor, name: str = "weight") -> None:
+        self.content = content.detach().clone()
+        self.name = name
+        self.shape = content.shape
+        self.dtype = content.dtype
+        self.reads = 0
+        self.writes = 0
+
+    def read(self) -> Tensor:
+        self.reads += 1
+        return self.content.clone()
+
+    def write(self, value: Tensor) -> None:
+        assert type(value) is Tensor or type(value) is nn.Parameter
+        assert (value.shape, value.dtype, value.device.type) == (self.shape, self.dtype, "cpu")
+        self.writes += 1
+        self.content = value.detach().clone()
+
+
+class FakeRecord:
+    """A parameter whose memory is garbage while it is released, and which an update finishes on ``wait``."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, state: Residency) -> None:
+        self.name = name
+        self.state = state
+        self.waits = 0
+        self._parameter = parameter
+        self._source = CountingSource(parameter, name)
+        if state is Residency.RELEASED:
+            parameter.data.fill_(float("nan"))
+        offload(parameter, self)
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.state = Residency.RESIDENT
+        restore(self._parameter)
+
+    def source(self) -> CountingSource:
+        return self._source
+
+
+def lazy(content: Tensor) -> tuple[OffloadedTensor, CountingSource]:
+    source = CountingSource(content)
+    return OffloadedTensor(source, stride=content.stride()), source
+
+
+def offloaded_linear(state: Residency = Residency.RELEASED) -> tuple[nn.Linear, FakeRecord]:
+    module = nn.Linear(4, 3)
+    records = {name: FakeRecord(parameter, name, state) for name, parameter in module.named_parameters()}
+    return module, records["weight"]
+
+
+def matrix() -> Tensor:
+    return torch.arange(12.0).view(3, 4) + 1
+
+
+# ---- OffloadedTensor -------------------------------------------------------------------------------------------------
+
+
+def test_metadata_repr_detach_and_views_do_not_read() -> None:
+    tensor, source = lazy(matrix())
+    assert repr(tensor) == "OffloadedTensor((3, 4), torch.float32, 'weight')"
+    assert (tensor.shape, tensor.dtype, tensor.stride(), tensor.numel()) == ((3, 4), torch.float32, (4, 1), 12)
+    for derived in (tensor.detach(), tensor.data, tensor.view(-1), tensor[0], tensor.t(), *tensor.split(2)):
+        assert type(derived) is OffloadedTensor
+    assert tensor.detach().source is source
+    assert tensor.cpu() is tensor
+    assert tensor.to("cpu", torch.float32) is tensor
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t + 1,
+        lambda t: t.clone(),
+        lambda t: t.double(),
+        lambda t: t.to(torch.bfloat16),
+        lambda t: t.sum(),
+        lambda t: t.view(-1).clone(),
+        lambda t: t[1, 2:].clone(),
+        lambda t: t.t().contiguous(),
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.stack(t.unbind(1)),
+        lambda t: torch.cat(t.chunk(2, dim=1)[::-1]),
+        lambda t: F.linear(torch.ones(2, 4), t),
+        lambda t: t.expand(2, 3, 4) * 2,
+        lambda t: t.reshape(4, 3).clone(),
+        lambda t: torch.tensor(t.tolist()),
+        lambda t: torch.from_numpy(np.asarray(t)),
+        lambda t: torch.from_dlpack(t),
+    ],
+)
+def test_reads_give_what_the_ordinary_tensor_gives(function: object) -> None:
+    assert callable(function)
+    tensor, _ = lazy(matrix())
+    result = function(tensor)
+    assert type(result) is Tensor
+    assert torch.equal(result, function(matrix()))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t.mul_(2),
+        lambda t: t.zero_(),
+        lambda t: t.copy_(torch.ones(4, dtype=torch.float64)),
+        lambda t: t[1].fill_(7),
+        lambda t: t.view(-1)[5:7].add_(1),
+        lambda t: t.t()[0].neg_(),
+        lambda t: t.split(1)[2].copy_(torch.zeros(1, 4)),
+        lambda t: t.masked_fill_(t > 3, 0.0),
+        lambda t: t.add_(t.clone()),
+        lambda t: torch.add(t, 1, out=t),
+        lambda t: torch._foreach_add_([t, t.view(-1)], 1),
+        lambda t: t.__setitem__((0, 1), 9.0),
+        lambda t: t.view(2, 6)[1].view(3, 2)[0].mul_(3),
+        lambda t: t.apply_(lambda value: value + 1),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_in_place_writes_reach_the_source(function: object, mode: type) -> None:
+    assert callable(function)
+    tensor, source = lazy(matrix())
+    expected = matrix()
+    with mode():
+        function(tensor)
+    function(expected)
+    assert torch.equal(source.content, expected)
+
+
+def test_in_place_functions_return_the_handle() -> None:
+    tensor, _ = lazy(matrix())
+    assert tensor.mul_(2) is tensor
+    assert torch.add(tensor, 1, out=tensor) is tensor
+    assert tensor.copy_(tensor.clone()) is tensor
+
+
+def test_copy_into_it_reads_nothing() -> None:
+    tensor, source = lazy(matrix())
+    tensor.copy_(torch.ones(3, 4))
+    tensor.detach().copy_(torch.zeros(()))
+    assert (source.reads, source.writes) == (0, 2)
+    assert torch.equal(source.content, torch.zeros(3, 4))
+
+
+def test_strides_are_kept() -> None:
+    content = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    source = CountingSource(content.contiguous())
+    tensor = OffloadedTensor(source, stride=content.stride())
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
+    assert materialize(tensor).stride() == content.stride()
+    assert torch.equal(materialize(tensor), content)
+
+
+def test_a_handle_made_in_inference_mode_can_be_trained_on() -> None:
+    with torch.inference_mode():
+        tensor, _ = lazy(matrix())
+    inputs = torch.randn(2, 4, requires_grad=True)
+    F.linear(inputs, tensor).sum().backward()
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad[0], matrix().sum(0))
+
+
+def test_comparisons() -> None:
+    tensor, _ = lazy(matrix())
+    assert torch.equal(tensor, matrix())
+    assert torch.equal(matrix(), tensor)
+    assert torch.allclose(tensor, tensor)
+    torch.testing.assert_close(tensor, matrix())
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(matrix() + 1, tensor)
+
+
+def test_pickles_and_copies_are_ordinary_tensors() -> None:
+    tensor, _ = lazy(matrix())
+    stream = io.BytesIO()
+    torch.save({"a": tensor}, stream)
+    stream.seek(0)
+    for twin in (
+        torch.load(stream, weights_only=True)["a"],
+        copy.deepcopy(tensor),
+        copy.copy(tensor),
+        pickle.loads(pickle.dumps(tensor)),
+    ):
+        assert type(twin) is Tensor
+        assert torch.equal(twin, matrix())
+    assert b"lightning_hetero" not in stream.getvalue()
+
+
+def test_deepcopy_keeps_sharing() -> None:
+    tensor, _ = lazy(matrix())
+    first, second = copy.deepcopy([tensor, tensor])
+    assert first is second
+
+
+@pytest.mark.parametrize("function", [Tensor.clone, lambda t: t.untyped_storage(), lambda t: t.data_ptr()])
+def test_memory_access_is_refused_and_names_the_way(function: object) -> None:
+    assert callable(function)
+    tensor, _ = lazy(matrix())
+    if function is Tensor.clone:
+        assert function(tensor).data_ptr() != 0
+        return
+    with pytest.raises(OffloadedAccessError, match=r"'weight'.*\.clone\(\)"):
+        function(tensor)
+
+
+def test_resizing_is_refused() -> None:
+    tensor, source = lazy(matrix())
+    with pytest.raises(UnsupportedError, match=r"'weight' from \(3, 4\) to \(2,\)"):
+        tensor.resize_(2)
+    assert torch.equal(source.content, matrix())
+
+
+def test_materialize_passes_ordinary_tensors() -> None:
+    plain = matrix()
+    assert materialize(plain) is plain
+    tensor, source = lazy(plain)
+    assert type(materialize(tensor)) is Tensor
+    assert source.reads == 1
+
+
+# ---- OffloadedParameter ----------------------------------------------------------------------------------------------
+
+
+def test_module_machinery_reads_nothing() -> None:
+    module, record = offloaded_linear()
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    assert not isinstance(weight, OffloadedTensor)
+    assert dict(module.named_parameters())["weight"] is weight
+    assert sum(p.numel() * p.element_size() for p in module.parameters()) == 60
+    holder = nn.Module()
+    holder.register_parameter("tied", weight)
+    holder.also_tied = weight
+    assert len(list(holder.parameters())) == 1
+    state = module.state_dict()
+    assert type(state["weight"]) is OffloadedTensor
+    assert state["weight"].shape == (3, 4)
+    assert module.state_dict(keep_vars=True)["weight"] is weight
+    assert module.cpu().float().to("cpu").requires_grad_().train().weight is weight
+    module.load_state_dict(state)
+    weight.grad = torch.ones(3, 4)
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    nn.utils.clip_grad_value_(module.parameters(), 0.1)
+    module.zero_grad()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert weight in {weight}
+    assert torch.zeros_like(weight).sum() == 0
+    assert weight.new_zeros(2).shape == (2,)
+    assert weight.data_ptr() != 0
+    assert weight.is_leaf
+    assert weight.grad_fn is None
+    assert weight.device.type == "cpu"
+    assert repr(weight) == "OffloadedParameter((3, 4), torch.float32, 'weight', released)"
+    assert (record.source().reads, record.waits) == (0, 0)
+
+
+def test_load_state_dict_writes_through_without_reading() -> None:
+    module, record = offloaded_linear()
+    module.load_state_dict({"weight": matrix(), "bias": torch.zeros(3)})
+    assert torch.equal(record.source().content, matrix())
+    assert (record.source().reads, record.source().writes) == (0, 1)
+    assert module.weight.data_ptr() != 0
+    assert type(module.weight) is OffloadedParameter
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.copy_(matrix()),
+        lambda p: p.add_(1),
+        lambda p: p[0].fill_(0),
+        lambda p: p.data.mul_(2),
+        lambda p: p.detach().zero_(),
+        lambda p: setattr(p, "data", matrix()),
+        lambda p: nn.utils.vector_to_parameters(torch.ones(12), [p]),
+        lambda p: torch._foreach_mul_([p], 3.0),
+    ],
+)
+def test_writes_under_no_grad_reach_the_source(write: object) -> None:
+    assert callable(write)
+    module, record = offloaded_linear()
+    plain = nn.Parameter(record.source().content.clone())
+    address = module.weight.data_ptr()
+    with torch.no_grad():
+        write(module.weight)
+        write(plain)
+    assert torch.equal(record.source().content, plain.detach())
+    assert module.weight.data_ptr() == address
+
+
+@pytest.mark.parametrize("name", ["orthogonal_", "eye_", "xavier_uniform_", "kaiming_normal_", "trunc_normal_", "zeros_"])
+def test_init_functions_write_through(name: str) -> None:
+    module, record = offloaded_linear()
+    plain = nn.Parameter(torch.empty(3, 4))
+    init = getattr(nn.init, name)
+    torch.manual_seed(1)
+    assert init(module.weight) is module.weight
+    torch.manual_seed(1)
+    init(plain)
+    assert torch.equal(record.source().content, plain.detach())
+
+
+def test_reads_under_no_grad_or_without_a_graph() -> None:
+    module, record = offloaded_linear()
+    content = record.source().content
+    with torch.no_grad():
+        assert torch.equal(nn.utils.parameters_to_vector([module.weight]), content.view(-1))
+        assert torch.equal(module(torch.eye(4)).t() - module.bias[:, None], content)
+        assert torch.equal(module.weight.clone(), content)
+    assert torch.equal(module.weight, content)
+    assert torch.allclose(module.weight, content)
+    assert module.weight.tolist() == content.tolist()
+    assert np.array_equal(module.weight.detach().numpy(), content.numpy())
+    assert torch.equal(module.weight.detach().norm(), content.norm())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module(torch.ones(1, 4)),
+        lambda module: module.weight.sum(),
+        lambda module: module.weight.pow(2),
+        lambda module: nn.utils.parameters_to_vector(module.parameters()),
+        lambda module: next(iter(module.weight)).sum().backward(),
+        lambda module: F.embedding(torch.tensor([1]), module.weight),
+    ],
+)
+def test_a_differentiable_read_is_refused_and_names_the_door(read: object) -> None:
+    assert callable(read)
+    module, _ = offloaded_linear()
+    with pytest.raises(OffloadedAccessError, match=r"'(weight|bias)'.*strategy\.materialize\(.*block_cls="):
+        read(module)
+
+
+def test_a_frozen_parameter_may_be_read_in_a_graph() -> None:
+    module, record = offloaded_linear()
+    module.requires_grad_(False)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    module(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad[0], record.source().content.sum(0))
+
+
+def test_autograd_rules_still_apply() -> None:
+    module, _ = offloaded_linear()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        module.weight.add_(1)
+
+
+def test_changing_shape_or_dtype_is_refused() -> None:
+    module, record = offloaded_linear()
+    with pytest.raises(UnsupportedError, match=r"'weight' is \(3, 4\).*\(1,\).*Convert the model before"):
+        module.weight.data = torch.zeros(1)
+    with pytest.raises(UnsupportedError, match=r"torch\.float16"):
+        module.half()
+    assert record.source().writes == 0
+
+
+def test_copies_and_pickles_are_ordinary_parameters() -> None:
+    module, record = offloaded_linear()
+    content = record.source().content
+    stream = io.BytesIO()
+    torch.save(module.state_dict(keep_vars=True), stream)
+    stream.seek(0)
+    module.weight.tag = "kept"  # type: ignore[attr-defined]
+    twins = [copy.deepcopy(module).weight, torch.load(stream, weights_only=True)["weight"]]
+    twins.append(pickle.loads(pickle.dumps(module.weight)))
+    for twin in twins:
+        assert type(twin) is nn.Parameter
+        assert twin.requires_grad
+        assert torch.equal(twin.detach(), content)
+        assert not hasattr(twin, "_hetero")
+    assert twins[-1].tag == "kept"
+
+
+def test_pending_waits_once_for_values_and_never_for_metadata() -> None:
+    module, record = offloaded_linear(Residency.PENDING)
+    weight = module.weight
+    _ = weight.shape, weight.grad, weight.requires_grad, repr(weight), module.state_dict()
+    weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert record.waits == 0
+    module(torch.ones(1, 4)).sum().backward()
+    assert record.waits == 1
+    assert type(weight) is nn.Parameter
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(3, 4))
+
+
+def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None:
+    module, record = offloaded_linear(Residency.PENDING)
+    weight = module.weight
+    record.wait()
+    record.state = Residency.PENDING
+    offload(weight, record)
+    assert weight.clone().requires_grad
+    assert record.waits == 2
+
+
+def test_pending_parameter_that_turns_out_released_is_read() -> None:
+    module, record = offloaded_linear()
+    record.state = Residency.PENDING
+    record.wait = lambda: setattr(record, "state", Residency.RELEASED)  # type: ignore[method-assign]
+    with torch.no_grad():
+        assert torch.equal(module.weight.clone(), record.source().content)
+
+
+def test_toggling_keeps_identity_hooks_and_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    seen: list[tuple[type, bool]] = []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad is not None)))
+    loss = (parameter * 2).sum()
+    FakeRecord(parameter, "w", Residency.PENDING)
+    loss.backward()
+    assert seen == [(OffloadedParameter, True)]
+    restore(parameter)
+    assert type(parameter) is nn.Parameter
+    assert vars(parameter) == {}
+    (parameter * 3).sum().backward()
+    assert seen[-1] == (nn.Parameter, True)
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.full((3,), 5.0))
+
+
+def test_inside_its_block_a_parameter_does_not_pass_through_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, record = offloaded_linear(Residency.PENDING)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the fast path went through the door")
+
+    module.register_forward_pre_hook(lambda m, _: [restore(p) for p in m.parameters()] and None)
+    monkeypatch.setattr(OffloadedParameter, "__torch_function__", fail)
+    monkeypatch.setattr(door, "_access", fail)
+    module(torch.ones(1, 4)).sum().backward()
+    assert record.waits == 0
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
+def test_a_torch_optimizer_updates_released_parameters_through_the_door(options: dict[str, bool]) -> None:
+    module, record = offloaded_linear()
+    plain = nn.Parameter(record.source().content.clone())
+    pairs = [(p, torch.optim.AdamW([p], lr=0.1, **options)) for p in (module.weight, plain)]
+    for _ in range(3):
+        for parameter, optimizer in pairs:
+            parameter.grad = matrix() / 10
+            optimizer.step()
+    assert torch.equal(record.source().content, plain.detach())
+
+
+def test_weight_averaging_reads_through_the_door() -> None:
+    module, record = offloaded_linear()
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    averaged.update_parameters(module)
+    record.source().content.add_(2)
+    averaged.update_parameters(module)
+    weight = averaged.module.weight
+    assert type(weight) is nn.Parameter
+    torch.testing.assert_close(weight.detach(), record.source().content - 1)
+
+
+def test_equal_sources_of_a_view_and_its_base_stay_lazy_through_state_dict_round_trips() -> None:
+    module, record = offloaded_linear()
+    before = record.source().content.clone()
+    other = nn.Linear(4, 3)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.weight.detach(), before)
+    assert record.source().reads == 1

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, ScheduleError
+from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.lowering import check, lower
+from lightning_hetero.planners import disk, host, resident
+
+MIB = 2**20
+
+
+def _model(*sizes: int, frozen: tuple[int, ...] = (), pinned: tuple[int, ...] = ()) -> ModelShape:
+    """Blocks with weights of that many MiB in fp32, and Adam state of twice that."""
+    blocks = []
+    for index, size in enumerate(sizes):
+        params, trainable = size * MIB // 4, index not in frozen
+        blocks.append(
+            BlockShape(
+                name=f"layers.{index}",
+                num_params=params,
+                num_trainable_params=params * trainable,
+                weight_bytes=size * MIB,
+                gradient_bytes=size * MIB * trainable,
+                state_bytes=2 * size * MIB * trainable,
+                pinned=index in pinned,
+            )
+        )
+    return ModelShape(name="m", blocks=tuple(blocks))
+
+
+def _signature(order: tuple[int, ...], updates: Updates = Updates.IN_BACKWARD) -> StepSignature:
+    return StepSignature(order=order, training=True, updates=updates)
+
+
+def _lower(
+    plan: Plan, model: ModelShape, signature: StepSignature, *, capacity: int = 0, resident: frozenset[int] = frozenset()
+) -> Schedule:
+    schedule = lower(plan, model, signature, resident=resident, capacity_bytes=capacity * MIB)
+    check(schedule, plan, model, capacity_bytes=capacity * MIB)
+    return schedule
+
+
+def _find(schedule: Schedule, kind: OpKind, block: int, payload: Payload | None = None) -> list[Op]:
+    return [op for op in schedule.ops if op.kind is kind and op.block == block and payload in (None, op.payload)]
+
+
+def test_resident_plan_updates_on_the_device_after_the_verdict_and_moves_nothing() -> None:
+    model = _model(1, 1)
+    schedule = _lower(resident(model), model, _signature((0, 1)))
+    assert [(op.kind, op.block, op.lane) for op in schedule.ops] == [
+        (OpKind.UPDATE, 0, Lane.COMPUTE),
+        (OpKind.UPDATE, 1, Lane.COMPUTE),
+    ]
+    assert {schedule.anchors[op.at].phase for op in schedule.ops} == {Phase.VERDICT}
+
+
+def test_host_plan_updates_each_block_as_soon_as_its_backward_has_ended() -> None:
+    model = _model(1, 1, 1)
+    schedule = _lower(host(model), model, _signature((0, 1, 2)))
+    assert [(str(schedule.anchors[op.at]), op.kind, op.block) for op in schedule.ops] == [
+        ("B:1", OpKind.UPDATE, 2),
+        ("B:0", OpKind.UPDATE, 1),
+        ("V", OpKind.UPDATE, 0),
+    ]
+
+
+def test_after_the_verdict_updates_run_in_forward_order() -> None:
+    model = _model(1, 1, 1)
+    schedule = _lower(host(model), model, _signature((2, 0, 1), Updates.AFTER_VERDICT))
+    assert [op.block for op in schedule.ops] == [2, 0, 1]
+    assert {str(schedule.anchors[op.at]) for op in schedule.ops} == {"V"}
+
+
+def test_a_forward_waits_for_the_update_of_the_step_before() -> None:
+    model = _model(1, 1, frozen=(1,))
+    schedule = _lower(host(model), model, _signature((0, 1)))
+    assert [a.carried for a in schedule.anchors[:2]] == [((OpKind.UPDATE, 0),), ()]
+
+
+def test_accumulation_and_evaluation_have_no_updates() -> None:
+    model = _model(1, 1)
+    for signature in (_signature((0, 1), Updates.NONE), StepSignature(order=(0, 1), training=False)):
+        schedule = _lower(disk(model), model, signature, capacity=2)
+        assert {op.kind for op in schedule.ops} == {OpKind.FETCH}
+
+
+def test_all_blocks_stay_in_memory_when_they_fit() -> None:
+    model = _model(1, 1, 1)
+    everything = frozenset({0, 1, 2})
+    schedule = _lower(disk(model), model, _signature((0, 1, 2)), capacity=3, resident=everything)
+    assert schedule.resident_after == everything
+    assert not [op for op in schedule.ops if op.payload is Payload.WEIGHTS and op.kind in (OpKind.FETCH, OpKind.RELEASE)]
+
+
+def test_eviction_keeps_the_blocks_that_are_used_again_first() -> None:
+    model = _model(*[1] * 6)
+    schedule = _lower(disk(model), model, _signature(tuple(range(6))), capacity=3)
+    # At the turn 5, 4, 3 are in memory; at the end of the step those that the next forward needs first.
+    assert not [op for op in schedule.ops if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS and op.at == 6]
+    assert schedule.resident_after == {0, 1, 2}
+
+
+def test_weights_are_fetched_ahead_of_their_use() -> None:
+    model = _model(*[1] * 4)
+    plan = replace(disk(model), prefetch_depth=2)
+    schedule = _lower(plan, model, _signature(tuple(range(4))), capacity=3)
+    issued_at = {op.block: op.at for op in reversed(schedule.ops) if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS}
+    assert issued_at == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_a_fetch_waits_for_all_memory_released_before_it() -> None:
+    model = _model(1, 1, 2)
+    schedule = _lower(disk(model), model, _signature((0, 1, 2), Updates.NONE), capacity=2)
+    releases = [op for op in schedule.ops if op.kind is OpKind.RELEASE]
+    (fetch,) = _find(schedule, OpKind.FETCH, 2, Payload.WEIGHTS)
+    assert [op.block for op in releases[:2]] == [0, 1]
+    assert releases[0].id in releases[1].after
+    assert releases[1].id in fetch.after
+
+
+def test_a_refused_prefetch_releases_nothing() -> None:
+    model = _model(1, 3, 3)
+    schedule = _lower(disk(model), model, _signature((0, 1, 2), Updates.NONE), capacity=4)
+    # At F:1 block 2 would need 3 MiB; only block 0 (1 MiB) could go: nothing goes before F:2.
+    assert next(op.at for op in schedule.ops if op.kind is OpKind.RELEASE) == 2
+
+
+def test_state_of_a_block_whose_weights_could_be_evicted_is_not_opened() -> None:
+    # Block 0 stays in memory from forward on; fetching block 1 for its backward must evict it first.
+    model = _model(1, 3, 2)
+    schedule = _lower(disk(model), model, _signature((0, 1, 2)), capacity=3)
+    (opened,) = _find(schedule, OpKind.FETCH, 0, Payload.STATE)
+    released = _find(schedule, OpKind.RELEASE, 0)
+    assert released
+    assert all(op.id < opened.id for op in released)
+
+
+def test_a_block_used_twice_is_updated_after_its_last_backward() -> None:
+    model = _model(1, 1)
+    schedule = _lower(disk(model), model, _signature((0, 1, 0)), capacity=1)
+    assert [str(a) for a in schedule.anchors] == ["F:0", "F:1", "F:0", "B:0", "B:1", "B:0", "V"]
+    assert [(op.block, str(schedule.anchors[op.at])) for op in schedule.ops if op.kind is OpKind.UPDATE] == [
+        (1, "B:0"),
+        (0, "V"),
+    ]
+
+
+def test_backward_waits_when_too_many_gradients_wait_for_their_update() -> None:
+    model = _model(*[1] * 4)
+    plan = replace(host(model), gradient_depth=2)
+    schedule = _lower(plan, model, _signature(tuple(range(4))))
+    waits = {str(a): [schedule.ops[i].block for i in a.needs] for a in schedule.anchors if a.needs}
+    assert waits == {"B:1": [3], "B:0": [2]}
+
+
+def test_frozen_blocks_are_fetched_and_never_written() -> None:
+    model = _model(1, 1, frozen=(1,))
+    schedule = _lower(disk(model), model, _signature((0, 1)), capacity=1)
+    assert {op.kind for op in schedule.ops if op.block == 1} == {OpKind.FETCH, OpKind.RELEASE}
+    assert [op.block for op in schedule.ops if op.kind is OpKind.STORE] == [0]
+
+
+def test_commit_follows_every_store_and_stores_follow_the_commit_before() -> None:
+    model = _model(1, 1, 1)
+    schedule = _lower(disk(model), model, _signature((0, 1, 2)), capacity=2)
+    stores = [op for op in schedule.ops if op.kind is OpKind.STORE]
+    assert schedule.ops[-1].kind is OpKind.COMMIT
+    assert schedule.ops[-1].after == tuple(op.id for op in stores)
+    assert all((OpKind.COMMIT, NO_BLOCK) in op.carried for op in stores)
+
+
+def test_state_on_disk_without_weights_on_disk_stores_both() -> None:
+    model = _model(1)
+    plan = Plan(name="m", blocks=(BlockPlan(name="layers.0", state=Tier.DISK),))
+    (store,) = _find(_lower(plan, model, _signature((0,))), OpKind.STORE, 0)
+    assert store.num_bytes == 3 * MIB
+
+
+def test_a_block_larger_than_the_budget_is_refused_by_name() -> None:
+    model = _model(1, 4)
+    with pytest.raises(OutOfMemoryBudgetError, match=r"block 'layers\.1' needs 4\.0 MiB.*2\.0 MiB.*host_memory"):
+        lower(disk(model), model, _signature((0, 1)), resident=frozenset(), capacity_bytes=2 * MIB)
+
+
+def test_weights_that_must_stay_in_memory_are_refused_on_disk() -> None:
+    model = _model(1, pinned=(0,))
+    plan = Plan(name="mine", blocks=(BlockPlan(name="layers.0", weights=Tier.DISK),))
+    with pytest.raises(ConfigError, match=r"plan 'mine'.*block 'layers\.0' on 'disk'"):
+        lower(plan, model, _signature((0,)), resident=frozenset(), capacity_bytes=MIB)
+
+
+def test_a_schedule_error_names_rule_op_and_block_and_shows_the_ops_around() -> None:
+    model = _model(1, 1)
+    plan = disk(model)
+    schedule = _lower(plan, model, _signature((0, 1)), capacity=2)
+    store = next(op for op in schedule.ops if op.kind is OpKind.STORE)
+    broken = replace(schedule, ops=tuple(replace(op, after=()) if op is store else op for op in schedule.ops))
+    with pytest.raises(ScheduleError, match=rf"rule 'order': op {store.id} STORE block 1 \('layers\.1'\)") as caught:
+        check(broken, plan, model, capacity_bytes=2 * MIB)
+    assert f"    {store.id - 1} UPDATE:1" in str(caught.value)
+
+
+def test_check_refuses_an_update_on_the_wrong_lane() -> None:
+    model = _model(1)
+    schedule = _lower(host(model), model, _signature((0,)))
+    plan = Plan(name="m", blocks=(BlockPlan(name="layers.0", update=UpdateLane.DEVICE),))
+    with pytest.raises(ScheduleError, match="lane 'cpu', the plan says 'compute'"):
+        check(schedule, plan, model, capacity_bytes=0)
