@@ -60,7 +60,7 @@ def load_model(size: Size) -> PreTrainedModel:
             pad_token_id=0,
         )
         return LlamaForCausalLM(config)
-    model = AutoModelForCausalLM.from_pretrained(pretrained_folder(), gguf_file=GGUF, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(pretrained_folder(), gguf_file=GGUF, dtype=torch.float32).train()
     # The weights are plain float32 from here on; transformers would refuse to save a model marked as quantized.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)

@@ -20,7 +20,15 @@ class OffloadedAccessError(HeteroError, RuntimeError):
 
 
 class OutOfMemoryBudgetError(HeteroError, MemoryError):
-    """A tier's budget is too small for what must live there."""
+    """A tier's budget is too small for what must live there.
+
+    Attributes:
+        needed_bytes: The smallest budget that would do; 0 where it is not known.
+    """
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class NativeMissingError(HeteroError, ImportError):

@@ -114,9 +114,9 @@ class Ticket:
                 break
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
+        if code < 0 or what == DONE:
+            self._keep.clear()  # a failed task, too, has drained its transfers before it reports
         check(code)
-        if what == DONE:
-            self._keep.clear()
 
     def poll(self) -> int:
         """0, ``READY`` or ``DONE``, at once; raises the task's error."""
@@ -345,8 +345,7 @@ class Engine(Handle):
             self._retired[identifier] = keep
 
     def _try_release(self, identifier: int) -> bool:
-        # A failed task is kept to the end: other transfers of it may still be under way.
-        if functions()["poll"](self.pointer, identifier) != DONE:
+        if functions()["poll"](self.pointer, identifier) in (0, READY):
             return False
         functions()["release_ticket"](self.pointer, identifier)
         return True

@@ -191,9 +191,7 @@ _ERRORS: dict[int, type[Exception]] = {
     -10: UnsupportedError,
 }
 
-_REMEDY = (
-    "Install the package with `pip install .` from its source folder; that needs a C++20 compiler (Debian: `apt install g++`)."
-)
+_REMEDY = "Run `pip install .` in the source folder; that needs a C++20 compiler (Debian: `apt install g++`)."
 
 
 def library_path() -> Path:
@@ -205,19 +203,14 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         handle = ctypes.CDLL(str(path))
         version = handle.hetero_abi_version()
+        if version != ABI_VERSION:
+            raise OSError(f"its interface has version {version}, this package needs {ABI_VERSION}")
+        functions = {name: getattr(handle, f"hetero_{name}") for name in _PROTOTYPES}
     except (OSError, AttributeError) as error:
-        raise NativeMissingError(f"The native library {path} cannot be loaded: {error}. {_REMEDY}") from error
-    if version != ABI_VERSION:
-        message = f"The native library {path} has interface version {version}; this package needs {ABI_VERSION}. {_REMEDY}"
-        raise NativeMissingError(message)
-    functions = {}
+        raise NativeMissingError(f"The native library {path} cannot be used: {error}. {_REMEDY}") from error
     for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(handle, f"hetero_{name}", None)
-        if function is None:
-            continue
-        function.restype = result
-        function.argtypes = arguments
-        functions[name] = function
+        functions[name].restype = result
+        functions[name].argtypes = arguments
     return functions
 
 

@@ -50,8 +50,9 @@ class BlockPlan:
     def __post_init__(self) -> None:
         if self.update is UpdateLane.DEVICE and Tier.DISK in (self.state, self.weights):
             raise ConfigError(
-                f"block {self.name!r}: update 'device' with weights on {self.weights.value!r} and state on {self.state.value!r}; "
-                f"a device update needs both in memory. Set update to 'cpu' or move weights and state off 'disk'."
+                f"block {self.name!r}: update 'device' with weights on {self.weights.value!r} and state on "
+                f"{self.state.value!r}; a device update needs both in memory. Set update to 'cpu' or move weights and state "
+                f"off 'disk'."
             )
 
 

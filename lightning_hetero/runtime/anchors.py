@@ -65,7 +65,7 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
 
     return [
         block.spec.module.register_forward_pre_hook(_eager(before), prepend=True),
-        block.spec.module.register_forward_hook(_eager(after)),
+        block.spec.module.register_forward_hook(_eager(after), always_call=True),  # checkpointing leaves a forward by exception
     ]
 
 

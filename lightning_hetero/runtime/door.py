@@ -408,7 +408,7 @@ def _stand_in(parameter: OffloadedParameter, record: Record) -> Any:
     stand_in: Any = _handle(parameter, requires_grad=needs_grad)
     if needs_grad:
         name = record.name
-        # Catches the graphs that the check of the results misses, such as those of an iterator.
+        # Catches the graphs that the check of the results misses: tensors inside other objects.
         stand_in.register_hook(lambda grad: _refuse_gradient(name))
     return stand_in
 

@@ -116,6 +116,9 @@ class Executor:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
         self._learn()
         self._close_backward()
+        for block in self.blocks:
+            while block.uses:  # an exception left it open
+                self.shut(block)
         self.updater.cancel_opened(self.blocks)
         self._training = training
         self._seen = []
@@ -228,10 +231,10 @@ class Executor:
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary ones until :meth:`shut`."""
         block.uses += 1
+        for param in block.params():
+            if type(param) is OffloadedParameter:
+                restore(param)
         if block.uses == 1:
-            for param in block.params():
-                if type(param) is OffloadedParameter:
-                    restore(param)
             for part in block.parts:
                 part.versions = sum(p._version for p in part.params)
 

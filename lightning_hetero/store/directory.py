@@ -160,7 +160,7 @@ class StoreDirectory:
     def remove_block(self, identifier: int) -> None:
         """Removes the closed files of one block."""
         for slot in "ab":
-            _unlink(self._directory_fd, f"block-{identifier:05d}.{slot}")
+            _unlink(self._held.directory_fd, f"block-{identifier:05d}.{slot}")
 
     def close(self, remove: bool | None = None) -> None:
         """Gives the directory back; a second call does nothing. The native store must have been closed.

@@ -74,10 +74,10 @@ Range RangeOf(const char* name, const void* p, int64_t bytes) {
 
 Status CheckDisjoint(const AdamRun& run) {
   const int64_t fp32 = run.numel * 4;
-  const Range ranges[] = {
-      RangeOf("param", run.param, fp32), RangeOf("exp_avg", run.exp_avg, fp32), RangeOf("exp_avg_sq", run.exp_avg_sq, fp32),
-      RangeOf("grad", run.grad, run.numel * DtypeBytes(run.grad_dtype)),
-      RangeOf("copy", run.copy, run.copy == nullptr ? 0 : run.numel * DtypeBytes(run.copy_dtype))};
+  const Range ranges[] = {RangeOf("param", run.param, fp32), RangeOf("exp_avg", run.exp_avg, fp32),
+                          RangeOf("exp_avg_sq", run.exp_avg_sq, fp32),
+                          RangeOf("grad", run.grad, run.numel * DtypeBytes(run.grad_dtype)),
+                          RangeOf("copy", run.copy, run.copy == nullptr ? 0 : run.numel * DtypeBytes(run.copy_dtype))};
   for (const Range* a = std::begin(ranges); a != std::end(ranges); ++a) {
     for (const Range* b = a + 1; b != std::end(ranges); ++b) {
       if (a->begin < b->end && b->begin < a->end) {
@@ -196,8 +196,8 @@ int32_t hetero_adam(float* param, float* exp_avg, float* exp_avg_sq, const void*
   });
 }
 
-int32_t hetero_move_like_adam(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype,
-                              void* copy, int64_t numel, int32_t threads) {
+int32_t hetero_move_like_adam(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype, void* copy,
+                              int64_t numel, int32_t threads) {
   return Guard([&]() -> Status {
     const AdamRun run{.param = param,
                       .exp_avg = exp_avg,

@@ -228,6 +228,7 @@ hetero_engine_stats Engine::Stats() {
 
 Status Engine::FindUpdateBlock(int64_t ticket, const Block** block) {
   const Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
   Task* task = nullptr;
   HETERO_RETURN_IF_ERROR(Find(ticket, &task));
   if (task->armed || task->cancelled || task->phase == TaskPhase::kDone)

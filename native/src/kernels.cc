@@ -85,8 +85,8 @@ double SumOfSquares(const void* x, int32_t dtype, int64_t numel, int32_t threads
   ParallelFor(num_blocks, threads, [&](int64_t begin, int64_t end) noexcept {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kSumBlock;
-      partial[static_cast<size_t>(block)] = kernels.sum_block(static_cast<const char*>(x) + first * DtypeBytes(dtype), dtype,
-                                                              std::min(kSumBlock, numel - first));
+      partial[static_cast<size_t>(block)] =
+          kernels.sum_block(static_cast<const char*>(x) + first * DtypeBytes(dtype), dtype, std::min(kSumBlock, numel - first));
     }
   });
   double sum = 0.0;

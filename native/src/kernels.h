@@ -3,9 +3,10 @@
 // Ownership: none. Thread-safety: pure functions of their arguments; Isa() is decided once. Failure: none; callers validate.
 //
 // [Note: The same bits as torch]
-// RunAdam gives the bits of torch.optim.Adam/AdamW(fused=True) on a CPU (checked by tests/property/test_kernels.py). Constants are computed in double
-// and rounded once; every fused multiply-add is written out. torch's last numel % 8 elements of a *tensor* go through its scalar loop, which its
-// compiler contracts differently: `tail` says how many of the last elements of this run are such.
+// RunAdam gives the bits of torch.optim.Adam/AdamW(fused=True) on a CPU (checked by tests/property/test_kernels.py). Constants
+// are computed in double and rounded once; every fused multiply-add is written out. torch's last numel % 8 elements of a
+// *tensor* go through its scalar loop, which its compiler contracts differently: `tail` says how many of the last elements of
+// this run are such.
 #ifndef HETERO_KERNELS_H_
 #define HETERO_KERNELS_H_
 

@@ -44,9 +44,9 @@ struct F16 {
     const uint32_t magnitude = x & 0x7FFFu;
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
     const uint32_t shifted = magnitude << 13;
-    const uint32_t normal = shifted + (112u << 23);                                      // exponent bias 15 -> 127
-    const uint32_t special = shifted | 0x7F800000u;                                      // infinity, NaN
-    const uint32_t denormal = Bits(Float(shifted + (113u << 23)) - Float(113u << 23));   // exact
+    const uint32_t normal = shifted + (112u << 23);                                     // exponent bias 15 -> 127
+    const uint32_t special = shifted | 0x7F800000u;                                     // infinity, NaN
+    const uint32_t denormal = Bits(Float(shifted + (113u << 23)) - Float(113u << 23));  // exact
     const uint32_t finite = Select(magnitude < 0x0400u, denormal, normal);
     return Float(sign | Select(magnitude >= 0x7C00u, special, finite));
   }
@@ -188,8 +188,8 @@ double SumBlock(const void* x, int32_t dtype, int64_t numel) noexcept {
 
 template <class Grad, bool kCopy>
 __attribute__((noinline)) void MoveTyped(float* __restrict p, float* __restrict m, float* __restrict v,
-                                         const typename Grad::Storage* __restrict g,
-                                         [[maybe_unused]] uint16_t* __restrict copy, int64_t numel) noexcept {
+                                         const typename Grad::Storage* __restrict g, [[maybe_unused]] uint16_t* __restrict copy,
+                                         int64_t numel) noexcept {
   for (int64_t i = 0; i < numel; ++i) {
     const uint32_t bits = Bits(p[i]) ^ Bits(Grad::Load(g[i]));
     p[i] = Float(bits);

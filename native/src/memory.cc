@@ -27,8 +27,8 @@ void* Reserve(int64_t bytes) noexcept {
   }
   const int64_t length = RoundUp(bytes, PageBytes());
   const int64_t mapped = length + kHugePage;
-  void* base = mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                    -1, 0);
+  void* base =
+      mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   // What the alignment leaves over on both sides goes back at once, so that the mapping is exactly what Unreserve is given.
   const auto address = reinterpret_cast<intptr_t>(base);
@@ -59,7 +59,8 @@ Status Drop(void* p, int64_t bytes) {
 
 Status Unreserve(void* p, int64_t bytes) {
   if (p == nullptr || bytes <= 0 || bytes > kLargest || reinterpret_cast<intptr_t>(p) % kHugePage != 0) {
-    return Fail(HETERO_EINVAL, "unreserve of %lld bytes at %p: not a range that was reserved", static_cast<long long>(bytes), p);
+    return Fail(HETERO_EINVAL, "unreserve of %lld bytes at %p: not a range that was reserved", static_cast<long long>(bytes),
+                p);
   }
   const int64_t length = RoundUp(bytes, PageBytes());
   if (munmap(p, static_cast<size_t>(length)) != 0) {

@@ -65,10 +65,10 @@ inline int32_t Report(const Status& status) noexcept {
   return status.code();
 }
 
-#define HETERO_RETURN_IF_ERROR(expression)                     \
-  do {                                                         \
-    ::hetero::Status hetero_status = (expression);             \
-    if (!hetero_status.ok()) return hetero_status;             \
+#define HETERO_RETURN_IF_ERROR(expression)         \
+  do {                                             \
+    ::hetero::Status hetero_status = (expression); \
+    if (!hetero_status.ok()) return hetero_status; \
   } while (0)
 
 }  // namespace hetero

@@ -213,8 +213,14 @@ TEST(every_half_gradient_is_converted_exactly) {
   for (const int32_t dtype : {HETERO_BF16, HETERO_F16}) {
     all_isas([&](int32_t) {
       std::vector<float> p(65536), m(65536), v(65536);
-      hetero::UpdateAdam({.param = p.data(), .exp_avg = m.data(), .exp_avg_sq = v.data(), .grad = codes.data(),
-                          .grad_dtype = dtype, .copy = nullptr, .numel = 65536}, hyper);
+      hetero::UpdateAdam({.param = p.data(),
+                          .exp_avg = m.data(),
+                          .exp_avg_sq = v.data(),
+                          .grad = codes.data(),
+                          .grad_dtype = dtype,
+                          .copy = nullptr,
+                          .numel = 65536},
+                         hyper);
       int64_t wrong = 0;
       for (int64_t i = 0; i < 65536; ++i) {
         const float expected = SlowLoad(dtype, codes.data(), i);
@@ -227,9 +233,25 @@ TEST(every_half_gradient_is_converted_exactly) {
 }
 
 TEST(copies_round_to_nearest_even_and_keep_denormals_infinities_and_nans) {
-  std::vector<float> values{0.0f, -0.0f, 65504.0f, 65519.996f, 65520.0f, -65520.0f, 1e30f, 3.3895314e38f, 3.4e38f,
-                            FromBits(0x7F7FFFFF), INFINITY, -INFINITY, NAN, FromBits(0xFF800001), FromBits(0x7F800001),
-                            FromBits(1), FromBits(0x00008000), FromBits(0x00018000), FromBits(0x007FFFFF)};
+  std::vector<float> values{0.0f,
+                            -0.0f,
+                            65504.0f,
+                            65519.996f,
+                            65520.0f,
+                            -65520.0f,
+                            1e30f,
+                            3.3895314e38f,
+                            3.4e38f,
+                            FromBits(0x7F7FFFFF),
+                            INFINITY,
+                            -INFINITY,
+                            NAN,
+                            FromBits(0xFF800001),
+                            FromBits(0x7F800001),
+                            FromBits(1),
+                            FromBits(0x00008000),
+                            FromBits(0x00018000),
+                            FromBits(0x007FFFFF)};
   for (int exponent = -30; exponent <= 17; ++exponent) {  // around every half boundary and its ties
     for (uint32_t mantissa = 0; mantissa < 8; ++mantissa) {
       for (const uint32_t low : {0u, 0x0FFFu, 0x1000u, 0x1001u, 0x7FFFu, 0x8000u, 0x8001u}) {
@@ -248,8 +270,15 @@ TEST(copies_round_to_nearest_even_and_keep_denormals_infinities_and_nans) {
       std::vector<float> p = values;
       std::vector<float> m(values.size()), v(values.size()), g(values.size());
       std::vector<uint16_t> copy(values.size());
-      hetero::UpdateAdam({.param = p.data(), .exp_avg = m.data(), .exp_avg_sq = v.data(), .grad = g.data(),
-                          .grad_dtype = HETERO_F32, .copy = copy.data(), .copy_dtype = dtype, .numel = numel}, hyper);
+      hetero::UpdateAdam({.param = p.data(),
+                          .exp_avg = m.data(),
+                          .exp_avg_sq = v.data(),
+                          .grad = g.data(),
+                          .grad_dtype = HETERO_F32,
+                          .copy = copy.data(),
+                          .copy_dtype = dtype,
+                          .numel = numel},
+                         hyper);
       int64_t wrong = 0;
       for (size_t i = 0; i < values.size(); ++i) {
         if (isnan(values[i])) {
@@ -292,13 +321,14 @@ TEST(threads_do_not_change_the_result) {
   const int64_t numel = 100003;
   const auto p = Floats(numel, 1.0f, &random);
   const auto g = Floats(numel, 0.1f, &random);
-  const hetero_hyper hyper{.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .step = 3,
-                           .flags = HETERO_ADAMW};
+  const hetero_hyper hyper{
+      .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .step = 3, .flags = HETERO_ADAMW};
   Arrays first;
   for (const int32_t threads : {1, 2, 3, 16, 1024}) {
     Arrays a{p, std::vector<float>(p.size()), std::vector<float>(p.size()), std::vector<uint16_t>(p.size())};
     CHECK_EQ(hetero_adam(a.p.data(), a.m.data(), a.v.data(), g.data(), HETERO_F32, a.copy.data(), HETERO_BF16, numel, &hyper,
-                         1.0, threads), 0);
+                         1.0, threads),
+             0);
     if (threads == 1) first = a;
     CHECK(a.p == first.p && a.m == first.m && a.v == first.v && a.copy == first.copy);
   }
@@ -312,17 +342,18 @@ TEST(bad_arguments_are_refused_and_change_nothing) {
     return hetero_adam(pp, m, v, gg, dtype, copy, copy_dtype, numel, &hyper, 1.0, threads);
   };
   CHECK_EQ(adam(nullptr, g, HETERO_F32, nullptr, 1, 8, good, 1), HETERO_EINVAL);
-  CHECK_EQ(adam(reinterpret_cast<float*>(reinterpret_cast<char*>(p) + 2), g, HETERO_F32, nullptr, 1, 8, good, 1), HETERO_EINVAL);
+  CHECK_EQ(adam(reinterpret_cast<float*>(reinterpret_cast<char*>(p) + 2), g, HETERO_F32, nullptr, 1, 8, good, 1),
+           HETERO_EINVAL);
   CHECK_EQ(adam(p, g, 7, nullptr, 1, 8, good, 1), HETERO_EINVAL);
   CHECK_EQ(adam(p, g, HETERO_F32, g + 16, HETERO_F32, 8, good, 1), HETERO_EINVAL);
   CHECK_EQ(adam(p, g, HETERO_F32, nullptr, 1, -1, good, 1), HETERO_EINVAL);
   CHECK_EQ(adam(p, g, HETERO_F32, nullptr, 1, 8, good, 0), HETERO_EINVAL);
   CHECK_EQ(adam(p, p + 4, HETERO_F32, nullptr, 1, 8, good, 1), HETERO_EINVAL);
   CHECK_EQ(adam(p, g, HETERO_F32, p, HETERO_BF16, 8, good, 1), HETERO_EINVAL);
-  for (auto change : {+[](hetero_hyper* h) { h->beta1 = 1; }, +[](hetero_hyper* h) { h->beta2 = -0.1; },
-                      +[](hetero_hyper* h) { h->step = 0; }, +[](hetero_hyper* h) { h->lr = NAN; },
-                      +[](hetero_hyper* h) { h->eps = -1; }, +[](hetero_hyper* h) { h->flags = 8; },
-                      +[](hetero_hyper* h) { h->weight_decay = INFINITY; }}) {
+  for (auto change :
+       {+[](hetero_hyper* h) { h->beta1 = 1; }, +[](hetero_hyper* h) { h->beta2 = -0.1; },
+        +[](hetero_hyper* h) { h->step = 0; }, +[](hetero_hyper* h) { h->lr = NAN; }, +[](hetero_hyper* h) { h->eps = -1; },
+        +[](hetero_hyper* h) { h->flags = 8; }, +[](hetero_hyper* h) { h->weight_decay = INFINITY; }}) {
     hetero_hyper bad = good;
     change(&bad);
     CHECK_EQ(adam(p, g, HETERO_F32, nullptr, 1, 8, bad, 1), HETERO_EINVAL);

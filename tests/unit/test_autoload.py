@@ -1,8 +1,12 @@
 """Registration with Lightning, each case in a fresh interpreter because import order is what is tested."""
 
+from __future__ import annotations
+
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +29,13 @@ def put_stub():
 def _python(code: str, tmp_path: Path, **env: str) -> str:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PACKAGE_PARENT}", **env}
     done = subprocess.run(
-        [sys.executable, "-c", STUB + code], capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path, check=False
+        [sys.executable, "-c", STUB + code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -52,15 +62,57 @@ print(StrategyRegistry.get("hetero_offload"), StrategyRegistry.get("hetero"))
     assert _python(code, tmp_path) == f"('made', '{namespace}', {{}}) ('made', '{namespace}', {{}})"
 
 
-def test_both_namespaces_in_one_process_have_their_own_factory(tmp_path: Path) -> None:
-    code = """
+BOTH = """
+import json
 import lightning_hetero
 import lightning.pytorch, pytorch_lightning
 put_stub()
-for module in (lightning.pytorch, pytorch_lightning):
-    print(module.strategies.StrategyRegistry.get("hetero")[1])
+both = (lightning.pytorch, pytorch_lightning)
+report = {"namespaces": [module.strategies.StrategyRegistry.get("hetero")[1] for module in both]}
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning_hetero.errors import UnsupportedError
+try:
+    STRATEGY_REGISTRY.get("hetero_offload")
+except UnsupportedError as error:
+    report["fabric"] = str(error)
+
+import importlib, inspect
+import lightning.pytorch.strategies as module
+report["loader"] = type(module.__loader__).__name__
+report["source"] = "StrategyRegistry" in inspect.getsource(module)
+report["same"] = module.__spec__.loader is module.__loader__
+
+from lightning_hetero import _autoload
+_autoload.install()
+importlib.reload(module)
+report["reloaded"] = "hetero" in module.StrategyRegistry
+report["finders"] = sum(isinstance(finder, _autoload._Finder) for finder in sys.meta_path)
+print(json.dumps(report))
 """
-    assert _python(code, tmp_path).split() == ["lightning.pytorch", "pytorch_lightning"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one interpreter with both Lightnings says: importing them takes seconds."""
+    result: dict[str, Any] = json.loads(_python(BOTH, tmp_path_factory.mktemp("both")))
+    return result
+
+
+def test_both_namespaces_in_one_process_have_their_own_factory(report: dict[str, Any]) -> None:
+    assert report["namespaces"] == ["lightning.pytorch", "pytorch_lightning"]
+
+
+def test_fabric_is_refused_by_name(report: dict[str, Any]) -> None:
+    assert "Use Trainer(" in report["fabric"]
+
+
+def test_loaders_stay_what_they_were(report: dict[str, Any]) -> None:
+    assert (report["loader"], report["source"], report["same"]) == ("SourceFileLoader", True, True)
+
+
+def test_reloading_registers_again_and_installing_twice_adds_no_finder(report: dict[str, Any]) -> None:
+    assert (report["reloaded"], report["finders"]) == (True, 1)
 
 
 def test_importing_the_package_after_lightning_registers_at_once(tmp_path: Path) -> None:
@@ -82,40 +134,6 @@ import lightning_hetero
 print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "lightning", "numpy", "cvxpy", "ctypes"}))
 """
     assert _python(code, tmp_path) == "[]"
-
-
-def test_fabric_is_refused_by_name(tmp_path: Path) -> None:
-    code = """
-import lightning_hetero
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning_hetero.errors import UnsupportedError
-try:
-    STRATEGY_REGISTRY.get("hetero_offload")
-except UnsupportedError as error:
-    print(error)
-"""
-    assert "Use Trainer(" in _python(code, tmp_path)
-
-
-def test_loaders_stay_what_they_were(tmp_path: Path) -> None:
-    code = """
-import lightning_hetero, inspect
-import lightning.pytorch.strategies as module
-print(type(module.__loader__).__name__, "StrategyRegistry" in inspect.getsource(module), module.__spec__.loader is module.__loader__)
-"""
-    assert _python(code, tmp_path) == "SourceFileLoader True True"
-
-
-def test_reloading_registers_again_and_installing_twice_does_nothing(tmp_path: Path) -> None:
-    code = """
-import lightning_hetero, importlib
-from lightning_hetero import _autoload
-import lightning.pytorch.strategies as module
-_autoload.install()
-importlib.reload(module)
-print("hetero" in module.StrategyRegistry, sum(isinstance(f, _autoload._Finder) for f in sys.meta_path))
-"""
-    assert _python(code, tmp_path) == "True 1"
 
 
 def test_a_registry_of_another_shape_warns_and_never_breaks_the_import(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,6 +185,11 @@ def test_a_handle_made_in_inference_mode_can_be_trained_on() -> None:
     assert torch.equal(inputs.grad[0], matrix().sum(0))
 
 
+def test_a_view_does_not_keep_the_whole_alive() -> None:
+    tensor, _ = lazy(matrix())
+    assert materialize(tensor[1]).untyped_storage().nbytes() == 16
+
+
 def test_comparisons() -> None:
     tensor, _ = lazy(matrix())
     assert torch.equal(tensor, matrix())
@@ -355,6 +361,19 @@ def test_a_differentiable_read_is_refused_and_names_the_door(read: object) -> No
     module, _ = offloaded_linear()
     with pytest.raises(OffloadedAccessError, match=r"'(weight|bias)'.*strategy\.materialize\(.*block_cls="):
         read(module)
+
+
+def test_a_gradient_that_a_result_hides_is_refused_in_backward() -> None:
+    def function(parameter: Tensor) -> SimpleNamespace:
+        if torch.overrides.has_torch_function_unary(parameter):
+            result: SimpleNamespace = torch.overrides.handle_torch_function(function, (parameter,), parameter)
+            return result
+        return SimpleNamespace(inside=parameter.pow(2))
+
+    module, _ = offloaded_linear()
+    hidden = function(module.weight).inside
+    with pytest.raises(OffloadedAccessError, match="'weight'"):
+        hidden.sum().backward()
 
 
 def test_a_frozen_parameter_may_be_read_in_a_graph() -> None:

@@ -109,6 +109,16 @@ def test_close_with_remove_takes_away_what_it_made(root: Path) -> None:
     assert os.listdir(existing) == []
 
 
+def test_the_files_of_one_block_can_be_removed(root: Path) -> None:
+    store = _open(root / "store", root)
+    for name in ("block-00003.a", "block-00003.b", "block-00004.a"):
+        (store.path / name).touch()
+    store.remove_block(3)
+    store.remove_block(3)
+    assert sorted(os.listdir(store.path)) == ["MANIFEST", "block-00004.a"]
+    store.close(remove=True)
+
+
 def test_removal_does_not_follow_symbolic_links(root: Path) -> None:
     outside = root / "precious"
     outside.write_text("keep me")

@@ -1,0 +1,45 @@
+"""What the documentation says is what the code does, as far as a test can see."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.strategies.hetero_offload import HeteroOffload
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+LIGHTNINGS_OWN = {"self", "accelerator", "checkpoint_io", "precision_plugin"}
+
+
+def test_every_option_of_the_strategy_is_documented_and_no_other() -> None:
+    plan_keys = {"weights", "state", "update", "prefetch_depth", "gradient_depth"}
+    documented = set(re.findall(r"^\| `(\w+)` \|", OPTIONS, re.MULTILINE)) - plan_keys
+    assert documented == set(inspect.signature(HeteroOffload.__init__).parameters) - LIGHTNINGS_OWN
+
+
+def test_documented_defaults_are_the_real_ones() -> None:
+    parameters = inspect.signature(HeteroOffload.__init__).parameters
+    for name, default in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", OPTIONS, re.MULTILINE):
+        assert parameters[name].default == ast.literal_eval(default), name
+
+
+def test_the_documented_plan_file_is_a_plan() -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", OPTIONS, re.DOTALL)
+    plan = Plan.from_json(text).resolve([f"model.layers.{i}" for i in range(6)] + ["model.embed_tokens"])
+    assert [b.weights.value for b in plan.blocks] == ["host"] * 4 + ["disk"] * 2 + ["host"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_in_the_documentation_compiles_and_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for source in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(source, page.name, "exec")
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert "://" in link or (page.parent / link).exists(), link
