@@ -5,8 +5,8 @@
 Every contestant updates the same arrays in turn, once per repetition, in one process. Figures are medians over the repetitions,
 ratios medians of the repetitions' own ratios, so that a machine that drifts slows all of them alike. Prints one JSON line last.
 
-The arrays are on huge pages and start 64 bytes further into a page each: arrays that start at the same offset modulo 4 KiB collide
-in the caches, which costs torch more than it costs us.
+The arrays are on huge pages and start 64 bytes further into a page each: arrays that start at the same offset modulo 4 KiB
+collide in the caches, which costs torch more than it costs us.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -32,7 +31,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate after warm-up (default: 1e-4)")
     parser.add_argument("--strategy", choices=["hetero_offload", "auto"], default="hetero_offload")
     parser.add_argument("--plan", default="disk", help="resident, host, disk, or the path of a plan (default: disk)")
-    parser.add_argument("--host-memory", default="1GiB", help="budget for weights, state and buffers (default: 1GiB)")
+    parser.add_argument("--host-memory", default="1GiB", help="budget for weights, gradients and state (default: 1GiB)")
     parser.add_argument("--output", type=Path, default=Path("smollm2-finetuned"), help="folder for the trained model")
     parser.add_argument("--tiny", action="store_true", help="a small random model instead of the pretrained one")
     return parser.parse_args()
@@ -73,18 +72,16 @@ def main() -> None:
     [before] = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)
     [after] = trainer.validate(model, data, verbose=False)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     export(model, options.output)
 
     tokens_per_s = trainer.global_step * options.batch_size * options.seq_len / timer.time_elapsed("train")
-    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"held-out loss    {before['val_loss']:.4f} -> {after['val_loss']:.4f} after {trainer.global_step} steps")
     print(f"sample           {model.complete('The with statement is used to')!r}")
     print(f"throughput       {tokens_per_s:.0f} tokens/s")
+    print(f"host peak        {peak_mib:.0f} MiB for the whole process: Python, torch and activations included")
     if isinstance(strategy, HeteroOffloadStrategy):
-        report = strategy.memory_report()
-        print(f"strategy's host  {report['host_peak_bytes'] / 2**20:.0f} MiB at its peak, of {options.host_memory}")
-        print(f"on disk          {report['disk_bytes'] / 2**20:.0f} MiB")
-    print(f"process peak     {peak_rss_bytes / 2**20:.0f} MiB, loading and export included")
+        print(f"on disk          {strategy.memory_report()['disk_bytes'] / 2**20:.0f} MiB")
     print(f"saved            {options.output}/model.safetensors, loads with transformers to the same logits")
 
 

@@ -48,8 +48,11 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         optimizer: The user's optimizer.
         params: Parameters with weights, gradients and state in memory.
     """
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__  # torch's wrapper runs the step hooks, which belong to the whole step
     with _restricted(optimizer, params), torch.no_grad():
-        type(optimizer).step(optimizer)
+        function(optimizer)
 
 
 @contextmanager

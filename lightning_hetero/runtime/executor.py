@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hetero._native import READY, Ticket
+from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane
@@ -132,7 +132,10 @@ class Executor:
                 block.early_unsafe = False
 
     def forward_begins(self, block: Block) -> None:
-        if not self._in_backward:
+        if self._in_backward:
+            if block is not self._backward_block:  # recomputation: autograd has moved on to this block
+                self._close_backward()
+        else:
             self._seen.append(block.index)
             if self._training and not torch.is_grad_enabled():
                 block.early_unsafe = True
@@ -149,6 +152,8 @@ class Executor:
         self._close_backward()
         with self.recorder.waiting(f"B {block.name}"):
             self._reach(Phase.BACKWARD, block)
+        # A ticket holds its gradients until it has been seen to be done.
+        self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
         self._backward_block = block
         self.open(block)
 
@@ -160,6 +165,11 @@ class Executor:
     def backward_ends(self) -> None:
         self._in_backward = False
         self._close_backward()
+
+    def check_gradients(self) -> None:
+        """A backward has succeeded: refuses gradients that no update can use, before clipping or a callback meets them."""
+        for block in self.blocks:
+            self.updater.check_gradients(block)
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
         """``optimizer.step()``: hyper-parameters and verdict are known; issues what is left and returns without waiting for it."""

@@ -63,7 +63,6 @@ class OptimizerBinding:
         for name in ("step", "zero_grad", "load_state_dict"):
             self._replaced[name] = optimizer.__dict__.get(name)
         self._original = {name: getattr(optimizer, name) for name in self._replaced}
-        # Schedulers made later wrap `step.__func__` and call it with the optimizer as self.
         ours: dict[str, Callable[..., Any]] = {
             "step": lambda _, closure=None, **kwargs: self._step(closure, **kwargs),
             "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
@@ -71,6 +70,7 @@ class OptimizerBinding:
         }
         for name, function in ours.items():
             setattr(optimizer, name, MethodType(function, optimizer))
+        vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` keeps the books of torch's schedulers, so they need not wrap it
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:

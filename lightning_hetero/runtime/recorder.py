@@ -69,6 +69,11 @@ class Recorder:
         self._collect()
         return Trace(spans=tuple(sorted(self._spans, key=lambda s: s.start_s)))
 
+    def close(self) -> None:
+        """The engine is about to go: tickets cannot be asked any more."""
+        self._collect()
+        self._watched = []
+
     def _collect(self) -> None:
         waiting = []
         for step, kind, block, ticket in self._watched:

@@ -98,6 +98,7 @@ class Session:
         self.blocks: list[Block] = bind(root, specs)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
+        self._started = False
         self._disk_bytes = 0
         self._final_report: dict[str, int] = {}
 
@@ -148,6 +149,7 @@ class Session:
             binding.place(self.store, homes)
         self.store.commit()
         self._handles = observe(self.blocks, self.executor)
+        self._started = True
         self._announce(plan, rules, capacity)
 
     def shape(self, owners: dict[int, OptimizerBinding]) -> ModelShape:
@@ -366,6 +368,7 @@ class Session:
             Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
         """
         if self.store is None or self.executor is None:
+            self.abandon()
             return False
         self.executor.finish()
         for handle in self._handles:
@@ -419,8 +422,9 @@ class Session:
     def _close(self) -> None:
         assert self.store is not None
         self._final_report = self.memory_report()
+        self.recorder.close()
         store, self.store = self.store, None
-        store.close(self.blocks)
+        store.close(self.blocks, remove=None if self._started else True)  # of a refused start nothing is left
 
 
 def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:

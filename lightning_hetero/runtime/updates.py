@@ -79,6 +79,18 @@ class Updater:
             for part in block.parts:
                 self.store.cancel_update(part)
 
+    def check_gradients(self, block: Block) -> None:
+        """Refuses gradients that are not dense, unless the optimizer runs whole.
+
+        Raises:
+            UnsupportedError: Names the parameter.
+        """
+        for part in block.parts:
+            for name, param in zip(part.names, part.params, strict=True):
+                owner = self.owners.get(id(param))
+                if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
+                    _check_dense(name, param.grad)
+
     def update(self, block: Block, binding: OptimizerBinding) -> list[Ticket]:
         """Updates the block's parameters that have gradients and belong to ``binding``."""
         tickets: list[Ticket] = []
@@ -116,11 +128,7 @@ class Updater:
         for i in indices:
             param, grad = part.params[i], part.params[i].grad
             assert grad is not None
-            if grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"the gradient of {part.names[i]!r} is {grad.layout}; only dense gradients can be updated out of core. Build the "
-                    f"layer with sparse=False."
-                )
+            _check_dense(part.names[i], grad)
             if grad.stride() != param.stride():  # autograd gives the parameter's own memory order almost always
                 param.grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
         if self._clip_value is not None and self.verdict is None:
@@ -159,3 +167,11 @@ class Updater:
         if not self._groups:
             self._groups = binding.groups()
         return self._groups
+
+
+def _check_dense(name: str, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {name!r} is {grad.layout}; only dense gradients can be updated out of core. Build the layer with "
+            f"sparse=False."
+        )

@@ -105,6 +105,7 @@ class StoreDirectory:
             remove_leftovers(place)
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
             try:
+                made.chmod(0o700)  # whatever the umask
                 return cls._open_path(made, geometry, limits, temporary=True)
             except BaseException:
                 _remove_directory(made)
@@ -238,13 +239,18 @@ def _make_private(path: Path) -> bool:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         for parent in [p for p in reversed(path.parents) if not p.exists()]:
-            os.mkdir(parent, 0o700)
-        os.mkdir(path, 0o700)
+            _mkdir(parent)
+        _mkdir(path)
         return True
     if not stat.S_ISDIR(mode):
         got = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
         raise ConfigError(f"disk_path {str(path)!r} is {got}; allowed: a directory, or a path where one can be made.")
     return False
+
+
+def _mkdir(path: Path) -> None:
+    os.mkdir(path, 0o700)
+    os.chmod(path, 0o700)  # a umask may have taken our own rights too
 
 
 def _check_owner(path: Path, directory_fd: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +100,8 @@ class TierStore:
 
     Args:
         options: The engine's options.
-        directory: The directory of the disk tier; ``None`` when nothing lives on disk.
+        directory: The directory of the disk tier; ``None`` when nothing lives on disk. It is closed with the store, and removed
+            when the store cannot be opened.
         num_blocks: Largest number of block files.
         chunk_bytes_max: Largest staged chunk.
     """
@@ -117,26 +119,21 @@ class TierStore:
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
-        if directory is not None:
-            self._store = Store(
-                os.fspath(directory.path),
-                uuid=directory.uuid,
-                create=True,
-                direct_io=options.direct_io,
-                durability={"none": 0, "process": 1, "power": 2}[options.durability],
-                verify_digests=options.verify_digests,
-                num_blocks=num_blocks,
-                user_bytes=256,
-            )
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
-        self.engine = Engine(
-            io_backend=options.io_backend,
-            io_threads=options.io_threads,
-            queue_depth=options.queue_depth,
-            update_threads=options.threads(),
-            staging_bytes=max(self.staging_bytes, 3 * chunk_bytes_max),
-            chunk_bytes_max=chunk_bytes_max,
-        )
+        with ExitStack() as undo:
+            if directory is not None:
+                undo.callback(directory.close, remove=True)
+                self._store = _open_store(directory, options, num_blocks)
+                undo.callback(self._store.close)
+            self.engine = Engine(
+                io_backend=options.io_backend,
+                io_threads=options.io_threads,
+                queue_depth=options.queue_depth,
+                update_threads=options.threads(),
+                staging_bytes=max(self.staging_bytes, 3 * chunk_bytes_max),
+                chunk_bytes_max=chunk_bytes_max,
+            )
+            undo.pop_all()
 
     def next_id(self) -> int:
         """A number that no block file of this store has had."""
@@ -172,8 +169,12 @@ class TierStore:
         """Counters of the engine since the start."""
         return self.engine.stats()
 
-    def close(self, blocks: Sequence[Block]) -> None:
+    def close(self, blocks: Sequence[Block], *, remove: bool | None = None) -> None:
         """Waits for everything under way and closes all files.
+
+        Args:
+            blocks: The blocks that were opened.
+            remove: Remove the files; ``None``: if the directory is temporary.
 
         Raises:
             StoreError: A transfer had failed.
@@ -188,7 +189,7 @@ class TierStore:
             if self._store is not None:
                 self._store.close()
             if self.directory is not None:
-                self.directory.close()
+                self.directory.close(remove)
 
     def _forget(self, part: Part) -> None:
         part.native = part.last_write = part.opened = None
@@ -352,6 +353,19 @@ class TierStore:
         assert part.native is not None
         unit = part.dtype.itemsize if part.native.geometry.weight_dtype == _native.U8 else 1
         return offset * unit, value.numel() * unit
+
+
+def _open_store(directory: StoreDirectory, options: EngineOptions, num_blocks: int) -> Store:
+    return Store(
+        os.fspath(directory.path),
+        uuid=directory.uuid,
+        create=True,
+        direct_io=options.direct_io,
+        durability={"none": 0, "process": 1, "power": 2}[options.durability],
+        verify_digests=options.verify_digests,
+        num_blocks=num_blocks,
+        user_bytes=256,
+    )
 
 
 def versions(part: Part) -> int:

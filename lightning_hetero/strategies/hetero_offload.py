@@ -99,8 +99,8 @@ class HeteroOffload(_Base):
             poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
             engine=EngineOptions(
                 io_backend=_one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
-                io_threads=io_threads,
-                update_threads=update_threads or 0,
+                io_threads=_count("io_threads", io_threads),
+                update_threads=0 if update_threads is None else _count("update_threads", update_threads),
                 durability=_one_of("durability", durability, ("none", "process", "power")),
                 verify_digests=verify,
             ),
@@ -123,10 +123,11 @@ class HeteroOffload(_Base):
                 f'the CPU. Pass Trainer(accelerator="cpu").'
             )
         devices = len(trainer._accelerator_connector._parallel_devices)
-        if devices > 1 or trainer.num_nodes > 1:
+        nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
+        if devices > 1 or nodes > 1:
             raise UnsupportedError(
-                f"strategy {self.strategy_name!r} got devices={devices}, num_nodes={trainer.num_nodes}; this version runs in "
-                f"one process. Pass devices=1, num_nodes=1."
+                f"strategy {self.strategy_name!r} got devices={devices}, num_nodes={nodes}; this version runs in one process. "
+                f"Pass devices=1, num_nodes=1."
             )
         super().setup_environment()
 
@@ -188,7 +189,9 @@ class HeteroOffload(_Base):
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._executor.backward_starts()
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._executor.check_gradients()
+            return loss
         finally:
             self._executor.backward_ends()
 
@@ -310,7 +313,7 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
         return partial(_given, plan)
     if isinstance(plan, str) and plan in BUILTIN_PLANS:
         return BUILTIN_PLANS[plan]
-    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).exists():
+    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file():
         raise ConfigError(f"plan={plan!r}; allowed: {', '.join(map(repr, BUILTIN_PLANS))}, the path of a plan file, or a Plan.")
     return partial(_given, Plan.load(Path(plan)))
 
@@ -322,6 +325,12 @@ def _given(plan: Plan, model: ModelShape) -> Plan:
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.")
+    return value
+
+
+def _count(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
+        raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
     return value
 
 

@@ -58,12 +58,14 @@ Status CheckPatches(const Block& block, const hetero_patch* patches, int32_t num
   for (int32_t i = 0; i < num_patches; ++i) {
     const hetero_patch& p = patches[i];
     if (p.array < -1 || p.array >= g.num_state)
-      return Fail(HETERO_EINVAL, "block %d: patches[%d].array is %d; allowed: -1 (weights) to %d", g.id, i, p.array, g.num_state - 1);
+      return Fail(HETERO_EINVAL, "block %d: patches[%d].array is %d; allowed: -1 (weights) to %d", g.id, i, p.array,
+                  g.num_state - 1);
     if (p.offset < 0 || p.numel <= 0 || p.offset > g.num_elements || p.numel > g.num_elements - p.offset)
-      return Fail(HETERO_EINVAL, "block %d: patches[%d] is [%lld, +%lld); allowed: a run inside [0, %lld)", g.id, i, static_cast<ll>(p.offset),
-                  static_cast<ll>(p.numel), static_cast<ll>(g.num_elements));
+      return Fail(HETERO_EINVAL, "block %d: patches[%d] is [%lld, +%lld); allowed: a run inside [0, %lld)", g.id, i,
+                  static_cast<ll>(p.offset), static_cast<ll>(p.numel), static_cast<ll>(g.num_elements));
     if (p.data == nullptr || !Aligned(p.data, p.array < 0 ? DtypeBytes(g.weight_dtype) : 4))
-      return Fail(HETERO_EINVAL, "block %d: patches[%d].data is %p; allowed: an address aligned to its element", g.id, i, p.data);
+      return Fail(HETERO_EINVAL, "block %d: patches[%d].data is %p; allowed: an address aligned to its element", g.id, i,
+                  p.data);
   }
   return Status::Ok();
 }
@@ -71,15 +73,18 @@ Status CheckPatches(const Block& block, const hetero_patch* patches, int32_t num
 Status CheckSegment(const hetero_block_geometry& g, const hetero_segment* segments, int32_t i, int32_t num_hypers) {
   const hetero_segment& s = segments[i];
   if (s.offset < 0 || s.offset % 16 != 0 || s.numel <= 0 || s.offset > g.num_elements || s.numel > g.num_elements - s.offset)
-    return Fail(HETERO_EINVAL, "block %d: segments[%d] is [%lld, +%lld); allowed: a run inside [0, %lld) whose offset is a multiple of 16",
+    return Fail(HETERO_EINVAL,
+                "block %d: segments[%d] is [%lld, +%lld); allowed: a run inside [0, %lld) whose offset is a multiple of 16",
                 g.id, i, static_cast<ll>(s.offset), static_cast<ll>(s.numel), static_cast<ll>(g.num_elements));
   if (i > 0 && s.offset < segments[i - 1].offset + segments[i - 1].numel)
-    return Fail(HETERO_EINVAL, "block %d: segments[%d] starts at %lld, before the end of the one before; allowed: sorted and disjoint",
-                g.id, i, static_cast<ll>(s.offset));
+    return Fail(HETERO_EINVAL,
+                "block %d: segments[%d] starts at %lld, before the end of the one before; allowed: sorted and disjoint", g.id,
+                i, static_cast<ll>(s.offset));
   if (s.grad_dtype != HETERO_F32 && s.grad_dtype != HETERO_BF16 && s.grad_dtype != HETERO_F16)
     return Fail(HETERO_EINVAL, "block %d: segments[%d].grad_dtype is %d; allowed: F32, BF16, F16", g.id, i, s.grad_dtype);
   if (s.grad == nullptr || !Aligned(s.grad, DtypeBytes(s.grad_dtype)))
-    return Fail(HETERO_EINVAL, "block %d: segments[%d].grad is %p; allowed: an address aligned to its element", g.id, i, s.grad);
+    return Fail(HETERO_EINVAL, "block %d: segments[%d].grad is %p; allowed: an address aligned to its element", g.id, i,
+                s.grad);
   if (s.hyper < 0 || s.hyper >= num_hypers)
     return Fail(HETERO_EINVAL, "block %d: segments[%d].hyper is %d; allowed: 0 to %d", g.id, i, s.hyper, num_hypers - 1);
   return Status::Ok();
@@ -89,10 +94,12 @@ Status CheckHyper(const hetero_hyper& h, int32_t i) {
   const bool betas = h.beta1 >= 0.0 && h.beta1 < 1.0 && h.beta2 >= 0.0 && h.beta2 < 1.0;
   if (!betas) return Fail(HETERO_EINVAL, "hypers[%d].betas are (%g, %g); allowed: 0 <= beta < 1", i, h.beta1, h.beta2);
   if (!(isfinite(h.lr) && isfinite(h.weight_decay) && isfinite(h.eps) && h.eps >= 0.0))
-    return Fail(HETERO_EINVAL, "hypers[%d]: lr %g, weight_decay %g, eps %g; allowed: finite, eps >= 0", i, h.lr, h.weight_decay, h.eps);
+    return Fail(HETERO_EINVAL, "hypers[%d]: lr %g, weight_decay %g, eps %g; allowed: finite, eps >= 0", i, h.lr, h.weight_decay,
+                h.eps);
   if (!(isfinite(h.step) && h.step >= 1.0)) return Fail(HETERO_EINVAL, "hypers[%d].step is %g; allowed: >= 1", i, h.step);
   if ((h.flags & ~int64_t{HETERO_ADAMW | HETERO_MAXIMIZE}) != 0)
-    return Fail(HETERO_EINVAL, "hypers[%d].flags are %#llx; allowed: HETERO_ADAMW, HETERO_MAXIMIZE", i, static_cast<unsigned long long>(h.flags));
+    return Fail(HETERO_EINVAL, "hypers[%d].flags are %#llx; allowed: HETERO_ADAMW, HETERO_MAXIMIZE", i,
+                static_cast<unsigned long long>(h.flags));
   return Status::Ok();
 }
 
@@ -159,7 +166,8 @@ int64_t hetero_open_update(hetero_engine* engine, hetero_block* block, int32_t w
   return Submit(engine, task, [&](std::unique_ptr<Task>* out) {
     HETERO_RETURN_IF_ERROR(NeedTaskArguments(engine, block, task));
     if (weights_resident == 0 && !FromHandle(block)->layout().weights_in_file())
-      return Fail(HETERO_EINVAL, "weights_resident is 0, but block %d has no weights on disk; allowed: 1", FromHandle(block)->id());
+      return Fail(HETERO_EINVAL, "weights_resident is 0, but block %d has no weights on disk; allowed: 1",
+                  FromHandle(block)->id());
     *out = std::make_unique<UpdateTask>(FromHandle(block), weights_resident != 0);
     return Status::Ok();
   });
@@ -170,7 +178,8 @@ int32_t hetero_arm_update(hetero_engine* engine, int64_t ticket, const hetero_se
   return Report(Guarded([&] {
     HETERO_RETURN_IF_ERROR(NeedEngine(engine));
     HETERO_RETURN_IF_ERROR(CheckCounts(segments, num_segments, hypers, num_hypers));
-    if (!isfinite(static_cast<float>(grad_scale))) return Fail(HETERO_EINVAL, "grad_scale is %g; allowed: finite in fp32", grad_scale);
+    if (!isfinite(static_cast<float>(grad_scale)))
+      return Fail(HETERO_EINVAL, "grad_scale is %g; allowed: finite in fp32", grad_scale);
     if (step < 1) return Fail(HETERO_EINVAL, "step is %lld; allowed: 1 or more", static_cast<ll>(step));
     const Block* block = nullptr;
     HETERO_RETURN_IF_ERROR(FromHandle(engine)->FindUpdateBlock(ticket, &block));
@@ -201,8 +210,10 @@ int64_t hetero_submit_store(hetero_engine* engine, hetero_block* block, const he
     if (step < 0) return Fail(HETERO_EINVAL, "step is %lld; allowed: 0 or more", static_cast<ll>(step));
     for (int32_t i = 0; i < num_patches && weights_from_memory != 0; ++i) {
       if (patches[i].array < 0)
-        return Fail(HETERO_EINVAL, "block %d: patches[%d] is of the weights, which weights_from_memory takes whole from memory; pass one of the two",
-                    FromHandle(block)->id(), i);
+        return Fail(
+            HETERO_EINVAL,
+            "block %d: patches[%d] is of the weights, which weights_from_memory takes whole from memory; pass one of the two",
+            FromHandle(block)->id(), i);
     }
     *out = std::make_unique<StoreTask>(FromHandle(block), std::vector<hetero_patch>(patches, patches + num_patches),
                                        weights_from_memory != 0, step);
@@ -230,9 +241,10 @@ int64_t hetero_submit_commit(hetero_engine* engine, hetero_store* store, int64_t
     if (step < 0) return Fail(HETERO_EINVAL, "step is %lld; allowed: 0 or more", static_cast<ll>(step));
     const int64_t most = FromHandle(store)->options().user_bytes;
     if (user_bytes < 0 || user_bytes > most || (user_bytes > 0 && user == nullptr))
-      return Fail(HETERO_EINVAL, "user_bytes is %lld with user %p; allowed: 0 to %lld (options.user_bytes)", static_cast<ll>(user_bytes), user,
-                  static_cast<ll>(most));
-    std::string blob = user_bytes > 0 ? std::string(static_cast<const char*>(user), static_cast<size_t>(user_bytes)) : std::string();
+      return Fail(HETERO_EINVAL, "user_bytes is %lld with user %p; allowed: 0 to %lld (options.user_bytes)",
+                  static_cast<ll>(user_bytes), user, static_cast<ll>(most));
+    std::string blob =
+        user_bytes > 0 ? std::string(static_cast<const char*>(user), static_cast<size_t>(user_bytes)) : std::string();
     *out = std::make_unique<CommitTask>(FromHandle(store), step, std::move(blob));
     return Status::Ok();
   });
@@ -241,7 +253,8 @@ int64_t hetero_submit_commit(hetero_engine* engine, hetero_store* store, int64_t
 int32_t hetero_wait(hetero_engine* engine, int64_t ticket, int32_t what, double timeout_s) {
   return Report(Guarded([&] {
     HETERO_RETURN_IF_ERROR(NeedEngine(engine));
-    if (what != HETERO_READY && what != HETERO_DONE) return Fail(HETERO_EINVAL, "what is %d; allowed: 1 (READY), 2 (DONE)", what);
+    if (what != HETERO_READY && what != HETERO_DONE)
+      return Fail(HETERO_EINVAL, "what is %d; allowed: 1 (READY), 2 (DONE)", what);
     if (isnan(timeout_s)) return Fail(HETERO_EINVAL, "timeout_s is NaN");
     return FromHandle(engine)->Wait(ticket, what == HETERO_DONE, timeout_s);
   }));

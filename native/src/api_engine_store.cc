@@ -20,6 +20,16 @@ using hetero::Status;
 using hetero::Store;
 using hetero::ToHandle;
 
+namespace {
+
+// A commit walks over the store's blocks.
+Status NoCommitPending(const Store* store) {
+  if (store == nullptr || store->pending == 0) return Status::Ok();
+  return Fail(HETERO_ESTATE, "a commit of the store is not DONE; wait for it, or destroy the engine first");
+}
+
+}  // namespace
+
 hetero_store* hetero_store_open(const char* directory, const hetero_store_options* options) {
   std::unique_ptr<Store> store;
   const Status status = Guarded([&] {
@@ -33,9 +43,11 @@ hetero_store* hetero_store_open(const char* directory, const hetero_store_option
 int32_t hetero_store_close(hetero_store* handle) {
   if (handle == nullptr) return 0;
   Store* store = FromHandle(handle);
-  const bool open = std::any_of(store->blocks().begin(), store->blocks().end(), [](const Block* block) { return block != nullptr; });
+  const bool open =
+      std::any_of(store->blocks().begin(), store->blocks().end(), [](const Block* block) { return block != nullptr; });
   if (open) return Report(Fail(HETERO_ESTATE, "the store still has open blocks; close them first"));
-  if (store->pending > 0) return Report(Fail(HETERO_ESTATE, "a commit of the store is not DONE; wait for it, or destroy the engine first"));
+  const int32_t code = Report(NoCommitPending(store));
+  if (code != 0) return code;
   delete store;
   return 0;
 }
@@ -44,6 +56,7 @@ hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry
   std::unique_ptr<Block> block;
   const Status status = Guarded([&] {
     if (geometry == nullptr) return Fail(HETERO_EINVAL, "geometry is null");
+    HETERO_RETURN_IF_ERROR(NoCommitPending(FromHandle(store)));
     return Block::Open(FromHandle(store), *geometry, weights, &block);
   });
   return Report(status) == 0 ? ToHandle(block.release()) : nullptr;
@@ -53,12 +66,17 @@ int32_t hetero_block_close(hetero_block* handle) {
   if (handle == nullptr) return 0;
   Block* block = FromHandle(handle);
   if (block->pending > 0)
-    return Report(Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them, or destroy the engine first", block->id()));
+    return Report(
+        Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them, or destroy the engine first", block->id()));
+  const int32_t code = Report(NoCommitPending(block->store()));
+  if (code != 0) return code;
   delete block;
   return 0;
 }
 
-float* hetero_block_state(hetero_block* block, int32_t array) { return block == nullptr ? nullptr : FromHandle(block)->state(array); }
+float* hetero_block_state(hetero_block* block, int32_t array) {
+  return block == nullptr ? nullptr : FromHandle(block)->state(array);
+}
 
 int64_t hetero_block_file_bytes(const hetero_block_geometry* geometry) {
   if (geometry == nullptr) return Report(Fail(HETERO_EINVAL, "geometry is null"));
@@ -75,7 +93,8 @@ int64_t hetero_block_staged_bytes(const hetero_block_geometry* geometry) {
 }
 
 int32_t hetero_block_slot(hetero_block* handle, int64_t* step) {
-  if (handle == nullptr || step == nullptr) return Report(Fail(HETERO_EINVAL, "%s is null", handle == nullptr ? "block" : "step"));
+  if (handle == nullptr || step == nullptr)
+    return Report(Fail(HETERO_EINVAL, "%s is null", handle == nullptr ? "block" : "step"));
   const Block* block = FromHandle(handle);
   int32_t slot = -1;
   block->Newest(&slot, step);
@@ -88,13 +107,14 @@ int64_t hetero_store_recover(hetero_store* store, int64_t* step, void* user, int
   int64_t length = 0;
   const Status status = Guarded([&] {
     if (store == nullptr || step == nullptr) return Fail(HETERO_EINVAL, "%s is null", store == nullptr ? "store" : "step");
-    if (user_capacity < 0 || (user == nullptr && user_capacity > 0)) return Fail(HETERO_EINVAL, "user is null or user_capacity negative");
+    if (user_capacity < 0 || (user == nullptr && user_capacity > 0))
+      return Fail(HETERO_EINVAL, "user is null or user_capacity negative");
     std::string blob;
     HETERO_RETURN_IF_ERROR(FromHandle(store)->Recover(step, &blob));
     length = static_cast<int64_t>(blob.size());
     if (length > user_capacity)
-      return Fail(HETERO_EINVAL, "user_capacity is %lld; the record's blob has %lld bytes", static_cast<long long>(user_capacity),
-                  static_cast<long long>(length));
+      return Fail(HETERO_EINVAL, "user_capacity is %lld; the record's blob has %lld bytes",
+                  static_cast<long long>(user_capacity), static_cast<long long>(length));
     if (length > 0) memcpy(user, blob.data(), blob.size());
     return Status::Ok();
   });

@@ -16,7 +16,9 @@ Status NoTicket(int64_t ticket) {
   return Fail(HETERO_ESTATE, "ticket %lld is unknown or released", static_cast<long long>(ticket));
 }
 
-Status Poisoned(const Status& first) { return Status(HETERO_EPOISONED, "the engine stopped at an earlier error: " + first.message()); }
+Status Poisoned(const Status& first) {
+  return Status(HETERO_EPOISONED, "the engine stopped at an earlier error: " + first.message());
+}
 
 Status CheckOptions(const hetero_engine_options& o) {
   if (o.update_threads < 1 || o.update_threads > 1024)
@@ -42,8 +44,8 @@ Status Engine::Create(const hetero_engine_options& options, std::unique_ptr<IoBa
       engine->workers_.emplace_back([raw = engine.get()] { raw->RunWorker(); });
     }
   } catch (const std::system_error& error) {
-    return Fail(HETERO_ENOMEM, "update thread %zu of %d could not be started: %s", engine->workers_.size(), options.update_threads,
-                error.what());
+    return Fail(HETERO_ENOMEM, "update thread %zu of %d could not be started: %s", engine->workers_.size(),
+                options.update_threads, error.what());
   }
   *out = std::move(engine);
   return Status::Ok();
@@ -56,7 +58,8 @@ Status Engine::Shutdown() {
   stopping_ = true;
   std::vector<Task*> idle;
   for (auto& [ticket, task] : tasks_) {
-    if (task->phase == TaskPhase::kWaiting || (task->phase == TaskPhase::kRunning && !task->may_compute())) idle.push_back(task.get());
+    if (task->phase == TaskPhase::kWaiting || (task->phase == TaskPhase::kRunning && !task->may_compute()))
+      idle.push_back(task.get());
   }
   for (Task* task : idle) {
     if (task->phase == TaskPhase::kDone || task->draining) continue;
@@ -83,11 +86,13 @@ Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int
   if (stopping_) return Fail(HETERO_ESTATE, "the engine is being destroyed");
   for (int32_t i = 0; i < order.num_after; ++i) {
     if (order.after[i] <= 0 || order.after[i] >= next_ticket_)
-      return Fail(HETERO_ESTATE, "task.after[%d] is %lld, not a ticket of this engine", i, static_cast<long long>(order.after[i]));
+      return Fail(HETERO_ESTATE, "task.after[%d] is %lld, not a ticket of this engine", i,
+                  static_cast<long long>(order.after[i]));
   }
   Task* task = owned.get();
   if (task->staged() && task->block()->layout().staged_bytes() > staging_.buffer_bytes())
-    return Fail(HETERO_EINVAL, "block %d stages chunks of %lld bytes; options.chunk_bytes_max is %lld. Create the engine with a larger one",
+    return Fail(HETERO_EINVAL,
+                "block %d stages chunks of %lld bytes; options.chunk_bytes_max is %lld. Create the engine with a larger one",
                 task->block()->id(), static_cast<long long>(task->block()->layout().staged_bytes()),
                 static_cast<long long>(staging_.buffer_bytes()));
   HETERO_RETURN_IF_ERROR(task->Admit());
@@ -104,7 +109,7 @@ Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int
   return Status::Ok();
 }
 
-bool Engine::AddEdge(int64_t ticket, std::vector<Task*> Task::*list, Task* task) {
+bool Engine::AddEdge(int64_t ticket, std::vector<Task*> Task::* list, Task* task) {
   const auto found = tasks_.find(ticket);
   if (found == tasks_.end() || found->second->phase == TaskPhase::kDone) return false;
   (found->second.get()->*list).push_back(task);
@@ -173,7 +178,8 @@ Status Engine::Cancel(int64_t ticket) {
 Status Engine::Wait(int64_t ticket, bool done, double timeout_s) {
   const bool forever = timeout_s < 0;
   const auto limit = std::chrono::duration<double>(std::min(timeout_s, 1e8));
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit);
   Lock lock(mutex_);
   for (;;) {
     Task* task = nullptr;
@@ -186,7 +192,8 @@ Status Engine::Wait(int64_t ticket, bool done, double timeout_s) {
       HETERO_RETURN_IF_ERROR(Find(ticket, &task));
       if (task->phase == TaskPhase::kDone) return task->status;
       if (task->ready && !done) return Status::Ok();
-      return Fail(HETERO_ETIMEDOUT, "ticket %lld is not %s after %g s", static_cast<long long>(ticket), done ? "DONE" : "READY", timeout_s);
+      return Fail(HETERO_ETIMEDOUT, "ticket %lld is not %s after %g s", static_cast<long long>(ticket), done ? "DONE" : "READY",
+                  timeout_s);
     }
   }
 }
@@ -204,7 +211,8 @@ Status Engine::Release(int64_t ticket) {
   Task* task = nullptr;
   HETERO_RETURN_IF_ERROR(Find(ticket, &task));
   if (!task->armed && !task->cancelled && task->phase != TaskPhase::kDone)
-    return Fail(HETERO_ESTATE, "ticket %lld is an update that waits to be armed; cancel it first", static_cast<long long>(ticket));
+    return Fail(HETERO_ESTATE, "ticket %lld is an update that waits to be armed; cancel it first",
+                static_cast<long long>(ticket));
   task->released = true;
   if (task->phase == TaskPhase::kDone) tasks_.erase(ticket);
   return Status::Ok();

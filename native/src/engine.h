@@ -11,10 +11,10 @@
 // run without it. Block's newest_mutex_ is the only lock taken inside.
 //
 // [Note: Order and staging]
-// Tasks that may compute come first (by priority, then submission), then updates that are only opened. Each in turn begins units
-// while buffers last. An opened update leaves kPrefetchReserve buffers free, and a task that may compute takes loaded buffers
-// back from opened ones, whose chunks are then read again. So a task that may compute always gets a buffer, and a unit with
-// a buffer needs nothing more to complete: there is no deadlock with 3 buffers or any number of tasks.
+// Tasks that may compute come first (by priority, then submission), then updates that are only opened. Each in turn begins
+// units while buffers last. An opened update leaves kPrefetchReserve buffers free, and a task that may compute takes loaded
+// buffers back from opened ones, whose chunks are then read again. So a task that may compute always gets a buffer, and a unit
+// with a buffer needs nothing more to complete: there is no deadlock with 3 buffers or any number of tasks.
 #ifndef HETERO_ENGINE_H_
 #define HETERO_ENGINE_H_
 
@@ -74,7 +74,7 @@ class Engine {
   // engine.cc: tickets. All under the mutex from here on.
   Status Find(int64_t ticket, Task** task);
   void AddEdges(Task* task, const hetero_task& order);
-  bool AddEdge(int64_t ticket, std::vector<Task*> Task::*list, Task* task);
+  bool AddEdge(int64_t ticket, std::vector<Task*> Task::* list, Task* task);
   void StartTask(Task* task);
   void FinishTask(Task* task);
   void Unlink(Task* task);
@@ -102,7 +102,7 @@ class Engine {
   std::condition_variable work_;     // update threads: a unit may be loaded
   std::condition_variable changed_;  // waiters: a task became READY or DONE
   std::unordered_map<int64_t, std::unique_ptr<Task>> tasks_;
-  std::vector<Task*> running_;  // started, not DONE; in order unless unsorted_
+  std::vector<Task*> running_;    // started, not DONE; in order unless unsorted_
   std::vector<int64_t> garbage_;  // released and DONE
   Transfers queued_;
   Staging staging_;
@@ -114,7 +114,7 @@ class Engine {
   int32_t queue_depth_ = 1;
   int32_t num_threads_ = 1;
   bool unsorted_ = false;
-  bool stopping_ = false;      // no submits
+  bool stopping_ = false;  // no submits
   bool stop_workers_ = false;
   hetero_engine_stats stats_{};
 

@@ -21,7 +21,9 @@ RewriteTask::RewriteTask(Block* block, bool weights_from_memory)
 
 Status RewriteTask::Admit() {
   if (rewrites() && block()->layout().geometry().num_slots == 2 && block()->rewriter != 0)
-    return Fail(HETERO_ESTATE, "block %d was rewritten since the last commit; a second rewrite would destroy the committed slot. Submit a commit first",
+    return Fail(HETERO_ESTATE,
+                "block %d was rewritten since the last commit; a second rewrite would destroy the committed slot. Submit a "
+                "commit first",
                 block()->id());
   return Status::Ok();
 }
@@ -125,12 +127,16 @@ Status UpdateTask::Admit() {
   const Layout& layout = block()->layout();
   const int32_t wanted = layout.has_master() ? 3 : 2;
   if (layout.geometry().weight_dtype == HETERO_U8 || layout.geometry().num_state != wanted)
-    return Fail(HETERO_EINVAL, "block %d has %d state arrays and weights of dtype %d; Adam needs 2 with F32, 3 with BF16 or F16 (the fp32 master first)",
+    return Fail(HETERO_EINVAL,
+                "block %d has %d state arrays and weights of dtype %d; Adam needs 2 with F32, 3 with BF16 or F16 (the fp32 "
+                "master first)",
                 block()->id(), layout.geometry().num_state, layout.geometry().weight_dtype);
   if (weights_staged_ && !block()->content_promised)
-    return Fail(HETERO_ESTATE, "block %d: nothing was stored yet; submit a store first, or update with weights_resident 1", block()->id());
+    return Fail(HETERO_ESTATE, "block %d: nothing was stored yet; submit a store first, or update with weights_resident 1",
+                block()->id());
   if (layout.has_master() && state_staged_ && !block()->state_promised)
-    return Fail(HETERO_ESTATE, "block %d: its fp32 master (state array 0) was never stored; submit a store with patches of array 0 first",
+    return Fail(HETERO_ESTATE,
+                "block %d: its fp32 master (state array 0) was never stored; submit a store with patches of array 0 first",
                 block()->id());
   HETERO_RETURN_IF_ERROR(RewriteTask::Admit());
   block()->content_promised |= layout.has_file();

@@ -40,9 +40,9 @@ class RewriteTask : public Task {
   [[nodiscard]] uint8_t* WeightsOf(const Unit& unit) const;  // of the unit's first element, in staging or memory
   [[nodiscard]] float* StateOf(const Unit& unit, int32_t array) const;
 
-  bool weights_staged_;       // otherwise they are taken from, and changed in, the weight memory
-  bool state_staged_;         // the state is written to the file
-  bool has_state_ = false;    // the source slot's state is read
+  bool weights_staged_;     // otherwise they are taken from, and changed in, the weight memory
+  bool state_staged_;       // the state is written to the file
+  bool has_state_ = false;  // the source slot's state is read
   int64_t step_ = 0;
 
  private:

@@ -20,7 +20,8 @@ auto Rank(const Task& task) {
 auto Rank(const Transfer& transfer) {
   const Task& task = *transfer.task;
   const bool opened = !task.may_compute();
-  return std::make_tuple(opened, opened ? int64_t{0} : task.priority, transfer.kind == IoKind::kRead, task.ticket, transfer.sequence);
+  return std::make_tuple(opened, opened ? int64_t{0} : task.priority, transfer.kind == IoKind::kRead, task.ticket,
+                         transfer.sequence);
 }
 
 }  // namespace
@@ -171,8 +172,8 @@ Unit* Engine::PickUnit() {
 void Engine::Flush(Lock* lock) {
   Transfers batch;
   while (in_flight_ < queue_depth_ && !queued_.empty()) {
-    const auto best = std::min_element(queued_.begin(), queued_.end(),
-                                       [](const auto& a, const auto& b) { return Rank(*a) < Rank(*b); });
+    const auto best =
+        std::min_element(queued_.begin(), queued_.end(), [](const auto& a, const auto& b) { return Rank(*a) < Rank(*b); });
     Transfer* transfer = best->get();
     ++in_flight_;
     ++transfer->task->busy;

@@ -35,12 +35,15 @@ class Staging {
     if (buffer_bytes_ == 0) return Status::Ok();
     const int64_t count = bytes / buffer_bytes_;
     if (count < kMinBuffers)
-      return Fail(HETERO_EINVAL, "options.staging_bytes is %lld; allowed: at least %lld (%lld chunks of %lld bytes). Raise it or use smaller chunks",
-                  static_cast<long long>(bytes), static_cast<long long>(kMinBuffers * buffer_bytes_),
-                  static_cast<long long>(kMinBuffers), static_cast<long long>(buffer_bytes_));
+      return Fail(
+          HETERO_EINVAL,
+          "options.staging_bytes is %lld; allowed: at least %lld (%lld chunks of %lld bytes). Raise it or use smaller chunks",
+          static_cast<long long>(bytes), static_cast<long long>(kMinBuffers * buffer_bytes_),
+          static_cast<long long>(kMinBuffers), static_cast<long long>(buffer_bytes_));
     total_bytes_ = count * buffer_bytes_;
     base_ = static_cast<uint8_t*>(Reserve(total_bytes_));
-    if (base_ == nullptr) return Fail(HETERO_ENOMEM, "no address space for %lld bytes of staging", static_cast<long long>(total_bytes_));
+    if (base_ == nullptr)
+      return Fail(HETERO_ENOMEM, "no address space for %lld bytes of staging", static_cast<long long>(total_bytes_));
     for (int64_t i = count; i-- > 0;) free_.push_back(base_ + i * buffer_bytes_);
     return Status::Ok();
   }

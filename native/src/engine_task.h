@@ -93,15 +93,15 @@ class Task {
   int64_t ticket = 0;
   int64_t priority = 0;
   TaskPhase phase = TaskPhase::kWaiting;
-  bool armed = true;       // false: an update without gradients yet
+  bool armed = true;  // false: an update without gradients yet
   bool cancelled = false;
-  bool draining = false;   // nothing new begins; it ends when what is in flight has come back
+  bool draining = false;  // nothing new begins; it ends when what is in flight has come back
   bool ready = false;
   bool released = false;
   bool epilogue_begun = false;
   Status status;
-  int32_t start_edges = 0;  // tasks to wait for before it starts
-  int32_t write_edges = 0;  // commits to wait for before it computes and writes
+  int32_t start_edges = 0;    // tasks to wait for before it starts
+  int32_t write_edges = 0;    // commits to wait for before it computes and writes
   std::vector<Task*> starts;  // tasks that wait for this one
   std::vector<Task*> writes;
   int64_t num_units = 0;
@@ -109,7 +109,7 @@ class Task {
   int64_t units_computed = 0;
   int64_t units_done = 0;
   int32_t epilogue_transfers = 0;
-  int32_t busy = 0;  // transfers in flight and running Computes
+  int32_t busy = 0;                         // transfers in flight and running Computes
   std::deque<std::unique_ptr<Unit>> units;  // begun, not done, by index
   hetero_times times{};
 

@@ -25,7 +25,8 @@ Overlap OverlapOf(const Layout& layout, int64_t chunk, int64_t offset, int64_t n
 
 void AddWeights(Transfers* transfers, IoKind kind, const Block& block, int32_t slot, int64_t chunk, uint8_t* memory) {
   const Layout& layout = block.layout();
-  AddTransfer(transfers, kind, block.file(slot), memory, RoundUp(layout.WeightsBytes(chunk), kPageBytes), layout.WeightsOffset(chunk));
+  AddTransfer(transfers, kind, block.file(slot), memory, RoundUp(layout.WeightsBytes(chunk), kPageBytes),
+              layout.WeightsOffset(chunk));
 }
 
 void AddState(Transfers* transfers, IoKind kind, const Block& block, int32_t slot, int64_t chunk, uint8_t* memory) {

@@ -60,7 +60,8 @@ class ReadTask final : public Task {
 // Flushes (power), writes the record, and makes the newest slots the committed ones.
 class CommitTask final : public Task {
  public:
-  CommitTask(Store* store, int64_t step, std::string user) : Task(nullptr), store_(store), step_(step), user_(std::move(user)) {}
+  CommitTask(Store* store, int64_t step, std::string user)
+      : Task(nullptr), store_(store), step_(step), user_(std::move(user)) {}
   [[nodiscard]] Store* store() const override { return store_; }
   [[nodiscard]] bool commits() const override { return true; }
   Status Start(int64_t* num_units) override;

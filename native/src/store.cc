@@ -101,13 +101,16 @@ Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* we
   std::unique_ptr<Block> block(new Block);
   HETERO_RETURN_IF_ERROR(Layout::Make(geometry, &block->layout_));
   if (weights == nullptr || reinterpret_cast<uintptr_t>(weights) % kPageBytes != 0)
-    return Fail(HETERO_EINVAL, "block %d: weights is %p; allowed: a page-aligned address from hetero_reserve", geometry.id, weights);
+    return Fail(HETERO_EINVAL, "block %d: weights is %p; allowed: a page-aligned address from hetero_reserve", geometry.id,
+                weights);
   block->weights_ = static_cast<uint8_t*>(weights);
   if (geometry.num_state > 0 && !block->layout_.state_in_file()) HETERO_RETURN_IF_ERROR(block->ReserveState());
   if (block->layout_.has_file()) {
-    if (store == nullptr) return Fail(HETERO_EINVAL, "block %d: store is null, but the block has a section on disk", geometry.id);
+    if (store == nullptr)
+      return Fail(HETERO_EINVAL, "block %d: store is null, but the block has a section on disk", geometry.id);
     if (geometry.id >= store->options().num_blocks)
-      return Fail(HETERO_EINVAL, "geometry.id is %d; allowed: 0 to %d (options.num_blocks)", geometry.id, store->options().num_blocks - 1);
+      return Fail(HETERO_EINVAL, "geometry.id is %d; allowed: 0 to %d (options.num_blocks)", geometry.id,
+                  store->options().num_blocks - 1);
     if (store->blocks()[static_cast<size_t>(geometry.id)] != nullptr)
       return Fail(HETERO_ESTATE, "block %d of this store is open already", geometry.id);
     block->store_ = store;
@@ -151,9 +154,7 @@ float* Block::state(int32_t array) const {
   return reinterpret_cast<float*>(state_ + state_offsets_[static_cast<size_t>(array)]);
 }
 
-int32_t Block::target_slot() const {
-  return layout_.geometry().num_slots == 1 || newest_.rewrite.slot != 0 ? 0 : 1;
-}
+int32_t Block::target_slot() const { return layout_.geometry().num_slots == 1 || newest_.rewrite.slot != 0 ? 0 : 1; }
 
 void Block::SetNewest(SlotContent content) {
   const std::lock_guard<std::mutex> lock(newest_mutex_);
@@ -169,7 +170,8 @@ void Block::Newest(int32_t* slot, int64_t* step) const {
 Status Block::Apply(const CommittedBlock& committed) {
   SlotContent content;
   if (committed.slot >= layout_.geometry().num_slots)
-    return Fail(HETERO_ECORRUPT, "block %d: the commit record names slot %d of %d", id(), committed.slot, layout_.geometry().num_slots);
+    return Fail(HETERO_ECORRUPT, "block %d: the commit record names slot %d of %d", id(), committed.slot,
+                layout_.geometry().num_slots);
   if (committed.slot >= 0) {
     content.rewrite = {store_->uuid(), committed.write_id, committed.step, id(), committed.slot};
     content.has_state = committed.has_state != 0;

@@ -106,8 +106,8 @@ class Block {
   Status Apply(const CommittedBlock& committed);
 
   // The engine's, under its mutex.
-  int64_t last_task = 0;        // the ticket that the next task of this block follows
-  int64_t rewriter = 0;         // the ticket that rewrites a slot since the last commit was submitted; 0: none
+  int64_t last_task = 0;          // the ticket that the next task of this block follows
+  int64_t rewriter = 0;           // the ticket that rewrites a slot since the last commit was submitted; 0: none
   bool content_promised = false;  // a submitted task stores, or something is stored
   bool state_promised = false;
   bool unsynced[2] = {false, false};

@@ -23,7 +23,8 @@ Status Lock(const File& file) {
     const timespec pause{0, kLockPauseNs};
     nanosleep(&pause, nullptr);
   }
-  return Fail(HETERO_EBUSY, "%s is locked by another process (or a second open in this one); end that one or use another directory",
+  return Fail(HETERO_EBUSY,
+              "%s is locked by another process (or a second open in this one); end that one or use another directory",
               file.path().c_str());
 }
 
@@ -45,7 +46,8 @@ Status WriteZeros(const File& file, int64_t bytes) {
 Status FailSpace(const File& file, int64_t bytes, int error) {
   struct statvfs fs{};
   const int64_t free_bytes = fstatvfs(file.fd(), &fs) == 0 ? static_cast<int64_t>(fs.f_bavail * fs.f_frsize) : -1;
-  return Fail(HETERO_ENOSPC, "%s needs %lld bytes; %lld are free: %s (errno %d). Free space, raise the quota or use another directory",
+  return Fail(HETERO_ENOSPC,
+              "%s needs %lld bytes; %lld are free: %s (errno %d). Free space, raise the quota or use another directory",
               file.path().c_str(), static_cast<long long>(bytes), static_cast<long long>(free_bytes), strerror(error), error);
 }
 
@@ -84,10 +86,13 @@ Status CheckIdentity(const File& file, int64_t bytes) {
 
 Status FailOpen(const FileSpec& spec, const std::string& path, int error) {
   if (error == EINVAL && spec.direct_io)
-    return Fail(HETERO_EUNSUPPORTED, "%s: the file system refuses O_DIRECT; use another one or set direct_io to 0", path.c_str());
+    return Fail(HETERO_EUNSUPPORTED, "%s: the file system refuses O_DIRECT; use another one or set direct_io to 0",
+                path.c_str());
   if (error == ELOOP) return Fail(HETERO_EINVAL, "%s is a symbolic link; links are not followed: remove it", path.c_str());
-  if (error == EEXIST) return Fail(HETERO_ESTATE, "%s exists already; open the store without create, or remove it", path.c_str());
-  if (error == ENOENT && !spec.create) return Fail(HETERO_ESTATE, "%s does not exist: this store was not created here", path.c_str());
+  if (error == EEXIST)
+    return Fail(HETERO_ESTATE, "%s exists already; open the store without create, or remove it", path.c_str());
+  if (error == ENOENT && !spec.create)
+    return Fail(HETERO_ESTATE, "%s does not exist: this store was not created here", path.c_str());
   return FailErrno(path + ": open", error);
 }
 
@@ -133,7 +138,8 @@ Status OpenDirectory(const std::string& path, File* out) {
   struct stat info{};
   if (fstat(fd, &info) != 0) return FailErrno(path + ": fstat", errno);
   if (info.st_uid != geteuid())
-    return Fail(HETERO_EINVAL, "%s belongs to user %u, not to %u; use a directory of your own", path.c_str(), info.st_uid, geteuid());
+    return Fail(HETERO_EINVAL, "%s belongs to user %u, not to %u; use a directory of your own", path.c_str(), info.st_uid,
+                geteuid());
   *out = std::move(directory);
   return Status::Ok();
 }
@@ -142,7 +148,8 @@ Status ReadAt(const File& file, void* buffer, int64_t bytes, int64_t offset) {
   for (int64_t done = 0; done < bytes;) {
     const ssize_t n = pread(file.fd(), static_cast<uint8_t*>(buffer) + done, static_cast<size_t>(bytes - done), offset + done);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return FailErrno(file.path() + ": pread of " + std::to_string(bytes) + " bytes at " + std::to_string(offset), errno);
+    if (n < 0)
+      return FailErrno(file.path() + ": pread of " + std::to_string(bytes) + " bytes at " + std::to_string(offset), errno);
     if (n == 0) return Fail(HETERO_ECORRUPT, "%s ends at %lld", file.path().c_str(), static_cast<long long>(offset + done));
     done += n;
   }
@@ -152,7 +159,8 @@ Status ReadAt(const File& file, void* buffer, int64_t bytes, int64_t offset) {
 Status AllocatePages(int64_t bytes, Pages* out) {
   const auto size = static_cast<size_t>(RoundUp(bytes, kPageBytes));
   auto* pages = static_cast<uint8_t*>(aligned_alloc(kPageBytes, size));
-  if (pages == nullptr) return Fail(HETERO_ENOMEM, "no memory for %lld bytes of transfer buffer", static_cast<long long>(bytes));
+  if (pages == nullptr)
+    return Fail(HETERO_ENOMEM, "no memory for %lld bytes of transfer buffer", static_cast<long long>(bytes));
   memset(pages, 0, size);
   out->reset(pages);
   return Status::Ok();

@@ -54,8 +54,8 @@ Stamp MakeStamp(uint64_t magic, const Rewrite& rewrite, int64_t chunk, bool has_
 }
 
 Status Corrupt(const std::string& path, int64_t offset, int32_t block, int64_t chunk, const char* what) {
-  return Fail(HETERO_ECORRUPT, "%s at offset %lld: block %d, chunk %lld: %s", path.c_str(), static_cast<long long>(offset), block,
-              static_cast<long long>(chunk), what);
+  return Fail(HETERO_ECORRUPT, "%s at offset %lld: block %d, chunk %lld: %s", path.c_str(), static_cast<long long>(offset),
+              block, static_cast<long long>(chunk), what);
 }
 
 // What is wrong with a stamp, or null.
@@ -95,7 +95,8 @@ Status Layout::Make(const hetero_block_geometry& g, Layout* out) {
     return Fail(HETERO_EINVAL, "block %d: geometry.chunk_elements is %lld; allowed: a positive multiple of 4096", g.id,
                 static_cast<long long>(g.chunk_elements));
   if (g.num_slots < 1 || g.num_slots > 2 || (g.num_slots == 1 && g.num_state > 0))
-    return Fail(HETERO_EINVAL, "block %d: geometry.num_slots is %d; allowed: 2, or 1 for a block without state", g.id, g.num_slots);
+    return Fail(HETERO_EINVAL, "block %d: geometry.num_slots is %d; allowed: 2, or 1 for a block without state", g.id,
+                g.num_slots);
   Layout layout;
   layout.geometry_ = g;
   layout.weight_bytes_ = weight_bytes;
@@ -138,18 +139,15 @@ int64_t Layout::ArrayOffset(int64_t chunk, int32_t array) const {
   return offset;
 }
 
-int64_t Layout::FooterOffset(int64_t chunk) const {
-  return StateBytes(chunk) - static_cast<int64_t>(sizeof(Footer));
-}
+int64_t Layout::FooterOffset(int64_t chunk) const { return StateBytes(chunk) - static_cast<int64_t>(sizeof(Footer)); }
 
 int64_t Layout::StateBytes(int64_t chunk) const {
-  const int64_t payload = ArrayOffset(chunk, geometry_.num_state - 1) + ChunkElements(chunk) * static_cast<int64_t>(sizeof(float));
+  const int64_t payload =
+      ArrayOffset(chunk, geometry_.num_state - 1) + ChunkElements(chunk) * static_cast<int64_t>(sizeof(float));
   return RoundUp(payload + static_cast<int64_t>(sizeof(Footer)), kPageBytes);
 }
 
-int64_t Layout::staged_state_offset() const {
-  return weights_in_file() ? RoundUp(WeightsBytes(0), kPageBytes) : 0;
-}
+int64_t Layout::staged_state_offset() const { return weights_in_file() ? RoundUp(WeightsBytes(0), kPageBytes) : 0; }
 
 int64_t Layout::staged_bytes() const { return staged_state_offset() + (state_in_file() ? StateBytes(0) : 0); }
 

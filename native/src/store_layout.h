@@ -53,11 +53,11 @@ class Layout {
   [[nodiscard]] int64_t head_bytes() const { return head_bytes_; }
   // Bytes of the weight memory that transfers touch: whole pages.
   [[nodiscard]] int64_t weights_padded_bytes() const;
-  [[nodiscard]] int64_t WeightsOffset(int64_t chunk) const;  // in the file
-  [[nodiscard]] int64_t WeightsBytes(int64_t chunk) const;   // payload
-  [[nodiscard]] int64_t StateOffset(int64_t chunk) const;    // in the file
-  [[nodiscard]] int64_t StateBytes(int64_t chunk) const;     // the transfer: arrays, footer, whole pages
-  [[nodiscard]] int64_t FooterOffset(int64_t chunk) const;   // from the state chunk's start
+  [[nodiscard]] int64_t WeightsOffset(int64_t chunk) const;               // in the file
+  [[nodiscard]] int64_t WeightsBytes(int64_t chunk) const;                // payload
+  [[nodiscard]] int64_t StateOffset(int64_t chunk) const;                 // in the file
+  [[nodiscard]] int64_t StateBytes(int64_t chunk) const;                  // the transfer: arrays, footer, whole pages
+  [[nodiscard]] int64_t FooterOffset(int64_t chunk) const;                // from the state chunk's start
   [[nodiscard]] int64_t ArrayOffset(int64_t chunk, int32_t array) const;  // from the state chunk's start
 
   // A staging buffer holds [weights][state chunk]; either part is absent when it has no section in the file.

@@ -3,120 +3,24 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <map>
-
 #include "engine_fixture.h"
 #include "io_faulty.h"
+#include "training_fixture.h"
 
-using fixture::ApplyToModel;
+using fixture::BlockGeometry;
 using fixture::EngineOptions;
-using fixture::Geometry;
-using fixture::RandomGradients;
-using fixture::Run;
+using fixture::GradientsOf;
+using fixture::kBlocks;
 using fixture::StoreOptions;
 using fixture::TempDirectory;
 using fixture::TestBlock;
 using fixture::TestGradients;
+using fixture::Training;
 using hetero::Fault;
 using hetero::FaultKind;
 using hetero::IoFaulty;
 
 namespace {
-
-constexpr int32_t kBlocks = 2;
-constexpr int64_t kElements[kBlocks] = {4096 * 2 + 48, 4096};
-
-hetero_block_geometry BlockGeometry(int32_t i) { return Geometry(i, i == 0 ? HETERO_F32 : HETERO_BF16, kElements[i], true, true); }
-
-TestGradients GradientsOf(int64_t step, int32_t block) {
-  std::mt19937 random(static_cast<uint32_t>(step * kBlocks + block));
-  return RandomGradients(kElements[block], step, &random);
-}
-
-// Two blocks on disk whose content at a step is a function of the step: any recovered step can be checked.
-struct Training {
-  TestBlock blocks[kBlocks];
-  Run run;
-  int64_t model_step = -1;
-
-  void ResetModel() {
-    std::mt19937 random(99);
-    for (TestBlock& block : blocks) block.RandomModel(&random);
-    model_step = 1;
-  }
-  void AdvanceModel(int64_t step) {
-    if (model_step < 0 || model_step > step) ResetModel();
-    for (; model_step < step; ++model_step) {
-      for (int32_t i = 0; i < kBlocks; ++i) ApplyToModel(GradientsOf(model_step + 1, i), &blocks[i]);
-    }
-  }
-  bool Open(const TempDirectory& directory, hetero_store_options options, bool create, std::unique_ptr<hetero::IoBackend> backend = nullptr) {
-    options.create = create ? 1 : 0;
-    if (!run.OpenStore(directory, options)) return false;
-    std::mt19937 random(99);
-    int64_t staged = 0;
-    for (int32_t i = 0; i < kBlocks; ++i) {
-      const hetero_block_geometry g = BlockGeometry(i);
-      staged = std::max(staged, hetero_block_staged_bytes(&g));
-      if (!blocks[i].Open(run.store, g, &random)) return false;
-    }
-    return run.StartEngine(EngineOptions(staged, 4, 2), std::move(backend));
-  }
-  int32_t Close() {
-    const int32_t code = run.StopEngine();
-    for (TestBlock& block : blocks) block.Close();
-    run.CloseStore();
-    return code;
-  }
-  // The first store as step 1. The first error.
-  int32_t Initialize() {
-    ResetModel();
-    int64_t tickets[kBlocks + 1];
-    int32_t n = 0;
-    std::vector<hetero_patch> patches[kBlocks];
-    for (; n < kBlocks; ++n) {
-      patches[n] = blocks[n].WholePatches(true);
-      tickets[n] = run.Store(blocks[n], patches[n], false, 1);
-    }
-    tickets[n++] = run.Commit(1);
-    return CompleteAll(tickets, n);
-  }
-  // One step; the second block's weights are resident, so that fetches take part. The first error.
-  int32_t Step(int64_t step) {
-    TestGradients gradients[kBlocks];
-    int64_t tickets[kBlocks + 2];
-    int32_t n = 0;
-    tickets[n++] = run.Fetch(blocks[1]);
-    for (int32_t i = 0; i < kBlocks; ++i) tickets[n++] = run.OpenUpdate(blocks[i], i == 1);
-    for (int32_t i = kBlocks; i-- > 0;) {
-      gradients[i] = GradientsOf(step, i);
-      if (tickets[i + 1] > 0 && run.Arm(tickets[i + 1], gradients[i], step, i) != 0) (void)hetero_cancel_update(run.engine, tickets[i + 1]);
-    }
-    tickets[n++] = run.Commit(step);
-    return CompleteAll(tickets, n);
-  }
-  int32_t CompleteAll(const int64_t* tickets, int32_t n) const {
-    int32_t first = 0;
-    for (int32_t i = 0; i < n; ++i) {
-      const int32_t code = run.Complete(tickets[i]);
-      CHECK_NE(code, HETERO_ETIMEDOUT);
-      if (first == 0 || first == HETERO_EPOISONED) first = code != 0 ? code : first;
-    }
-    return first;
-  }
-  // Recovers and checks that the content is the recovered step's, bit for bit. The step, or -1 when nothing was committed.
-  int64_t RecoverAndCheck() {
-    int64_t step = -1;
-    char user[64];
-    const int64_t code = hetero_store_recover(run.store, &step, user, sizeof(user));
-    if (code == HETERO_ESTATE) return -1;
-    CHECK_GE(code, 0);
-    if (code < 0) fprintf(stderr, "recover: %s\n", hetero_last_error());
-    AdvanceModel(step);
-    for (const TestBlock& block : blocks) CHECK(run.Holds(block));
-    return step;
-  }
-};
 
 constexpr int64_t kSteps = 4;
 
@@ -207,6 +111,39 @@ TEST(late_and_reordered_completions_change_nothing) {
     for (const TestBlock& block : training.blocks) CHECK(training.run.Holds(block));
     CHECK_EQ(training.Close(), 0);
   }
+}
+
+TEST(the_next_step_reads_ahead_of_a_commit_but_writes_after_it) {
+  const TempDirectory directory;
+  Training training;
+  struct Event {
+    int64_t ns;
+    hetero::IoKind kind;
+  };
+  std::vector<Event> events;  // of the block files, from the second step on; the plan is called under a lock
+  bool recording = false;
+  const auto plan = [&](int64_t, const hetero::IoRequest& request) {
+    const bool record = strstr(request.path, "COMMIT") != nullptr;
+    if (recording && !record) events.push_back({hetero::MonotonicNs(), request.kind});
+    return record ? Fault{FaultKind::kDelay, 0, 30000} : Fault{};
+  };
+  REQUIRE(training.Open(directory, StoreOptions(kBlocks), true, std::make_unique<IoFaulty>(Pool(), plan)));
+  CHECK_EQ(training.Initialize(), 0);
+  recording = true;
+  const int64_t commit = training.run.Commit(1);
+  const TestGradients gradients = GradientsOf(2, 0);
+  const int64_t update = training.run.OpenUpdate(training.blocks[0], false);
+  CHECK_EQ(training.run.Arm(update, gradients, 2), 0);
+  CHECK_EQ(training.run.Wait(update), 0);
+  hetero_times times{};
+  CHECK_EQ(hetero_ticket_times(training.run.engine, commit, &times), 0);
+  CHECK_EQ(training.Close(), 0);
+  int64_t early_reads = 0;
+  for (const Event& event : events) {
+    if (event.kind == hetero::IoKind::kWrite) CHECK_GE(event.ns, times.done_ns);
+    early_reads += event.kind == hetero::IoKind::kRead && event.ns < times.done_ns ? 1 : 0;
+  }
+  CHECK_GT(early_reads, 0);
 }
 
 TEST(destroy_with_slow_transfers_in_flight_joins) {

@@ -62,7 +62,8 @@ inline hetero_store_options StoreOptions(int32_t num_blocks) {
   return o;
 }
 
-inline hetero_block_geometry Geometry(int32_t id, int32_t dtype, int64_t num_elements, bool weights_on_disk, bool state_on_disk) {
+inline hetero_block_geometry Geometry(int32_t id, int32_t dtype, int64_t num_elements, bool weights_on_disk,
+                                      bool state_on_disk) {
   hetero_block_geometry g{};
   g.id = id;
   g.weight_dtype = dtype;
@@ -122,14 +123,16 @@ struct TestBlock {
 
   void RandomModel(std::mt19937* random) {
     std::normal_distribution<float> normal(0.0f, 1.0f);
-    expected_state.assign(static_cast<size_t>(geometry.num_state), std::vector<float>(static_cast<size_t>(geometry.num_elements)));
+    expected_state.assign(static_cast<size_t>(geometry.num_state),
+                          std::vector<float>(static_cast<size_t>(geometry.num_elements)));
     for (size_t k = 0; k < expected_state.size(); ++k) {
       const bool second_moment = k + 1 == expected_state.size();
       for (float& x : expected_state[k]) x = second_moment ? std::abs(normal(*random)) : normal(*random);
     }
     expected_weights.resize(static_cast<size_t>(geometry.num_elements * width()));
     if (geometry.weight_dtype == HETERO_F32) {
-      for (int64_t i = 0; i < geometry.num_elements; ++i) reinterpret_cast<float*>(expected_weights.data())[i] = normal(*random);
+      for (int64_t i = 0; i < geometry.num_elements; ++i)
+        reinterpret_cast<float*>(expected_weights.data())[i] = normal(*random);
     } else {
       for (uint8_t& byte : expected_weights) byte = static_cast<uint8_t>((*random)() & 0x3f);  // finite in every dtype
     }
@@ -235,9 +238,11 @@ struct Run {
     return code;
   }
 
-  [[nodiscard]] int64_t Store(const TestBlock& block, const std::vector<hetero_patch>& patches, bool from_memory, int64_t step) const {
+  [[nodiscard]] int64_t Store(const TestBlock& block, const std::vector<hetero_patch>& patches, bool from_memory,
+                              int64_t step) const {
     const hetero_task task{};
-    return hetero_submit_store(engine, block.handle, patches.data(), static_cast<int32_t>(patches.size()), from_memory ? 1 : 0, step, &task);
+    return hetero_submit_store(engine, block.handle, patches.data(), static_cast<int32_t>(patches.size()), from_memory ? 1 : 0,
+                               step, &task);
   }
   // Weights and state of the model, however the block holds them.
   [[nodiscard]] int32_t StoreModel(const TestBlock& block, int64_t step) const {
@@ -266,9 +271,11 @@ struct Run {
     std::vector<std::vector<float>> state;
     for (const std::vector<float>& array : block.expected_state) state.emplace_back(array.size());
     std::vector<hetero_patch> patches{{0, block.geometry.num_elements, weights.data(), -1}};
-    for (size_t k = 0; k < state.size(); ++k) patches.push_back({0, block.geometry.num_elements, state[k].data(), static_cast<int32_t>(k)});
+    for (size_t k = 0; k < state.size(); ++k)
+      patches.push_back({0, block.geometry.num_elements, state[k].data(), static_cast<int32_t>(k)});
     const hetero_task task{};
-    const int64_t ticket = hetero_submit_read(engine, block.handle, patches.data(), static_cast<int32_t>(patches.size()), &task);
+    const int64_t ticket =
+        hetero_submit_read(engine, block.handle, patches.data(), static_cast<int32_t>(patches.size()), &task);
     if (Complete(ticket) != 0) return false;
     bool same = weights == block.expected_weights;
     for (size_t k = 0; k < state.size(); ++k)

@@ -151,7 +151,8 @@ TEST(patches_keep_everything_else) {
         const auto numel = static_cast<int64_t>(1 + random() % 6000);
         const auto offset = static_cast<int64_t>(random() % static_cast<uint64_t>(geometry.num_elements - numel));
         std::vector<float> values(static_cast<size_t>(numel), static_cast<float>(round * 10 + array));
-        float* model = array < 0 ? reinterpret_cast<float*>(block.expected_weights.data()) : block.expected_state[static_cast<size_t>(array)].data();
+        float* model = array < 0 ? reinterpret_cast<float*>(block.expected_weights.data())
+                                 : block.expected_state[static_cast<size_t>(array)].data();
         std::copy(values.begin(), values.end(), model + offset);
         patches.push_back({offset, numel, values.data(), array});
         data.push_back(std::move(values));
@@ -276,11 +277,89 @@ TEST(a_cancelled_update_leaves_the_block_as_it_was) {
   block.Close();
 }
 
+TEST(an_update_cancelled_before_it_starts_keeps_its_place) {
+  std::mt19937 random(11);
+  TestBlock block;
+  Run run;
+  REQUIRE(block.Open(nullptr, Geometry(0, HETERO_F32, 4096 * 2, false, false), &random));
+  REQUIRE(run.StartEngine(EngineOptions(0, 0, 1)));
+  REQUIRE_EQ(run.StoreModel(block, 1), 0);
+  const int64_t first = run.OpenUpdate(block, true);
+  const int64_t second = run.OpenUpdate(block, true);
+  const int64_t third = run.OpenUpdate(block, true);
+  const TestGradients gradients = RandomGradients(4096 * 2, 2, &random);
+  CHECK_EQ(run.Arm(third, gradients, 3), 0);
+  CHECK_EQ(hetero_cancel_update(run.engine, second), 0);
+  CHECK_EQ(hetero_wait(run.engine, third, HETERO_DONE, 0.02), HETERO_ETIMEDOUT);
+  CHECK_EQ(hetero_poll(run.engine, second), 0);
+  CHECK_EQ(run.Arm(first, gradients, 2), 0);
+  for (const int64_t ticket : {first, second, third}) CHECK_EQ(run.Wait(ticket), 0);
+  ApplyToModel(gradients, &block);
+  ApplyToModel(gradients, &block);
+  CHECK(run.Holds(block));
+  run.StopEngine();
+  block.Close();
+}
+
+TEST(blocks_and_stores_in_use_are_not_closed) {
+  std::mt19937 random(12);
+  const TempDirectory directory;
+  TestBlock block;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
+  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096, true, true);
+  REQUIRE(block.Open(run.store, g, &random));
+  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 3, 1)));
+  const int64_t ticket = run.OpenUpdate(block, true);
+  CHECK_EQ(hetero_block_close(block.handle), HETERO_ESTATE);
+  CHECK_EQ(hetero_store_close(run.store), HETERO_ESTATE);
+  const int64_t commit = run.Commit(1);
+  CHECK_EQ(hetero_wait(run.engine, commit, HETERO_DONE, 0.02), HETERO_ETIMEDOUT);  // it waits for every writer before it
+  CHECK_EQ(hetero_cancel_update(run.engine, ticket), 0);
+  CHECK_EQ(run.Wait(commit), 0);
+  CHECK_EQ(run.StopEngine(), 0);
+  block.Close();
+}
+
+TEST(every_back_end_gives_the_same_bits) {
+  for (const int32_t backend : {HETERO_IO_AUTO, HETERO_IO_URING, HETERO_IO_POOL, HETERO_IO_SYNTHETIC}) {
+    std::mt19937 random(13);
+    const TempDirectory directory;
+    TestBlock block;
+    Run run;
+    REQUIRE(run.OpenStore(directory, StoreOptions(1)));
+    const hetero_block_geometry g = Geometry(0, HETERO_BF16, 4096 * 9 + 16, true, true);
+    REQUIRE(block.Open(run.store, g, &random));
+    hetero_engine_options options = EngineOptions(hetero_block_staged_bytes(&g), 4, 2);
+    options.io_backend = backend;
+    options.synthetic_read_bytes_per_s = options.synthetic_write_bytes_per_s = 1e9;
+    if (!run.StartEngine(options)) {
+      CHECK_EQ(backend, HETERO_IO_URING);  // the only one that a machine may refuse
+      block.Close();
+      continue;
+    }
+    if (backend != HETERO_IO_AUTO) CHECK_EQ(hetero_engine_io_backend(run.engine), backend);
+    REQUIRE_EQ(run.StoreModel(block, 1), 0);
+    for (int64_t step = 2; step < 4; ++step) {
+      CHECK_EQ(run.Complete(run.Commit(step)), 0);
+      const TestGradients gradients = RandomGradients(g.num_elements, step, &random);
+      const int64_t ticket = run.OpenUpdate(block, false);
+      REQUIRE_EQ(run.Arm(ticket, gradients, step), 0);
+      ApplyToModel(gradients, &block);
+      CHECK_EQ(run.Complete(ticket), 0);
+      CHECK(run.Holds(block));
+    }
+    CHECK_EQ(run.StopEngine(), 0);
+    block.Close();
+  }
+}
+
 TEST(after_edges_order_tasks_of_different_blocks) {
   std::mt19937 random(5);
   std::vector<TestBlock> blocks(3);
   Run run;
-  for (int32_t i = 0; i < 3; ++i) REQUIRE(blocks[static_cast<size_t>(i)].Open(nullptr, Geometry(i, HETERO_F32, 4096 * 2, false, false), &random));
+  for (int32_t i = 0; i < 3; ++i)
+    REQUIRE(blocks[static_cast<size_t>(i)].Open(nullptr, Geometry(i, HETERO_F32, 4096 * 2, false, false), &random));
   REQUIRE(run.StartEngine(EngineOptions(0, 0, 2)));
   const int64_t first = run.OpenUpdate(blocks[0], true);
   hetero_task task{0, &first, 1};

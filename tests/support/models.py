@@ -158,10 +158,18 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(**{**defaults, **options})
 
 
-def run(recipe: Recipe, strategy: Any, tmp_path: Any, *, prepare: Callable[[LitModel], None] = lambda m: None, **options: Any) -> Outcome:
+def run(
+    recipe: Recipe,
+    strategy: Any,
+    tmp_path: Any,
+    *,
+    prepare: Callable[[LitModel], None] = lambda m: None,
+    module_class: type[LitModel] = LitModel,
+    **options: Any,
+) -> Outcome:
     """Trains the recipe's model from one seed."""
     torch.manual_seed(7)
-    module = LitModel(recipe)
+    module = module_class(recipe)
     prepare(module)
     torch.manual_seed(11)
     trainer = quiet_trainer(

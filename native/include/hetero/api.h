@@ -126,7 +126,8 @@ typedef struct hetero_block_geometry {
   int64_t chunk_elements;  // elements per chunk; a multiple of 4096
 } hetero_block_geometry;
 
-// A block bound to `weights`, the address where its weights (num_elements of weight_dtype, from hetero_reserve) appear.
+// A block bound to `weights`, the page-aligned address where its weights (num_elements of weight_dtype, from hetero_reserve)
+// appear. Whole pages are moved: the memory reaches to the end of the last page and shares it with nothing else.
 // Arrays without a file section live in RAM: the weights at `weights`, state arrays in memory that the block reserves
 // (staggered starts), zero at first. With a file section: files "block-%05d.a"/".b" of the store, preallocated (ENOSPC here, not
 // later). A block with neither section needs no store (pass null).
@@ -138,10 +139,12 @@ HETERO_API float* hetero_block_state(hetero_block* block, int32_t array);
 HETERO_API int64_t hetero_block_file_bytes(const hetero_block_geometry* geometry);
 // Bytes of staging that one chunk of the block takes (0 without file sections): chunk_bytes_max is the largest of them.
 HETERO_API int64_t hetero_block_staged_bytes(const hetero_block_geometry* geometry);
-// Newest slot (0/1) and the step that wrote it; step 0: only weights were stored, state reads as zeros.
+// Newest slot (0/1) and the step that wrote it; step 0: only weights were stored, state reads as zeros. ESTATE when nothing
+// was stored yet. Blocks without file sections: 0 and the last step.
 HETERO_API int32_t hetero_block_slot(hetero_block* block, int64_t* step);
 
-// Commit records: the newest valid one (sequence, slots applied to the open blocks, user blob). Returns the blob's length, or
+// Commit records: the newest valid one. Its slots are applied to the open blocks, whose heads are read and checked, and to
+// blocks opened later. Before any task. Returns the user blob's length, or
 // HETERO_ECORRUPT / HETERO_ESTATE when there is none.
 HETERO_API int64_t hetero_store_recover(hetero_store* store, int64_t* step, void* user, int64_t user_capacity);
 
@@ -187,6 +190,8 @@ HETERO_API int64_t hetero_submit_release(hetero_engine* engine, hetero_block* bl
 //   weights_resident 1: the weight memory holds the current weights and receives the new ones in place; READY = they are all
 //   there. 0: weights are read from the file's section, and the new ones only written there.
 //   step: the stamp of the slot written.
+// ESTATE: the block was rewritten since the last commit was submitted (its committed slot would be overwritten); or weights, or
+// the fp32 master of 16-bit weights, were never stored. Reading may run ahead of a commit, computing waits for it.
 HETERO_API int64_t hetero_open_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
                                       const hetero_task* task);
 // Elements outside every segment keep weights and state. Segments are copied; sorted by offset, disjoint. `priority` replaces that of
@@ -205,7 +210,8 @@ typedef struct hetero_patch {
 } hetero_patch;
 // Writes patches (and everything else as it was; zeros where nothing was yet) into the block's other slot, or in place in RAM.
 // weights_from_memory 1: the weights section is taken whole from the weight memory.
-// step 0 means "state is all zeros": no state is written, it reads as zeros.
+// step 0 without patches of state on disk means "state is all zeros": no state is written, it reads as zeros. State in RAM changes
+// only where it is patched. ESTATE as for updates: one rewrite between commits (blocks with one slot: any number, in place).
 HETERO_API int64_t hetero_submit_store(hetero_engine* engine, hetero_block* block, const hetero_patch* patches,
                                        int32_t num_patches, int32_t weights_from_memory, int64_t step,
                                        const hetero_task* task);

@@ -1,0 +1,132 @@
+"""Processes that take turns: each holds one configuration with its model, and trains a few steps whenever it is told to.
+
+[Note: Turns]
+Configurations are compared within seconds of each other, because machines drift by more than what is measured. So all of them
+stay alive, each in a process of its own (its own memory, threads and, for DeepSpeed, global state), and one trains while the
+others sleep. A turn is one step that does not count, which fills the pipeline, then the timed ones, each from
+``on_train_batch_start`` to the next: it contains the tail of the update before it, not of its own. A turn ends once nothing is
+under way any more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["lightning.pytorch"])  # imported once for all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn gave.
+
+    Attributes:
+        seconds: Of every timed step.
+        num_bytes: Bytes that were read and written from the first step's start to the end, per step.
+    """
+
+    seconds: list[float]
+    num_bytes: float = 0.0
+
+
+@dataclass(slots=True)
+class Baton:
+    """The contestant's end: :meth:`step_begins` blocks between turns.
+
+    Args:
+        connection: To the referee.
+        drain: Waits until nothing is under way.
+        num_bytes: Bytes moved so far.
+    """
+
+    connection: Connection
+    drain: Callable[[], object] = lambda: None
+    num_bytes: Callable[[], int] = lambda: 0
+    _begins: list[float] = field(default_factory=list)
+    _left: int = 0
+    _before: int = 0
+
+    def step_begins(self) -> bool:
+        """Called at the start of every step; False ends the run."""
+        now = time.perf_counter()
+        if self._left:
+            self._left -= 1
+            self._begins.append(now)
+            return True
+        if self._begins:
+            self._report(now)
+        else:
+            self.connection.send(None)  # ready
+        steps = self.connection.recv()
+        if not steps:
+            return False
+        self._before = self.num_bytes()
+        self._left = steps
+        self._begins = [time.perf_counter()]
+        return True
+
+    def _report(self, now: float) -> None:
+        self.drain()
+        moved = (self.num_bytes() - self._before) / len(self._begins)
+        times = [*self._begins[1:], now]
+        self.connection.send(Turn(seconds=[b - a for a, b in zip(times, times[1:], strict=False)], num_bytes=moved))
+
+
+class Contestant:
+    """The referee's end: one process.
+
+    Args:
+        target: What the process runs: ``target(baton, *arguments)``; its result comes out of :meth:`finish`.
+        arguments: Of ``target``; pickled.
+    """
+
+    def __init__(self, target: Callable[..., object], *arguments: object) -> None:
+        self._connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_run, args=(theirs, target, arguments), daemon=False)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def turn(self, steps: int) -> Turn:
+        """Trains ``steps`` timed steps."""
+        self._connection.send(steps)
+        turn = self._receive()
+        assert isinstance(turn, Turn)
+        return turn
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the process in order: what its target returned, and ``peak_rss_bytes``."""
+        self._connection.send(0)
+        result = self._receive()
+        self._process.join()
+        assert isinstance(result, dict)
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()  # a process that waits for its turn ends by EOFError
+        self._process.join(timeout=60)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"a process ended with exit code {self._process.exitcode}; see its output above") from None
+
+
+def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    result = target(Baton(connection), *arguments)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    connection.send({**(result or {}), "peak_rss_bytes": peak})

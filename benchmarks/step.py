@@ -1,0 +1,255 @@
+"""Step time of a GPT-2 under plain Lightning and under the plans, in one run, in turns.
+
+* ``plain``: Lightning's default strategy with ``AdamW(fused=True)``; ``compute``: the same without an optimizer.
+* ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under ``HeteroOffloadStrategy``.
+* ``io``: the update's transfers through the engine in the same directory, with nothing to compute: the bandwidth at hand.
+* with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer (see deepspeed_peer.py).
+
+Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round:
+
+* ``resident_vs_plain``, ``host_vs_plain``: step time / that of plain Lightning; below 1 is faster.
+* ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
+* ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
+
+    python benchmarks/step.py --model gpt2-124m --dir /path/on/the/disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from contestants import Baton, Contestant, Turn
+from gpt2 import GPT2, SIZES, Size, find_size, fit, make_trainer, num_params
+from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero.ir.trace import Trace
+from out_of_core import Workload, make_engine
+
+PLANS = ("resident", "host", "disk")
+PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
+IO_BLOCKS = 4  # of 4 Mi parameters: 0.9 GB in each direction
+
+
+class NoUpdate(torch.optim.Optimizer):
+    """Computes gradients and leaves it at that."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        return None if closure is None else closure()
+
+
+class ComputeOnly(GPT2):
+    """The model without its optimizer."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NoUpdate(self.parameters())
+
+
+class TakesTurns(pl.Callback):
+    """Trains when it is this process's turn."""
+
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self.baton.step_begins():
+            trainer.should_stop = True
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
+
+
+def plain(baton: Baton, args: argparse.Namespace, module_cls: type[GPT2]) -> None:
+    """Lightning without us."""
+    torch.manual_seed(0)
+    trainer = make_trainer(precision=args.precision, callbacks=[TakesTurns(baton)], default_root_dir=args.directory)
+    fit(trainer, module_cls(args.size), batch=args.batch, length=args.seq)
+
+
+def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, Any]:
+    """Lightning under a plan."""
+    torch.manual_seed(0)
+    strategy = HeteroOffloadStrategy(
+        plan=plan,
+        host_memory=args.host_memory if plan == "disk" else None,
+        io_backend=args.io_backend,
+        update_threads=args.update_threads,
+        trace=args.trace is not None,
+    )
+
+    def drain() -> None:
+        session = strategy.session
+        for part in (part for block in session.blocks for part in block.parts):
+            session.store.barrier(part)
+
+    def num_bytes() -> int:
+        report = strategy.memory_report()
+        return int(report["bytes_read"] + report["bytes_written"])
+
+    baton.drain, baton.num_bytes = drain, num_bytes
+    trainer = make_trainer(
+        strategy=strategy, precision=args.precision, callbacks=[TakesTurns(baton)], default_root_dir=args.directory
+    )
+    fit(trainer, GPT2(args.size), batch=args.batch, length=args.seq)
+    if args.trace is not None:
+        show_trace(strategy.trace, args.trace.with_stem(f"{args.trace.stem}-{plan}"), plan)
+    return {"report": strategy.memory_report()}
+
+
+def show_trace(trace: Trace, path: Path, plan: str) -> None:
+    """Saves the trace, and says where the time of its steps went."""
+    trace.save(path)
+    steps = len({s.step for s in trace.spans}) or 1
+    lanes = ", ".join(f"{lane} {busy / steps:.3f} s" for lane, busy in sorted(trace.busy_s().items()))
+    waits: dict[str, float] = defaultdict(float)
+    for span in trace.spans:
+        if span.waited_for:
+            waits[span.name] += (span.end_s - span.start_s) / steps
+    longest = sorted(waits.items(), key=lambda item: -item[1])[:5]
+    print(f"{plan}: {path}; busy per step: {lanes} (compute: time in hooks)")
+    print(f"{plan}: longest waits per step: {', '.join(f'{name} {s:.3f} s' for name, s in longest)}", flush=True)
+
+
+def transfers(baton: Baton, args: argparse.Namespace) -> None:
+    """Updates with nothing to compute, on files of their own; a turn's step is one pass over them."""
+    with make_engine(args.io_backend, args) as engine:
+        common = {"direct_io": True, "verify_digests": False}
+        work = Workload(args.directory / "io", num_blocks=args.io_blocks, chunks_per_block=args.io_chunks, **common)
+        work.fill(engine)
+
+        def num_bytes() -> int:
+            stats = engine.stats()
+            return stats.bytes_read + stats.bytes_written
+
+        baton.num_bytes = num_bytes
+        while baton.step_begins():
+            work.run(engine, compute=False)
+        work.close()
+
+
+def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """What each process runs, by name."""
+    named: dict[str, tuple[Any, ...]] = {"plain": (plain, args, GPT2)}
+    named |= {name: (offloaded, args, name) for name in args.plans}
+    if "disk" in args.plans:
+        named |= {"compute": (plain, args, ComputeOnly), "io": (transfers, args)}
+    if args.peer and importlib.util.find_spec("deepspeed") is None:
+        print("deepspeed is not installed: pip install deepspeed (it compiles for minutes on first use, and needs libaio-dev)")
+    elif args.peer:
+        from deepspeed_peer import deepspeed_peer
+
+        named |= {name: (deepspeed_peer, args, name) for name in PEER_CONFIGURATIONS}
+    return named
+
+
+def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, dict[str, Any]]]:
+    """Every contestant's turns, one per round, and what each says in the end; the first round fills caches and does not count."""
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(Contestant(*what)) for name, what in contestants(args).items()}
+        for number in range(args.rounds + 1):
+            for name in list(processes) if number % 2 else reversed(processes):  # drift cancels
+                turn = processes[name].turn(args.steps if number else 2)
+                if number:
+                    turns[name].append(turn)
+                    print(f"round {number}, {name}: {statistics.median(turn.seconds):.4f} s/step", flush=True)
+        results = {name: process.finish() for name, process in processes.items()}
+    return turns, results
+
+
+def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    """The figures; all of a ratio's parts come from one round."""
+    seconds = {name: [statistics.median(turn.seconds) for turn in of_name] for name, of_name in turns.items()}
+
+    def ratio(above: str, below: str) -> float | None:
+        if above not in seconds or below not in seconds:
+            return None
+        return statistics.median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
+
+    result: dict[str, Any] = {
+        "resident_vs_plain": ratio("resident", "plain"),
+        "host_vs_plain": ratio("host", "plain"),
+        "disk_vs_limit": None,
+        "disk_vs_plain": ratio("disk", "plain"),
+        "disk_speedup_vs_deepspeed": ratio("deepspeed_nvme", "disk"),
+        "host_speedup_vs_deepspeed": ratio("deepspeed_cpu", "host"),
+        "seconds_per_step": {name: statistics.median(values) for name, values in seconds.items()},
+    }
+    if "disk" in turns:
+        bandwidth = [turn.num_bytes / s for turn, s in zip(turns["io"], seconds["io"], strict=True)]
+        transfer = [turn.num_bytes / rate for turn, rate in zip(turns["disk"], bandwidth, strict=True)]
+        limits = [max(pair) for pair in zip(seconds["compute"], transfer, strict=True)]
+        result["disk_vs_limit"] = statistics.median(s / limit for s, limit in zip(seconds["disk"], limits, strict=True))
+        result["limit_s"] = statistics.median(limits)
+        result["transfer_s"] = statistics.median(transfer)
+        result["bytes_per_step"] = round(statistics.median(turn.num_bytes for turn in turns["disk"]))
+        result["bandwidth_bytes_per_s"] = round(statistics.median(bandwidth))
+    return result
+
+
+def parse_args() -> argparse.Namespace:
+    def plans(text: str) -> tuple[str, ...]:
+        names = tuple(filter(None, text.split(",")))
+        if unknown := set(names) - set(PLANS):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}; allowed: {', '.join(PLANS)}")
+        return names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="gpt2-124m")
+    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of one turn")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
+    parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
+    parser.add_argument("--plans", type=plans, default=PLANS, help="comma-separated")
+    parser.add_argument("--peer", choices=("deepspeed",))
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free for 124 M")
+    parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")
+    parser.add_argument("--trace", type=Path, help="write Chrome traces to FILE-<plan> and print busy seconds; costs a little")
+    parser.add_argument("--io-backend", choices=("auto", "io_uring", "pool"), default="auto")
+    parser.add_argument("--io-threads", type=int, default=3)
+    parser.add_argument("--queue-depth", type=int, default=8)
+    parser.add_argument("--update-threads", type=int, default=max(1, (torch.get_num_threads()) // 2))
+    parser.add_argument("--io-blocks", type=int, default=IO_BLOCKS, help="size of the bandwidth measurement")
+    parser.add_argument("--io-chunks", type=int, default=16, help="the same")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    args.size: Size = find_size(args.model, args.layers)
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hetero-benchmark-") as directory:
+        args.directory = Path(directory)
+        turns, results = compete(args)
+    result = {
+        "benchmark": "step",
+        "model": args.model,
+        **evaluate(turns),
+        "parameters": num_params(args.size),
+        "peak_rss_bytes": {name: of_name["peak_rss_bytes"] for name, of_name in results.items()},
+        "batch": args.batch,
+        "seq": args.seq,
+        "precision": args.precision,
+        "host_memory": args.host_memory,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The host budget is kept: peak memory of real processes that build, train, save and load a model larger than it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 2**20
+BUDGET = "400MiB"
+WIDTH, LAYERS, WORDS, TOKENS = 1024, 14, 8192, 16
+
+# What comes on top of the budget, by reason (all float32):
+ACTIVATIONS = 4 * TOKENS * (LAYERS * (5 * WIDTH + 2 * 4 * WIDTH) + 4 * WORDS)  # saved for backward, and their gradients
+LARGEST_GRADIENT = 4 * WIDTH * max(WORDS, 4 * WIDTH)  # one is accumulated while the next is computed: it exists twice
+ONE_TENSOR = 4 * WIDTH * max(WORDS, 4 * WIDTH)  # saving and loading hold one tensor of weights or state at a time
+PATCHES = 64 * MIB  # writes through the door that wait to be brought into the file together (store.tiers)
+ALLOCATOR = 48 * MIB  # what malloc, the threads' stacks and the lazily loaded code of torch take once training begins
+MARGIN = ACTIVATIONS + 2 * LARGEST_GRADIENT + ONE_TENSOR + PATCHES + ALLOCATOR
+
+
+def peak_bytes() -> int:
+    """The process's peak so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(phase: str, folder: str) -> None:
+    """Runs one phase and prints the peaks as one line of JSON."""
+    import lightning.pytorch as pl
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+
+    from lightning_hetero.strategies import HeteroOffloadStrategy
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    class Large(pl.LightningModule):
+        def configure_model(self) -> None:
+            if hasattr(self, "head"):
+                return
+            with torch.device("meta"):
+                self.embed = nn.Embedding(WORDS, WIDTH)
+                self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+                self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x = self.embed(batch[:, :-1])
+            for layer in self.layers:
+                x = layer(x)
+            return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.randint(0, WORDS, (8, TOKENS + 1)), batch_size=1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)  # loads what Lightning loads lazily
+    a = torch.ones(256, 256, requires_grad=True)
+    (a @ a).sum().backward()
+    peaks = {"before": peak_bytes()}
+    saved = str(Path(folder) / "last.ckpt")
+    strategy = HeteroOffloadStrategy(plan="disk", host_memory=BUDGET)
+    callback = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, logger=False, default_root_dir=folder, enable_progress_bar=False,
+        max_steps=2 if phase == "save" else 4, callbacks=[callback] if phase == "save" else [], enable_model_summary=False,
+        enable_checkpointing=phase == "save",
+    )  # fmt: skip
+    module = Large()
+    if phase == "save":
+        trainer.fit(module)
+    else:
+        trainer.fit(module, ckpt_path=saved, weights_only=True)
+    peaks["fit"] = peak_bytes()
+    peaks["step"] = trainer.global_step
+    peaks["parameters"] = sum(p.numel() for p in module.parameters())
+    if phase == "load":  # the model does not fit, so it is parked: written and read through the door
+        os.unlink(saved)
+        trainer.save_checkpoint(saved)
+        peaks["parked"] = peak_bytes()
+    print(json.dumps(peaks))
+
+
+def child(phase: str, folder: Path) -> dict[str, int]:
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, __file__, phase, str(folder)], capture_output=True, text=True, timeout=280,
+        env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    peaks: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return peaks
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_its_budget_is_built_trained_saved_and_loaded_within_it(tmp_path: Path) -> None:
+    allowed = 400 * MIB + MARGIN
+    saving = child("save", tmp_path)
+    assert saving["parameters"] * 16 > 4 * allowed
+    assert saving["step"] == 2
+    assert saving["fit"] - saving["before"] < allowed, saving
+    assert not list(tmp_path.glob("lightning-hetero-*"))
+    loading = child("load", tmp_path)
+    assert loading["step"] == 4
+    assert max(loading["fit"], loading["parked"]) - loading["before"] < allowed, loading
+    assert not list(tmp_path.glob("lightning-hetero-*"))
+    (tmp_path / "last.ckpt").unlink()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

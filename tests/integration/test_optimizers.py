@@ -1,0 +1,233 @@
+"""Every optimizer of torch runs out of core by its own code; the bits and the state_dict stay those of plain Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, make_strategy
+
+KINDS = ["host", "disk", "tight"]
+SHAPE = Shape(tied=True, half_frozen=True, unused=True)
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-3),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2, t0=1),
+    "NAdam": partial(torch.optim.NAdam, lr=2e-3),
+    "RAdam": partial(torch.optim.RAdam, lr=2e-3),
+    "Adamax": partial(torch.optim.Adamax, lr=2e-3),
+    "AMSGrad": partial(torch.optim.AdamW, lr=2e-3, amsgrad=True),
+    "Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "AdamW_with_tensor_lr": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(2e-3), fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_torch(kind: str, name: str, tmp_path: Path) -> None:
+    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=name != "AdamW_with_tensor_lr", clip=0.5)
+    assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path))
+
+
+class MatrixModel(LitModel):
+    """Muon for the matrices of the blocks; what it cannot train is frozen."""
+
+    def configure_optimizers(self) -> Any:
+        for p in self.parameters():
+            p.requires_grad_(p.ndim == 2)
+        return torch.optim.Muon([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=MatrixModel))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_saved_and_loaded(kind: str, name: str, tmp_path: Path) -> None:
+    """A second ``fit`` from the first one's file: by the same strategy, and by the other one."""
+
+    def train(strategy: Any, path: Path | None) -> tuple[pl.Trainer, Outcome]:
+        torch.manual_seed(7)
+        module = LitModel(Recipe(optimizer=OPTIMIZERS[name]))
+        trainer = quiet_trainer(strategy=strategy, max_steps=2 if path is None else 4, default_root_dir=tmp_path)
+        trainer.fit(module, data(), ckpt_path=path, weights_only=None if path is None else True)
+        return trainer, outcome(trainer, module)
+
+    files = {}
+    for k in ("auto", kind):
+        trainer, _ = train(make_strategy(k, partial(train, path=None)), None)
+        files[k] = tmp_path / f"{k}.ckpt"
+        trainer.save_checkpoint(files[k])
+    _, expected = train("auto", files["auto"])
+    for reader, path in ((kind, files["auto"]), ("auto", files[kind]), (kind, files[kind])):
+        assert_same(train(make_strategy(reader, partial(train, path=None)), path)[1], expected)
+
+
+@pytest.mark.parametrize("kind", ["resident", "host", "disk"])
+@pytest.mark.parametrize("kind_of_optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_some_optimizers_are_refused_by_name(kind_of_optimizer: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=kind_of_optimizer.__name__):
+        run(Recipe(optimizer=kind_of_optimizer), HeteroOffloadStrategy(plan=kind), tmp_path)
+
+
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer from outside torch, with state, that treats parameters independently."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.sub_(momentum.sign(), alpha=group["lr"])
+        return loss
+
+
+class NormalizedDescent(SignDescent):
+    """One that couples all its parameters: it divides by the norm of the whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        for p in params:
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class BlockwiseSignDescent(SignDescent):
+    hetero_blockwise = True
+
+
+@pytest.mark.parametrize("kind_of_optimizer", [SignDescent, NormalizedDescent])
+def test_an_optimizer_from_elsewhere_runs_whole_in_memory(kind_of_optimizer: Any, tmp_path: Path) -> None:
+    recipe = Recipe(shape=SHAPE, optimizer=partial(kind_of_optimizer, lr=1e-2), accumulate=2)
+    assert_same_as_plain("host", partial(run, recipe, tmp_path=tmp_path))
+    assert_same_as_plain("resident", partial(run, recipe, tmp_path=tmp_path))
+
+
+def test_an_optimizer_from_elsewhere_is_refused_on_disk(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"SignDescent.hetero_blockwise = True"):
+        run(Recipe(optimizer=SignDescent), HeteroOffloadStrategy(plan="disk"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["disk", "tight"])
+def test_an_optimizer_from_elsewhere_may_say_that_it_is_blockwise(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(run, Recipe(shape=SHAPE, optimizer=BlockwiseSignDescent), tmp_path=tmp_path))
+
+
+class Counting(pl.Callback):
+    """Counts the steps that hooks of the optimizer see."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        optimizer.register_step_pre_hook(lambda *_: self.calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: self.calls.append("after"))
+
+
+@pytest.mark.parametrize("factory", [OPTIMIZERS["SGD"], SignDescent, partial(torch.optim.AdamW, fused=True)])
+def test_hooks_of_a_step_run_once(factory: Any, tmp_path: Path) -> None:
+    counting = Counting()
+    handle = register_optimizer_step_post_hook(lambda *_: counting.calls.append("everyone's"))
+    try:
+        run(Recipe(optimizer=factory, steps=2), HeteroOffloadStrategy(plan="host"), tmp_path, callbacks=[counting])
+    finally:
+        handle.remove()
+    assert counting.calls == ["before", "after", "everyone's"] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_change_gradients_before_the_step(kind: str, tmp_path: Path) -> None:
+    def prepare(module: LitModel) -> None:
+        configure = module.configure_optimizers
+
+        def configured() -> Any:
+            optimizer = configure()
+            optimizer.register_step_pre_hook(lambda o, *_: [p.grad.mul_(0.5) for p in o.param_groups[0]["params"] if p.grad is not None])
+            return optimizer
+
+        module.configure_optimizers = configured
+
+    assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, prepare=prepare))
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 5)], milestones=[2]
+    ),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("factory", [partial(torch.optim.AdamW, lr=1e-3, fused=True), OPTIMIZERS["SGD"]], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_schedulers_do_not_warn(kind: str, factory: Any, name: str, tmp_path: Path) -> None:
+    class Scheduled(LitModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = factory(self.parameters())
+            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step"}]
+
+    def train(strategy: Any) -> Outcome:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*(lr_scheduler|optimizer.step).*")
+            return run(Recipe(steps=4), strategy, tmp_path, module_class=Scheduled)
+
+    expected = run(Recipe(steps=4), "auto", tmp_path, module_class=Scheduled)
+    assert_same(train(HeteroOffloadStrategy(plan=kind)), expected)
+
+
+def test_a_scheduler_on_plateau_reads_the_loss(tmp_path: Path) -> None:
+    class Plateau(LitModel):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("loss", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+            scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss", "interval": "epoch"}}
+
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Plateau(Recipe())
+        trainer = quiet_trainer(strategy=strategy, max_epochs=4, default_root_dir=tmp_path)
+        trainer.fit(module, data(2), data(1))
+        return outcome(trainer, module)
+
+    assert train("auto").state[0]["param_groups"][0]["lr"] < 1e-3
+    assert_same_as_plain("disk", train)
