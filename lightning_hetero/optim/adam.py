@@ -43,6 +43,7 @@ def supports(optimizer: Optimizer) -> bool:
 
 
 def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether weight decay acts on the weights (AdamW) rather than on the gradient."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 

@@ -20,7 +20,7 @@ def host(model: ModelShape) -> Plan:
 
 
 def disk(model: ModelShape) -> Plan:
-    """State on disk, and the weights of repeated blocks too; the leftovers' weights (embeddings, head, tied) stay in host memory."""
+    """State on disk, and the weights of repeated blocks too; the others' (embeddings, head, tied) stay in host memory."""
     rows = (
         BlockPlan(name=b.name, weights=Tier.HOST if b.pinned else Tier.DISK, state=Tier.DISK if b.state_bytes else Tier.HOST)
         for b in model.blocks

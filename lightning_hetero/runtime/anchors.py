@@ -25,11 +25,14 @@ _Hook = TypeVar("_Hook", bound=Callable[..., None])
 class Observer(Protocol):
     """Who is told of anchors."""
 
-    def forward_begins(self, block: Block) -> None: ...
+    def forward_begins(self, block: Block) -> None:
+        """The forward of a block begins."""
 
-    def forward_ends(self, block: Block) -> None: ...
+    def forward_ends(self, block: Block) -> None:
+        """It ended, maybe by an exception."""
 
-    def backward_begins(self, block: Block) -> None: ...
+    def backward_begins(self, block: Block) -> None:
+        """The first gradient has reached one of the block's outputs."""
 
 
 def observe(blocks: list[Block], observer: Observer) -> list[RemovableHandle]:

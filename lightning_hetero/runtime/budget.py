@@ -32,9 +32,11 @@ class HostNeeds:
 
     @property
     def fixed(self) -> int:
+        """What is needed whatever is cached."""
         return self.weights + self.state + self.gradients + self.staging
 
     def table(self) -> str:
+        """The needs in words."""
         rows = {
             "weights that stay in memory": self.weights,
             "optimizer state in memory": self.state,
@@ -83,8 +85,8 @@ def cache_bytes(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) 
         raise OutOfMemoryBudgetError(
             f"plan {plan.name!r} needs {format_bytes(needs.fixed + needs.smallest_cache)} of host memory, {source} allows "
             f'{format_bytes(host_memory)}: {needs.table()}. Raise host_memory, place more on disk (plan="disk"), or, where '
-            f"gradients dominate, train without gradient_clip_val by norm and without accumulation, so that they are used up during "
-            f"backward.",
+            f"gradients dominate, train without gradient_clip_val by norm and without accumulation, so that backward uses "
+            f"them up.",
             needed_bytes=needs.fixed + needs.smallest_cache,
         )
     return min(host_memory - needs.fixed, needs.all_cached)

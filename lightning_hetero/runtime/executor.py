@@ -1,5 +1,6 @@
-"""Executes a schedule around autograd. One training step, from top to bottom:
+"""Executes a schedule around autograd.
 
+One training step, from top to bottom:
 ``begin_step`` picks the schedule · each anchor issues the ops up to itself and waits for what its block needs
 (``forward_begins``, ``backward_begins``) · ``backward_ends`` · ``handover`` issues the updates that are left, then the commit.
 
@@ -44,16 +45,20 @@ class Access:
 
     @property
     def name(self) -> str:
+        """The parameter's name."""
         return self._part.names[self._index]
 
     @property
     def state(self) -> Residency:
+        """Released where the weights live on disk, whether cached or not; else only an update can be pending."""
         return Residency.RELEASED if self._part.block.weights_on_disk else Residency.PENDING
 
     def wait(self) -> None:
+        """Waits for a pending update."""
         self._executor.settle(self._part)
 
     def source(self) -> WeightSource:
+        """Where the weights are."""
         return WeightSource(self._executor.store, self._part, self._index, self._executor.settle)
 
 
@@ -109,7 +114,7 @@ class Executor:
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
     def arm(self, binding: OptimizerBinding | None) -> None:
-        """Says that the step under way ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete."""
+        """Says that the batch ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete."""
         self._armed = binding
 
     def begin_step(self, *, training: bool) -> None:
@@ -132,6 +137,7 @@ class Executor:
                 block.early_unsafe = False
 
     def forward_begins(self, block: Block) -> None:
+        """Observer: issues what the anchor triggers and waits for the block's weights."""
         if self._in_backward:
             if block is not self._backward_block:  # recomputation: autograd has moved on to this block
                 self._close_backward()
@@ -144,9 +150,11 @@ class Executor:
         self.open(block)
 
     def forward_ends(self, block: Block) -> None:
+        """Observer: the use is over."""
         self.shut(block)
 
     def backward_begins(self, block: Block) -> None:
+        """Observer: as ``forward_begins``; also ends the previous block's backward."""
         if block is self._backward_block:
             return
         self._close_backward()
@@ -163,6 +171,7 @@ class Executor:
         self._wait_in_flight()
 
     def backward_ends(self) -> None:
+        """The last block has been left."""
         self._in_backward = False
         self._close_backward()
 
@@ -311,7 +320,7 @@ class Executor:
         if used + need > self.capacity_bytes:
             raise OutOfMemoryBudgetError(
                 f"block {block.name!r} needs {format_bytes(need)} of host memory, but blocks in use at the same time hold "
-                f"{format_bytes(used)} of the {format_bytes(self.capacity_bytes)} for weights that live on disk. Raise host_memory, or "
+                f"{format_bytes(used)} of the {format_bytes(self.capacity_bytes)} for weights on disk. Raise host_memory, or "
                 f"choose block_cls so that blocks do not contain each other's uses."
             )
         return tickets

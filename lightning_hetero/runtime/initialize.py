@@ -24,8 +24,8 @@ def initialize(block: Block) -> None:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             raise ConfigError(
-                f"block {block.name!r} was made on the meta device, but its module {type(module).__name__} has no reset_parameters() to "
-                f"initialize its own parameters with. Define it, or build the model outside configure_model()."
+                f"block {block.name!r} was made on the meta device, but its module {type(module).__name__} has no "
+                f"reset_parameters() to initialize them with. Define it, or build the model outside configure_model()."
             )
         with torch.no_grad():
             reset()
@@ -36,6 +36,6 @@ def _modules(block: Block) -> Iterator[nn.Module]:
 
 
 def _owns_all(block: Block) -> bool:
-    """Whether the block is its whole module (tied repeated blocks are pinned too), not a leftover that owns its direct parameters only."""
+    """Whether the block is its whole module (tied ones are pinned too), not a leftover with its direct parameters only."""
     direct = {id(p) for p in block.spec.module.parameters(recurse=False)}
     return not all(id(p) in direct for p in block.params())

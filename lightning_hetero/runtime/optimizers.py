@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
-from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
@@ -64,7 +62,7 @@ class OptimizerBinding:
             self._replaced[name] = optimizer.__dict__.get(name)
         self._original = {name: getattr(optimizer, name) for name in self._replaced}
         ours: dict[str, Callable[..., Any]] = {
-            "step": lambda _, closure=None, **kwargs: self._step(closure, **kwargs),
+            "step": Optimizer.profile_hook_step(lambda _, closure=None: self._step(closure)),
             "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
             "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
         }
@@ -100,6 +98,7 @@ class OptimizerBinding:
         return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
 
     def params(self) -> list[nn.Parameter]:
+        """The optimizer's parameters, in the order of its state dict."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def advance(self, part: Part, indices: Iterable[int]) -> None:
@@ -121,10 +120,8 @@ class OptimizerBinding:
 
     # ---- what the user calls ----------------------------------------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self.optimizer
-        for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (closure,), kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,8 +131,6 @@ class OptimizerBinding:
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         if found_inf is None or not float(found_inf):
             self._on_step(self, 1.0 if scale is None else 1.0 / float(scale))
-        for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
-            hook(optimizer, (closure,), kwargs)
         return loss
 
     def _zero_grad(self, set_to_none: bool = True) -> None:

@@ -184,7 +184,7 @@ class Session:
             if whole and Tier.DISK in (placed.state, placed.weights):
                 name = type(whole[0].optimizer).__name__
                 raise UnsupportedError(
-                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not from torch.optim, so it is not "
+                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not torch's, so it is not "
                     f"known to update parameters independently. If it does, set {name}.hetero_blockwise = True; else use "
                     f'plan="host" or an optimizer of torch.optim.'
                 )
@@ -242,7 +242,8 @@ class Session:
 
     def _open(self, geometries: dict[Part, BlockGeometry], capacity: int) -> None:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
-        assert self.store is not None and self.executor is not None
+        assert self.store is not None
+        assert self.executor is not None
         used = 0
         for block in self.blocks:
             if block.name in self._unset:
@@ -282,7 +283,8 @@ class Session:
 
     def _promote(self, binding: OptimizerBinding) -> None:
         """Parameters that joined the optimizer during training (unfreezing) get state."""
-        assert self.store is not None and self.executor is not None
+        assert self.store is not None
+        assert self.executor is not None
         owners = self.executor.updater.owners
         fresh = [p for p in binding.params() if id(p) not in owners]
         if not fresh:
@@ -300,7 +302,8 @@ class Session:
                     self._handles += [observe_gradient(block, p) for p in mine]
 
     def _reopen(self, part: Part, num_state: int) -> None:
-        assert self.store is not None and self.executor is not None
+        assert self.store is not None
+        assert self.executor is not None
         block = part.block
         self.executor.bring(block)
         if part.native is not None:
@@ -344,6 +347,7 @@ class Session:
         return report
 
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding | None:
+        """The binding of one of the optimizers."""
         return next((b for b in self.bindings if b.optimizer is optimizer), None)
 
     def drain(self) -> None:

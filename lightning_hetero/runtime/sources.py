@@ -30,17 +30,21 @@ class WeightSource:
 
     @property
     def name(self) -> str:
+        """For messages."""
         return self.part.names[self.index]
 
     @property
     def shape(self) -> torch.Size:
+        """The parameter's or tensor's shape."""
         return self.part.params[self.index].shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of what is read."""
         return self.part.dtype
 
     def read(self) -> Tensor:
+        """A fresh tensor with the current content."""
         self.settle(self.part)
         if self.part.block.resident:
             return self.part.memory(self.index).clone()
@@ -49,6 +53,7 @@ class WeightSource:
         return self.part.shaped(self.index, out)
 
     def write(self, value: Tensor) -> None:
+        """Replaces the content."""
         self.settle(self.part)
         if self.part.block.resident:
             self.part.memory(self.index).copy_(value)
@@ -69,22 +74,27 @@ class StateSource:
 
     @property
     def name(self) -> str:
+        """For messages."""
         return f"{self.part.names[self.index]}.{self.key}"
 
     @property
     def shape(self) -> torch.Size:
+        """The parameter's or tensor's shape."""
         return self.part.params[self.index].shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of what is read."""
         return torch.float32
 
     def read(self) -> Tensor:
+        """A fresh tensor with the current content."""
         out = torch.empty(self.part.params[self.index].numel(), dtype=torch.float32)
         self.store.read(self.part, self.array, self.index, out)
         return self.part.shaped(self.index, out)
 
     def write(self, value: Tensor) -> None:
+        """Replaces the content."""
         flat = self.part.flat(self.index, value, torch.float32)
         self.store.write_state(self.part, [(self.array, self.index, flat)])
 
@@ -101,10 +111,12 @@ class BlobSource:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
+        """A fresh tensor with the current content."""
         out = torch.empty(self.shape, dtype=self.dtype)
         self.store.read(self.part, WEIGHTS, self.index, out.view(-1).view(torch.uint8))
         return out
 
     def write(self, value: Tensor) -> None:
+        """Replaces the content."""
         flat = value.to(self.dtype).contiguous().view(-1).view(torch.uint8)
         self.store.write_state(self.part, [(WEIGHTS, self.index, flat)])

@@ -61,6 +61,7 @@ class Updater:
         self.verdict, self._scale = binding, scale
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
+        """Whether an update of the block for this optimizer is due."""
         return any(self._indices(part, binding) for part in block.parts)
 
     def open(self, block: Block) -> list[Ticket]:
@@ -75,6 +76,7 @@ class Updater:
         return tickets
 
     def cancel_opened(self, blocks: Iterable[Block]) -> None:
+        """Takes opened updates back."""
         for block in blocks:
             for part in block.parts:
                 self.store.cancel_update(part)

@@ -68,6 +68,7 @@ class Part:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of weight memory, whole pages."""
         return round_up(self.num_elements * self.dtype.itemsize, PAGE)
 
     def memory(self, index: int) -> Tensor:
@@ -114,13 +115,16 @@ class Block:
 
     @property
     def name(self) -> str:
+        """The block's module name."""
         return self.spec.name
 
     @property
     def weights_on_disk(self) -> bool:
+        """Whether the weights live on disk between uses."""
         return self.plan.weights is Tier.DISK
 
     def params(self) -> Iterator[nn.Parameter]:
+        """All parameters of the block."""
         for part in self.parts:
             yield from part.params
 

@@ -45,7 +45,7 @@ class EngineOptions:
         queue_depth: Transfers in flight.
         update_threads: Threads that run update kernels; 0 means half of the cores.
         staging_bytes: Memory through which state streams; 0 means eight chunks.
-        durability: ``"process"`` survives ``kill -9``, ``"power"`` also an operating-system crash, ``"none"`` writes no commit records.
+        durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
         direct_io: Bypass the page cache.
         verify_digests: Check the contents of every chunk that is read, not only its stamp.
     """
@@ -60,6 +60,7 @@ class EngineOptions:
     verify_digests: bool = False
 
     def threads(self) -> int:
+        """Update threads, resolved."""
         return self.update_threads or max(1, (os.cpu_count() or 1) // 2)
 
 
@@ -200,6 +201,7 @@ class TierStore:
     # ---- weights --------------------------------------------------------------------------------------------------------
 
     def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
+        """Brings the part's weights into its memory."""
         assert part.native is not None
         self.flush(part)
         part.last_write = self.engine.fetch(part.native, priority=priority, after=after)
@@ -233,12 +235,13 @@ class TierStore:
                 self.on_patched(value)
 
     def refresh_master(self, part: Part) -> None:
-        """16-bit weights that were written to around the updates (a loaded checkpoint, averaged weights) become the master again."""
+        """16-bit weights that were written to around the updates (a loaded checkpoint, an average) become the master again."""
         if _has_master(part) and part.master_versions != versions(part):
             part.dirty = True
             self.flush(part)
 
     def master_is_current(self, part: Part) -> None:
+        """The fp32 master and the 16-bit weights agree now."""
         part.master_versions = versions(part)
 
     def patch(self, part: Part, index: int, value: Tensor) -> None:
@@ -252,6 +255,7 @@ class TierStore:
     # ---- updates --------------------------------------------------------------------------------------------------------
 
     def open_update(self, part: Part, *, resident: bool, priority: int) -> Ticket:
+        """Announces an update of the part; its state starts to stream."""
         assert part.native is not None
         if resident and not _has_master(part):
             part.dirty = False  # the update writes the weight memory anyway
@@ -280,6 +284,7 @@ class TierStore:
         return ticket
 
     def cancel_update(self, part: Part) -> None:
+        """Takes back an update that was opened but not armed."""
         if part.opened is not None:
             self.engine.cancel_update(part.opened)
             part.opened = None

@@ -113,6 +113,7 @@ class HeteroOffload(_Base):
     # ---- setup ------------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        """Refuses what this version does not do: other accelerators, several processes."""
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
@@ -132,7 +133,10 @@ class HeteroOffload(_Base):
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        """Places the model; in ``fit`` the optimizers are made between its reserved memory and its files."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._failed = False
         if self.session is not None and self.session.root is self.lightning_module:
@@ -171,22 +175,27 @@ class HeteroOffload(_Base):
     # ---- steps ------------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that trains."""
         self._executor.begin_step(training=True)
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
         self._executor.begin_step(training=False)
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
         self._executor.begin_step(training=False)
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
         self._executor.begin_step(training=False)
         return super().predict_step(*args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Lets the runtime know where backward begins and ends."""
         self._executor.backward_starts()
         try:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -222,11 +231,13 @@ class HeteroOffload(_Base):
         self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights on disk appear as lazy tensors."""
         if self.session is not None:
             self.session.drain()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Writes weights through to where they live."""
         super().load_model_state_dict(checkpoint, strict=strict)
         if self.session is not None:
             self.session.commit()
@@ -235,6 +246,7 @@ class HeteroOffload(_Base):
                 release_pages(value)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """State goes to the tier that the plan chose; nothing is moved to a device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
@@ -264,10 +276,12 @@ class HeteroOffload(_Base):
     # ---- teardown -----------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
+        """Remembers that teardown must not count on the engine."""
         self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
+        """Gives the model back, or leaves it on disk where it does not fit."""
         if self.session is not None:
             try:
                 parked = self.session.stop(park=not self._failed)
@@ -296,7 +310,8 @@ class HeteroOffload(_Base):
 
     @property
     def _executor(self) -> Any:
-        assert self.session is not None and self.session.executor is not None
+        assert self.session is not None
+        assert self.session.executor is not None
         return self.session.executor
 
     def __getstate__(self) -> dict[str, Any]:

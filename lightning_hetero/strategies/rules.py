@@ -51,4 +51,7 @@ def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:
         for hook in _CALLBACK_HOOKS:
             if is_overridden(hook, callback):
                 return f"callback {type(callback).__name__} overrides {hook}"
+    for optimizer in trainer.optimizers:
+        if optimizer._optimizer_step_post_hooks:
+            return f"{type(optimizer).__name__} has hooks that run after its step"
     return ""

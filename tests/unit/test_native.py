@@ -82,6 +82,15 @@ def arena() -> Iterator[_native.Arena]:
 # ---- loading ------------------------------------------------------------------------------------------------------------
 
 
+def _python(code: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter, away from the source tree: its package would hide the installed one."""
+    parent = str(Path(lightning_hetero.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": parent, **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=directory, timeout=120, check=False
+    )
+
+
 def _load_elsewhere(path: Path) -> str:
     code = """
 from lightning_hetero import _native, errors
@@ -90,9 +99,7 @@ try:
 except errors.NativeMissingError as error:
     print(error)
 """
-    parent = str(Path(lightning_hetero.__file__).parent.parent)
-    env = {**os.environ, "LIGHTNING_HETERO_LIBRARY": str(path), "PYTHONPATH": parent}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
+    return _python(code, path.parent, LIGHTNING_HETERO_LIBRARY=str(path)).stdout
 
 
 def test_a_missing_library_is_an_import_error_with_path_and_remedy(tmp_path: Path) -> None:
@@ -414,9 +421,7 @@ tickets += [engine.commit(store, 0), engine.fetch(block)]
 opened = engine.open_update(block, weights_resident=True)
 print("end")
 """
-    parent = str(Path(lightning_hetero.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": parent}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False)
+    done = _python(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
@@ -435,7 +440,5 @@ with n.Engine(io_backend="pool", staging_bytes=1 << 20, chunk_bytes_max=1 << 17)
     except KeyboardInterrupt:
         print("interrupted")
 """
-    parent = str(Path(lightning_hetero.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": parent}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False)
+    done = _python(code, tmp_path)
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr

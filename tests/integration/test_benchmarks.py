@@ -1,0 +1,105 @@
+"""The benchmarks run, in tiny settings, and print the keys that their readers rely on. Their figures mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_hetero
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PACKAGE_ROOT = str(Path(lightning_hetero.__file__).parents[1])
+
+TINY_STEP = ["--model", "tiny", "--seq", "16", "--rounds", "1", "--steps", "1", "--io-blocks", "1", "--io-chunks", "1"]
+RATIOS = ["resident_vs_plain", "host_vs_plain", "disk_vs_limit", "disk_speedup_vs_deepspeed", "host_speedup_vs_deepspeed"]
+
+
+def run(script: str, *arguments: str | Path, cwd: Path) -> tuple[dict[str, Any], str]:
+    """The JSON object that a benchmark prints last, and everything it printed."""
+    path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def test_update_prints_its_ratios(tmp_path: Path) -> None:
+    result, _ = run("update.py", "--num-params", "65536", "--repeats", "3", cwd=tmp_path)
+    for key in ("vs_torch_16bit", "vs_torch_fused", "vs_torch_foreach", "share_of_dram_limit"):
+        assert result[key] > 0, key
+    assert "vs_deepspeed" in result
+
+
+def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
+    result, _ = run("out_of_core.py", "--dir", tmp_path, "--blocks", "1", "--repetitions", "1", cwd=tmp_path)
+    for key in ("share_of_io_limit", "share_of_io_limit_pool", "share_of_duplex_limit", "vs_naive"):
+        assert result[key] > 0, key
+    assert "share_of_io_limit_uring" in result
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_step_compares_the_plans_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    trace = tmp_path / "trace.json"
+    result, output = run("step.py", *TINY_STEP, "--dir", disk, "--trace", trace, cwd=tmp_path)
+    assert result.keys() >= set(RATIOS)
+    assert {"plain", "compute", "resident", "host", "disk", "io"} == result["seconds_per_step"].keys()
+    assert all(seconds > 0 for seconds in result["seconds_per_step"].values())
+    for key in ("resident_vs_plain", "host_vs_plain", "disk_vs_limit", "bandwidth_bytes_per_s"):
+        assert result[key] > 0, key
+    # Adam in fp32: at least weights, exp_avg and exp_avg_sq are written and both moments read in every step.
+    assert result["bytes_per_step"] >= 20 * result["parameters"]
+    assert json.loads((tmp_path / "trace-disk.json").read_text())["traceEvents"]
+    assert "longest waits" in output
+    assert list(disk.iterdir()) == []
+
+
+def test_step_says_why_a_figure_is_missing(tmp_path: Path) -> None:
+    if any((Path(p) / "deepspeed").exists() for p in sys.path):
+        pytest.skip("deepspeed is installed")
+    result, output = run("step.py", *TINY_STEP, "--plans", "host", "--peer", "deepspeed", "--dir", tmp_path, cwd=tmp_path)
+    assert result["host_vs_plain"] > 0
+    assert all(result[key] is None for key in RATIOS if key != "host_vs_plain")
+    assert "deepspeed is not installed" in output
+
+
+def test_larger_than_ram_reports_its_peak_and_cleans_up(tmp_path: Path) -> None:
+    arguments = ["--model", "tiny", "--seq", "16", "--steps", "2", "--host-memory", "16MiB", "--dir", tmp_path]
+    result, _ = run("larger_than_ram.py", *arguments, cwd=tmp_path)
+    assert result["limit_bytes"] == 6 << 30
+    assert result["within_limit"] == (result["peak_rss_bytes"] <= result["limit_bytes"])
+    assert 0 < result["rss_before_bytes"] <= result["peak_rss_bytes"]
+    assert result["parameters"] > 100_000
+    assert result["seconds_per_step"] > 0
+    assert len(result["losses"]) == 2
+    assert result["losses"][0] == pytest.approx(5.55, abs=0.3), "an untrained model is as good as guessing: ln 257"
+    assert result["disk_bytes"] >= 2 * 8 * result["parameters"], "two slots of at least both moments"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
+    layers = 10_000_000  # petabytes; counted, not built
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "larger_than_ram.py", "--layers", str(layers), "--dir", tmp_path],
+        env=os.environ | {"PYTHONPATH": PACKAGE_ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 1
+    assert "free; needed:" in done.stderr
