@@ -15,6 +15,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ class Baton:
         self.drain()
         moved = (self.num_bytes() - self._before) / len(self._begins)
         times = [*self._begins[1:], now]
-        self.connection.send(Turn(seconds=[b - a for a, b in zip(times, times[1:], strict=False)], num_bytes=moved))
+        self.connection.send(Turn(seconds=[b - a for a, b in pairwise(times)], num_bytes=moved))
 
 
 class Contestant:
@@ -127,6 +128,9 @@ class Contestant:
 
 
 def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[object, ...]) -> None:
-    result = target(Baton(connection), *arguments)
+    try:
+        result = target(Baton(connection), *arguments)
+    except EOFError:  # the referee has given up; its error is the one to read
+        return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     connection.send({**(result or {}), "peak_rss_bytes": peak})

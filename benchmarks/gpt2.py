@@ -70,11 +70,13 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        x = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))  # [B, H, T, C / H]
-        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        mixed: Tensor = self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Transformer(nn.Module):
@@ -142,9 +144,10 @@ def find_size(model: str, layers: int | None = None) -> Size:
 
 
 def num_params(size: Size) -> int:
-    """Parameters of the model, from one that takes no memory."""
+    """Parameters of the model, counted without making it."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(size).parameters())
+        rest, layer = Transformer(replace(size, layers=0)), Layer(size)
+    return sum(p.numel() for p in rest.parameters()) + size.layers * sum(p.numel() for p in layer.parameters())
 
 
 def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int) -> None:

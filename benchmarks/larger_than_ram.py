@@ -20,13 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.units import format_bytes
 
@@ -70,7 +71,7 @@ def train(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     before, begin = peak_rss_bytes(), time.perf_counter()
     torch.manual_seed(0)
     fit(trainer, GPT2(size, meta=True), batch=args.batch, length=args.seq)
-    seconds = [end - start for start, end in zip(steps.begins, steps.begins[1:], strict=False)]
+    seconds = [end - start for start, end in pairwise(steps.begins)]
     peak = peak_rss_bytes()
     return {
         "peak_rss_bytes": peak,

@@ -23,18 +23,18 @@ import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-
 from contestants import Baton, Contestant, Turn
-from gpt2 import GPT2, SIZES, Size, find_size, fit, make_trainer, num_params
+from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from out_of_core import Workload, make_engine
+
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.ir.trace import Trace
-from out_of_core import Workload, make_engine
 
 PLANS = ("resident", "host", "disk")
 PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
@@ -47,7 +47,7 @@ class NoUpdate(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
 
 
@@ -89,7 +89,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
     )
 
     def drain() -> None:
-        session = strategy.session
+        session: Any = strategy.session
         for part in (part for block in session.blocks for part in block.parts):
             session.store.barrier(part)
 
@@ -215,7 +215,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
     parser.add_argument("--plans", type=plans, default=PLANS, help="comma-separated")
     parser.add_argument("--peer", choices=("deepspeed",))
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free for 124 M")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
     parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")
     parser.add_argument("--trace", type=Path, help="write Chrome traces to FILE-<plan> and print busy seconds; costs a little")
     parser.add_argument("--io-backend", choices=("auto", "io_uring", "pool"), default="auto")
@@ -229,7 +229,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.size: Size = find_size(args.model, args.layers)
+    args.size = find_size(args.model, args.layers)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hetero-benchmark-") as directory:
         args.directory = Path(directory)
         turns, results = compete(args)

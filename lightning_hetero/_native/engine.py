@@ -84,13 +84,14 @@ class Ticket:
     Thread-safe. Dropping a ticket never stops its task.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_keep", "block", "id")
+    __slots__ = ("__weakref__", "_engine", "_gradients", "_keep", "block", "id")
 
     def __init__(self, engine: Engine, identifier: int, *, block: Block | None, keep: object) -> None:
         self._engine: Engine | None = engine
         self.id = identifier
         self.block = block
         self._keep: list[object] = [block, keep]
+        self._gradients: object = None  # of an update; once it is READY the kernels have read them
 
     def wait(self, what: int = DONE, timeout: float | None = None) -> None:
         """Blocks until the task is ``READY`` or ``DONE``; Ctrl-C is noticed meanwhile.
@@ -114,15 +115,13 @@ class Ticket:
                 break
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
-        if code < 0 or what == DONE:
-            self._keep.clear()  # a failed task, too, has drained its transfers before it reports
+        self._let_go(DONE if code < 0 else what)  # a failed task, too, has drained its transfers before it reports
         check(code)
 
     def poll(self) -> int:
         """0, ``READY`` or ``DONE``, at once; raises the task's error."""
         reached = check(functions()["poll"](self._live().pointer, self.id))
-        if reached == DONE:
-            self._keep.clear()
+        self._let_go(reached)
         return reached
 
     def times(self) -> TicketTimes:
@@ -135,10 +134,16 @@ class Ticket:
         """Lets the engine forget the task once it is done; a second call does nothing."""
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None and engine.is_open:
-            engine.retire(self.id, self._keep)
+            engine.retire(self.id, [*self._keep, self._gradients])
 
     def __del__(self) -> None:
         self.release()
+
+    def _let_go(self, reached: int) -> None:
+        if reached >= READY:
+            self._gradients = None
+        if reached == DONE:
+            self._keep.clear()
 
     def _live(self) -> Engine:
         if self._engine is None or not self._engine.is_open:
@@ -247,7 +252,7 @@ class Engine(Handle):
             grad_scale: Factor on all gradients, applied in fp32.
             step: Stamp of the slot written, at least 1.
             priority: Replaces the open's.
-            keep: What must live until the task is done: the gradients.
+            keep: What must live until the task is READY: the gradients.
 
         Raises:
             ConfigError: a segment leaves the block, overlaps another, or its gradient is misaligned.
@@ -257,7 +262,7 @@ class Engine(Handle):
         segments_c = _segments_as_c(segments, ticket.block.geometry.num_elements, len(hypers))
         hypers_c = (CHyper * len(hypers))(*(CHyper(*hyper) for hyper in hypers))
         call = functions()["arm_update"]
-        ticket._keep.append(keep)
+        ticket._gradients = keep
         counts = (len(segments), hypers_c, len(hypers))
         check(call(self.pointer, ticket.id, segments_c, *counts, grad_scale, step, priority))
 

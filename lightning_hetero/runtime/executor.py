@@ -23,6 +23,7 @@ from lightning_hetero.ir.plan import Plan, UpdateLane
 from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import lower
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
+from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.sources import WeightSource
@@ -74,6 +75,7 @@ class Executor:
         capacity_bytes: Host bytes for weights that live on disk.
         deferred: Updates follow the verdict on all gradients instead of running during backward.
         recorder: Records spans; may be off.
+        heap: Gives free memory back when the process exceeds its budget.
         poison: Fill released memory with NaN instead of only dropping it (tests).
     """
 
@@ -88,6 +90,7 @@ class Executor:
         capacity_bytes: int,
         deferred: bool,
         recorder: Recorder,
+        heap: Heap,
         poison: bool = False,
     ) -> None:
         self.blocks = list(blocks)
@@ -95,6 +98,7 @@ class Executor:
         self.capacity_bytes = capacity_bytes
         self.deferred = deferred
         self.recorder = recorder
+        self.heap = heap
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
@@ -132,6 +136,7 @@ class Executor:
         self._schedule = self._schedule_for(training)
         self.updater.begin_step()
         if training:
+            self.heap.forward_begins()
             for block in self.blocks:
                 block.grads_left = {id(p) for p in block.params() if p.requires_grad}
                 block.early_unsafe = False
@@ -158,6 +163,7 @@ class Executor:
         if block is self._backward_block:
             return
         self._close_backward()
+        self.heap.check()
         with self.recorder.waiting(f"B {block.name}"):
             self._reach(Phase.BACKWARD, block)
         # A ticket holds its gradients until it has been seen to be done.
@@ -169,6 +175,7 @@ class Executor:
         """Backward writes gradients: whatever still reads those of the last step must be over."""
         self._in_backward = True
         self._wait_in_flight()
+        self.heap.backward_begins()
 
     def backward_ends(self) -> None:
         """The last block has been left."""

@@ -61,8 +61,11 @@ class OptimizerBinding:
         for name in ("step", "zero_grad", "load_state_dict"):
             self._replaced[name] = optimizer.__dict__.get(name)
         self._original = {name: getattr(optimizer, name) for name in self._replaced}
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(closure)
+
         ours: dict[str, Callable[..., Any]] = {
-            "step": Optimizer.profile_hook_step(lambda _, closure=None: self._step(closure)),
+            "step": Optimizer.profile_hook_step(step),  # runs the hooks that are registered for a step
             "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
             "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
         }

@@ -27,6 +27,7 @@ from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budget import cache_bytes, check_device, host_needs
 from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import initialize
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
@@ -131,6 +132,8 @@ class Session:
             num_blocks = 8 * len(geometries) + 64  # unfreezing, and state that only its optimizer knows, take more files
             self.store = TierStore(self.options.engine, directory=directory, num_blocks=num_blocks, chunk_bytes_max=chunk)
             self.store.on_patched = self.options.on_patched
+        present = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
+        heap = Heap(self.options.host_memory, present_bytes=present)
         updater = Updater(
             self.store,
             clip_value=rules.clip_value,
@@ -140,7 +143,7 @@ class Session:
         updater.own(self.bindings)
         self.executor = Executor(
             self.blocks, plan=plan, model=model, store=self.store, updater=updater, capacity_bytes=capacity,
-            deferred=bool(rules.deferred), recorder=self.recorder, poison=self.options.poison,
+            deferred=bool(rules.deferred), recorder=self.recorder, heap=heap, poison=self.options.poison,
         )  # fmt: skip
         if not parked or self.bindings:
             self._open(geometries, capacity)

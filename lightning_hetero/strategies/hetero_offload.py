@@ -107,6 +107,7 @@ class HeteroOffload(_Base):
         )
         self.session: Session | None = None
         self._failed = False
+        self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
 
@@ -156,14 +157,12 @@ class HeteroOffload(_Base):
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
         session.start(self.optimizers if fitting else [], rules, default_root=root)
+        if self._waiting_checkpoint is not None:
+            (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
+            self.load_model_state_dict(checkpoint, strict)
 
     def model_to_device(self) -> None:
         """The session has placed the model."""
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights on the meta device get memory only in ``setup``."""
-        return self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -237,7 +236,11 @@ class HeteroOffload(_Base):
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Writes weights through to where they live."""
+        """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
+        assert self.lightning_module is not None
+        if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
+            self._waiting_checkpoint = (checkpoint, strict)
+            return
         super().load_model_state_dict(checkpoint, strict=strict)
         if self.session is not None:
             self.session.commit()

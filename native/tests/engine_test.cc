@@ -248,6 +248,45 @@ TEST(opened_updates_never_starve_an_armed_one) {
   for (TestBlock& block : blocks) block.Close();
 }
 
+// The chunks that an opened update had read are read again, and once more counted.
+TEST(an_armed_update_takes_staging_back_from_an_opened_one) {
+  std::mt19937 random(14);
+  const TempDirectory directory;
+  TestBlock opened, armed;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(2)));
+  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096 * 8, true, true);
+  REQUIRE(opened.Open(run.store, g, &random));
+  REQUIRE(armed.Open(run.store, Geometry(1, HETERO_F32, 4096 * 8, true, true), &random));
+  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 5, 1)));
+  for (const TestBlock* block : {&opened, &armed}) REQUIRE_EQ(run.StoreModel(*block, 1), 0);
+  CHECK_EQ(run.Complete(run.Commit(1)), 0);
+  const int64_t first = run.OpenUpdate(opened, false);
+  const int64_t chunk_bytes = hetero_block_staged_bytes(&g);
+  hetero_times times{};
+  while (times.bytes_read < 3 * chunk_bytes) {
+    std::this_thread::yield();
+    REQUIRE_EQ(hetero_ticket_times(run.engine, first, &times), 0);
+  }
+  const TestGradients gradients = RandomGradients(g.num_elements, 2, &random);
+  const int64_t second = run.OpenUpdate(armed, false);
+  for (const int64_t ticket : {second, first}) {
+    CHECK_EQ(run.Arm(ticket, gradients, 2), 0);
+    CHECK_EQ(run.Wait(ticket), 0);
+  }
+  CHECK_EQ(hetero_ticket_times(run.engine, second, &times), 0);
+  CHECK_EQ(times.bytes_read, 8 * chunk_bytes);
+  CHECK_EQ(hetero_ticket_times(run.engine, first, &times), 0);
+  CHECK_GT(times.bytes_read, 8 * chunk_bytes);
+  for (TestBlock* block : {&opened, &armed}) {
+    ApplyToModel(gradients, block);
+    CHECK(run.Holds(*block));
+  }
+  run.StopEngine();
+  opened.Close();
+  armed.Close();
+}
+
 TEST(a_cancelled_update_leaves_the_block_as_it_was) {
   std::mt19937 random(4);
   const TempDirectory directory;

@@ -32,7 +32,7 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from tests.support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 
 RECIPE = Recipe(steps=2)
 NOBODY = 65534
@@ -226,7 +226,7 @@ import sys
 from pathlib import Path
 import torch
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from tests.support.models import LitModel, Recipe, data, quiet_trainer
+from support.models import LitModel, Recipe, data, quiet_trainer
 
 def waits(module):
     print("held", flush=True)
@@ -274,7 +274,7 @@ NATIVE = """
 import json, os, sys
 from pathlib import Path
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from tests.support.models import LitModel, Recipe, data, quiet_trainer
+from support.models import LitModel, Recipe, data, quiet_trainer
 
 texts = []
 module = LitModel(Recipe())

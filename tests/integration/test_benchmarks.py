@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PACKAGE_ROOT = str(Path(lightning_hetero.__file__).parents[1])
 
 TINY_STEP = ["--model", "tiny", "--seq", "16", "--rounds", "1", "--steps", "1", "--io-blocks", "1", "--io-chunks", "1"]
-RATIOS = ["resident_vs_plain", "host_vs_plain", "disk_vs_limit", "disk_speedup_vs_deepspeed", "host_speedup_vs_deepspeed"]
+DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 
 def run(script: str, *arguments: str | Path, cwd: Path) -> tuple[dict[str, Any], str]:
@@ -51,30 +52,23 @@ def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_step_compares_the_plans_and_leaves_nothing(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+def test_step_compares_the_plans_and_says_what_is_missing(tmp_path: Path) -> None:
+    disk, trace = tmp_path / "disk", tmp_path / "trace.json"
     disk.mkdir()
-    trace = tmp_path / "trace.json"
-    result, output = run("step.py", *TINY_STEP, "--dir", disk, "--trace", trace, cwd=tmp_path)
-    assert result.keys() >= set(RATIOS)
-    assert {"plain", "compute", "resident", "host", "disk", "io"} == result["seconds_per_step"].keys()
+    peer = [] if DEEPSPEED_INSTALLED else ["--peer", "deepspeed"]
+    result, output = run("step.py", *TINY_STEP, *peer, "--dir", disk, "--trace", trace, cwd=tmp_path)
+    assert result["seconds_per_step"].keys() == {"plain", "compute", "resident", "host", "disk", "io"}
     assert all(seconds > 0 for seconds in result["seconds_per_step"].values())
     for key in ("resident_vs_plain", "host_vs_plain", "disk_vs_limit", "bandwidth_bytes_per_s"):
         assert result[key] > 0, key
-    # Adam in fp32: at least weights, exp_avg and exp_avg_sq are written and both moments read in every step.
+    # Adam in fp32: weights and both moments are written, both moments are read.
     assert result["bytes_per_step"] >= 20 * result["parameters"]
     assert json.loads((tmp_path / "trace-disk.json").read_text())["traceEvents"]
     assert "longest waits" in output
+    assert result["disk_speedup_vs_deepspeed"] is None
+    assert result["host_speedup_vs_deepspeed"] is None
+    assert DEEPSPEED_INSTALLED or "deepspeed is not installed" in output
     assert list(disk.iterdir()) == []
-
-
-def test_step_says_why_a_figure_is_missing(tmp_path: Path) -> None:
-    if any((Path(p) / "deepspeed").exists() for p in sys.path):
-        pytest.skip("deepspeed is installed")
-    result, output = run("step.py", *TINY_STEP, "--plans", "host", "--peer", "deepspeed", "--dir", tmp_path, cwd=tmp_path)
-    assert result["host_vs_plain"] > 0
-    assert all(result[key] is None for key in RATIOS if key != "host_vs_plain")
-    assert "deepspeed is not installed" in output
 
 
 def test_larger_than_ram_reports_its_peak_and_cleans_up(tmp_path: Path) -> None:
@@ -91,15 +85,8 @@ def test_larger_than_ram_reports_its_peak_and_cleans_up(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
-    layers = 10_000_000  # petabytes; counted, not built
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "larger_than_ram.py", "--layers", str(layers), "--dir", tmp_path],
-        env=os.environ | {"PYTHONPATH": PACKAGE_ROOT},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 1
-    assert "free; needed:" in done.stderr
+def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    check_space = importlib.import_module("larger_than_ram").check_space
+    with pytest.raises(SystemExit, match="free; needed: 1.0 EiB"):
+        check_space(tmp_path, 1 << 60)

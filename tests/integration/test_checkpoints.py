@@ -13,10 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch.utils.data import DataLoader
-
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.strategies import make_strategy
+from torch.utils.data import DataLoader
 
 KINDS = ["auto", "host", "disk", "tight"]
 OURS = KINDS[1:]

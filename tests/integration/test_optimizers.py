@@ -10,14 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, make_strategy
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.strategies import assert_same_as_plain, make_strategy
 
 KINDS = ["host", "disk", "tight"]
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, fused=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, make_strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.strategies import assert_same_as_plain, make_strategy
 
 KINDS = ["resident", "host", "disk", "tight"]
 TRUE = ["bf16-true", "16-true"]
@@ -35,13 +35,8 @@ def assert_same_as_reference(kind: str, precision: str, factory: Any, folder: Pa
     expected = run(recipe(precision, with_masters(factory), **options), "auto", folder)
     train = partial(run, recipe(precision, factory, **options), tmp_path=folder)
     got = train(make_strategy(kind, train))
-    assert all("master_param" in s for s, p in zip(got.state[0]["state"].values(), trained(got), strict=True) if p.is_floating_point())
+    assert all("master_param" in state for state in got.state[0]["state"].values())
     assert_same(got, expected)
-
-
-def trained(got: Outcome) -> list[Tensor]:
-    frozen = ("model.blocks.1.", "model.head.weight")  # the head is tied to the embedding
-    return [v for n, v in got.weights.items() if not n.startswith(frozen) and not n.endswith("calls")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +103,8 @@ def resume(strategy: Any, folder: Path, epochs: int, path: Path | None, factory:
     module = LitModel(Recipe(optimizer=factory, precision="bf16-true"))
     saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
     trainer = quiet_trainer(
-        strategy=strategy, precision="bf16-true", max_epochs=epochs, default_root_dir=folder, callbacks=[saver], enable_checkpointing=True
+        strategy=strategy, precision="bf16-true", max_epochs=epochs, default_root_dir=folder,
+        enable_checkpointing=True, callbacks=[saver],
     )  # fmt: skip
     batches: DataLoader[Any] = DataLoader(data(3).dataset, batch_size=2)
     trainer.fit(module, batches, ckpt_path=path, weights_only=None if path is None else True)

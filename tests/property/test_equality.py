@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from tests.support.models import Recipe, Shape, assert_same, run
+from support.models import Recipe, Shape, assert_same, run
 
 SHAPES = st.builds(
     Shape,

@@ -70,10 +70,8 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position
         for block in self.blocks:
-            if self.shape.recompute:
-                x = checkpoint(block, x, use_reentrant=self.shape.recompute == "reentrant")
-            else:
-                x = block(x)
+            reentrant = self.shape.recompute == "reentrant"
+            x = checkpoint(block, x, use_reentrant=reentrant) if self.shape.recompute else block(x)
         if self.shape.shared:
             x = self.blocks[0](x)
         return self.head(self.norm(x))

@@ -1,0 +1,170 @@
+"""Manual optimization: one step per backward, with one optimizer and with several, equals plain Lightning bit for bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+KINDS = ["host", "disk", "tight"]
+
+
+class Manual(LitModel):
+    """The loop as the documentation of Lightning writes it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses += [loss.detach().clone(), self.model.blocks[0].up.weight.grad.norm()]
+        optimizer.step()
+
+
+class ManualWithClosure(Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            self.losses.append(loss.detach().clone())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+class ManualClipping(Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.losses.append(loss.detach().clone())
+
+
+class ManualAccumulation(Manual):
+    """Two backwards a step, ``zero_grad(set_to_none=False)``, a scheduler stepped by hand."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) / 2
+        self.manual_backward(loss)
+        self.losses.append(loss.detach().clone())
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            self.lr_schedulers().step()
+
+
+class ManualTwice(Manual):
+    """Two steps in one batch, the second on gradients that were scaled in place in between."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach().clone())
+        for p in self.parameters():
+            p.grad.mul_(-0.5)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("module_class", [Manual, ManualWithClosure, ManualClipping, ManualAccumulation, ManualTwice])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_optimizer(kind: str, module_class: Any, tmp_path: Path) -> None:
+    recipe = Recipe(shape=Shape(tied=True), steps=4)
+    assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path, module_class=module_class))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sgd(kind: str, tmp_path: Path) -> None:
+    recipe = Recipe(optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.9), steps=4)
+    assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path, module_class=ManualTwice))
+
+
+class Adversaries(LitModel):
+    """A generator and a discriminator, each a stack of blocks with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe())
+        self.automatic_optimization = False
+        del self.model
+        self.generator = nn.Sequential(nn.Linear(7, 20), *(nn.Sequential(nn.Linear(20, 20), nn.GELU()) for _ in range(3)))
+        self.critic = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.GELU()) for _ in range(3)), nn.Linear(20, 1))
+
+    def configure_optimizers(self) -> Any:
+        generator = torch.optim.AdamW(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9), fused=True)
+        critic = torch.optim.Adam(self.critic.parameters(), lr=3e-3, fused=True)
+        return [generator, critic], []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (tokens,) = batch
+        real = torch.outer(tokens.sum(1), torch.linspace(0, 1, 20)) / 100
+        made = self.generator(tokens[:, :1].float().expand(-1, 7))
+        generator, critic = self.optimizers()
+
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.critic(made)).mean()
+        self.manual_backward(loss)
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+
+        self.toggle_optimizer(critic)
+        verdict = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(made.detach())).mean()
+        self.manual_backward(verdict)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+        self.losses += [loss.detach().clone(), verdict.detach().clone()]
+
+
+class AdversariesWithoutToggle(Adversaries):
+    """One backward through both; gradients of the other optimizer wait for its own step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (tokens,) = batch
+        loss = F.softplus(-self.critic(self.generator(tokens.float()[:, :1].expand(-1, 7)))).mean()
+        generator, critic = self.optimizers()
+        self.manual_backward(loss)
+        if batch_idx % 2 == 0:
+            generator.step()
+            generator.zero_grad()
+        critic.step()
+        critic.zero_grad()
+        self.losses.append(loss.detach().clone())
+
+
+@pytest.mark.parametrize("module_class", [Adversaries, AdversariesWithoutToggle])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_optimizers(kind: str, module_class: Any, tmp_path: Path) -> None:
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = module_class()
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+        trainer.fit(module, data(4))
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, train)
