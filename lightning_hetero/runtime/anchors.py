@@ -9,7 +9,8 @@ without grad during training marks the block, and its update waits for the end o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.store.blocks import Block
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
@@ -47,10 +49,24 @@ def observe(blocks: list[Block], observer: Observer) -> list[RemovableHandle]:
 
 
 def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
-    """Tells the block when the gradient of one of its parameters is complete."""
+    """Tells the block when the gradient of one of its parameters is complete.
+
+    Raises (during backward):
+        OffloadedAccessError: The block's backward ran without its anchor, so it may have read weights that were not there.
+    """
     key = id(param)
+
+    def complete(_: Tensor) -> None:
+        block.grads_left.discard(key)
+        if block.weights_on_disk and not block.uses:
+            raise OffloadedAccessError(
+                f"block {block.name!r} has its weights on disk, and a gradient of them was computed before any output of its forward "
+                f"had one: its forward must have left a tensor that reaches the loss in another way than being returned. Return such "
+                f"tensors (in a tuple, list, dict or dataclass), or keep the block's weights in memory with another plan."
+            )
+
     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = param.register_post_accumulate_grad_hook
-    return register(lambda _: block.grads_left.discard(key))
+    return register(complete)
 
 
 def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
@@ -60,9 +76,9 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         observer.forward_ends(block)
         if not block.spec.pinned and torch.is_grad_enabled():
-            begins = _once(lambda: observer.backward_begins(block))
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
+            begins = _once_per_backward(lambda: observer.backward_begins(block))
+            for leaf in _tensors(output):
+                if leaf.requires_grad:
                     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
                     register(begins)
 
@@ -78,12 +94,23 @@ def _eager(hook: _Hook) -> _Hook:
     return disable(hook)
 
 
-def _once(call: Callable[[], None]) -> Callable[[Tensor], None]:
+def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:
     """Outputs may be many: the first gradient that arrives begins the block's backward."""
-    pending = [call]
+    last = [-1]
 
     def hook(_: Tensor) -> None:
-        if pending:
-            pending.pop()()
+        task: int = torch._C._current_graph_task_id()
+        if task != last[0]:
+            last[0] = task
+            call()
 
     return hook
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors that a forward returned, in containers and dataclasses too."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

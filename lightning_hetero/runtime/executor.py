@@ -112,6 +112,7 @@ class Executor:
         self._in_backward = False
         self._backward_block: Block | None = None
         self._armed: OptimizerBinding | None = None
+        self._held: set[int] = set()
         self._releases: list[Ticket] = []
         self._in_flight: list[Ticket] = []
 
@@ -125,8 +126,9 @@ class Executor:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
         self._learn()
         self._close_backward()
+        self._held.clear()
         for block in self.blocks:
-            while block.uses:  # an exception left it open
+            while block.uses:  # held, or left open by an exception
                 self.shut(block)
         self.updater.cancel_opened(self.blocks)
         self._training = training
@@ -170,6 +172,8 @@ class Executor:
         self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
         self._backward_block = block
         self.open(block)
+        if torch.is_grad_enabled():
+            self.hold(block)
 
     def backward_starts(self) -> None:
         """Backward writes gradients: whatever still reads those of the last step must be over."""
@@ -272,6 +276,15 @@ class Executor:
                 part.dirty |= part.versions != sum(p._version for p in part.params)
             self.hide(block)
 
+    def hold(self, block: Block) -> None:
+        """Keeps the block open for the rest of the batch: a graph that no anchor announces holds its weights.
+
+        Such are a graph of gradients (``create_graph=True``), and one that was built with :meth:`Session.materialized` weights.
+        """
+        if block.index not in self._held:
+            self._held.add(block.index)
+            self.open(block)
+
     def _close_backward(self) -> None:
         if self._backward_block is not None:
             block, self._backward_block = self._backward_block, None
@@ -298,17 +311,17 @@ class Executor:
         if not block.resident or block.uses or not block.weights_on_disk:
             return []
         self.updater.cancel_opened([block])
-        if self._poison:
-            self._fill_with_nan(block)
         block.resident = False
         tickets = [self.store.release(p, priority=_FETCH) for p in block.parts if p.native is not None]
+        if self._poison:
+            self._fill_with_nan(block, tickets)
         self._releases = [t for t in self._releases if not t.poll()] + tickets
         return self.recorder.watch("RELEASE", block.name, tickets)
 
-    def _fill_with_nan(self, block: Block) -> None:
+    def _fill_with_nan(self, block: Block, released: Sequence[Ticket]) -> None:
+        for ticket in released:
+            ticket.wait()
         for part in block.parts:
-            self.store.flush(part)
-            self.store.barrier(part)
             for i, param in enumerate(part.params):
                 if param.is_floating_point():
                     part.memory(i).fill_(float("nan"))

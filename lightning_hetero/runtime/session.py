@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +33,7 @@ from lightning_hetero.runtime.initialize import initialize
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
-from lightning_hetero.store.blocks import Block, Part, bind
+from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.partition import BlockCls, partition
 from lightning_hetero.store.tiers import EngineOptions, TierStore, chunk_bytes, geometry_of, staging_bytes
@@ -95,7 +96,8 @@ class Session:
         self.recorder = Recorder(enabled=options.trace)
         self._handles: list[RemovableHandle] = []
         specs = partition(root, options.block_cls)
-        self._unset = {s.name for s in specs if any(p.is_meta for p in s.params.values())}
+        self._made_on_meta = frozenset(s.name for s in specs if any(p.is_meta for p in s.params.values()))
+        self._unset = set(self._made_on_meta)
         self.blocks: list[Block] = bind(root, specs)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
@@ -125,7 +127,7 @@ class Session:
             block.plan = placed
         geometries = self._geometries(owners)
         parked = self.store is not None
-        chunk = self.store.chunk_bytes_max if self.store else max([chunk_bytes(g) for g in geometries.values()], default=64 * 1024)
+        chunk = self.store.chunk_bytes_max if self.store else self._chunk_bytes()
         capacity = self._capacity(plan, model, rules, chunk)
         if self.store is None:
             directory = self._directory(plan, geometries, default_root)
@@ -217,6 +219,15 @@ class Session:
         free = psutil.virtual_memory().available + needs.weights + (0 if self._unset else needs.all_cached)
         return cache_bytes(plan, needs, host_memory=free, source="the machine's free memory")
 
+    def _chunk_bytes(self) -> int:
+        """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""
+        chunks = [64 * 1024]
+        for part in [part for block in self.blocks for part in block.parts]:
+            trained = len(adam.state_names(part.dtype)) if part.dtype in adam.DTYPES else 0
+            for num_state in {0, trained}:
+                chunks.append(chunk_bytes(geometry_of(part, 0, num_state=num_state, weights=Tier.DISK, state=Tier.DISK)))
+        return max(chunks)
+
     def _directory(self, plan: Plan, geometries: dict[Part, BlockGeometry], default_root: Path) -> StoreDirectory | None:
         placements = {t for p in plan.blocks for t in (p.weights, p.state)}
         if Tier.DISK not in placements:
@@ -253,11 +264,7 @@ class Session:
                 initialize(block)
             self.executor.bring(block)  # a parked model's weights are on disk
             for part in block.parts:
-                if part.native is not None:
-                    self.store.discard(part)
-                if part in geometries:
-                    self.store.open(part, replace(geometries[part], id=self.store.next_id()))
-                    self.store.flush(part)
+                self._open_part(part, geometries.get(part))
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
                 self.executor.hide(block)
@@ -268,6 +275,19 @@ class Session:
                     for part in block.parts:
                         self.store.barrier(part)
         self._unset = set()
+
+    def _open_part(self, part: Part, geometry: BlockGeometry | None) -> None:
+        """Opens the part with its weights as they are in memory and no state."""
+        assert self.store is not None
+        if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
+            self.store.reset(part)
+        else:
+            if part.native is not None:
+                self.store.discard(part)
+            if geometry is not None:
+                self.store.open(part, replace(geometry, id=self.store.next_id()))
+        if part.native is not None:
+            self.store.flush(part)
 
     def _announce(self, plan: Plan, rules: StepRules, capacity: int) -> None:
         on_disk = sum(b.weights_on_disk for b in self.blocks)
@@ -329,6 +349,8 @@ class Session:
                 self.executor.bring(block)
                 self.executor.open(block)
                 opened.append(block)
+                if torch.is_grad_enabled():
+                    self.executor.hold(block)
             yield
         finally:
             for block in opened:
@@ -365,11 +387,10 @@ class Session:
 
     # ---- stop ---------------------------------------------------------------------------------------------------------------
 
-    def stop(self, *, park: bool = True) -> bool:
+    def stop(self) -> bool:
         """Finishes updates, brings weights and optimizer state back into ordinary memory, closes and removes the files.
 
-        Args:
-            park: Where that does not fit the budget, leave everything where it is, readable through the door.
+        Where that does not fit the budget, everything stays where it is, readable through the door.
 
         Returns:
             Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
@@ -381,12 +402,13 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if park and not self._fits_memory():
+        if self._started and not self._fits_memory():
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
         for block in self.blocks:
-            self.executor.bring(block, force=True)
+            if self._started or block.name not in self._made_on_meta:
+                self.executor.bring(block, force=True)
             self._restore(block)
         for binding in self.bindings:
             binding.unbind()
@@ -407,8 +429,7 @@ class Session:
         self._handles = []
         for binding in self.bindings:
             binding.unbind(read=False)
-        if self.store is not None:
-            self._close()
+        self._close()
 
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""
@@ -419,19 +440,21 @@ class Session:
         return need <= (psutil.virtual_memory().available * 3 // 4 if budget is None else budget)
 
     def _restore(self, block: Block) -> None:
-        assert self.executor is not None
-        for part in block.parts:
-            self.executor.settle(part)
         for param in block.params():
             if type(param) is OffloadedParameter:
                 restore(param)
 
     def _close(self) -> None:
-        assert self.store is not None
-        self._final_report = self.memory_report()
-        self.recorder.close()
-        store, self.store = self.store, None
-        store.close(self.blocks, remove=None if self._started else True)  # of a refused start nothing is left
+        """Of a refused start nothing is left: no files, and no memory that was never initialized."""
+        if self.store is not None:
+            self._final_report = self.memory_report()
+            self.recorder.close()
+            store, self.store = self.store, None
+            store.close(self.blocks, remove=None if self._started else True)
+        if not self._started:
+            for block in [b for b in self.blocks if b.name in self._made_on_meta]:
+                self._restore(block)
+                back_to_meta(self.root, block)
 
 
 def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:

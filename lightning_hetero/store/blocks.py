@@ -175,8 +175,16 @@ def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dty
     return part
 
 
-def _replace_everywhere(root: nn.Module, old: nn.Parameter, memory: Tensor) -> nn.Parameter:
-    new = nn.Parameter(memory, requires_grad=old.requires_grad)
+def back_to_meta(root: nn.Module, block: Block) -> None:
+    """Undoes :func:`bind` for a block whose parameters were on the meta device and never got content."""
+    for part in block.parts:
+        for i, param in enumerate(part.params):
+            if not param.is_meta:
+                part.params[i] = _replace_everywhere(root, param, torch.empty_like(param, device="meta"))
+
+
+def _replace_everywhere(root: nn.Module, old: nn.Parameter, data: Tensor) -> nn.Parameter:
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for owner in root.modules():
         for key, param in owner._parameters.items():

@@ -10,6 +10,7 @@ Between two commits a part is rewritten at most once, so whoever wants to write 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -165,6 +166,17 @@ class TierStore:
         if part.on_disk and self.directory is not None:
             self.directory.remove_block(identifier)
         self._forget(part)
+
+    def reset(self, part: Part) -> None:
+        """Gives up a part's state; the weights are in memory, and are written anew by the next :meth:`flush`."""
+        assert part.native is not None
+        self.barrier(part)
+        for array in range(part.native.geometry.num_state):
+            address = part.native.state_address(array)
+            if address is not None:
+                ctypes.memset(address, 0, 4 * part.native.geometry.num_elements)
+        part.stepped = False
+        part.dirty = part.on_disk or _has_master(part)
 
     def stats(self) -> EngineStats:
         """Counters of the engine since the start."""

@@ -287,7 +287,7 @@ class HeteroOffload(_Base):
         """Gives the model back, or leaves it on disk where it does not fit."""
         if self.session is not None:
             try:
-                parked = self.session.stop(park=not self._failed)
+                parked = self.session.stop()
             except HeteroError:
                 if not self._failed:
                     raise

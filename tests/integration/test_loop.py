@@ -58,6 +58,15 @@ class Penalized(LitModel):
         return loss + 0.1 * slope.square().sum() + 0.01 * weight.square().sum()
 
 
+class GradientPenalty(LitModel):
+    """Differentiates a gradient that went through the blocks: their weights are read once more, in another order."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        (slope,) = torch.autograd.grad(loss, self.model.position, create_graph=True)
+        return loss + slope.square().sum()
+
+
 class OwnBackward(LitModel):
     """Overrides ``backward``: twice through one graph."""
 
@@ -88,17 +97,21 @@ class OwnZeroGrad(LitModel):
         optimizer.zero_grad(set_to_none=False)
 
 
+def clamp_gradient(param: Tensor) -> None:
+    param.grad.clamp_(-1e-3, 1e-3)
+
+
 class HookedParameter(LitModel):
     """Hooks on parameters change gradients as they are accumulated."""
 
     def on_fit_start(self) -> None:
         for p in self.model.blocks.parameters():
             p.register_hook(lambda grad: 0.5 * grad)
-        self.model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+        self.model.blocks[0].up.weight.register_post_accumulate_grad_hook(clamp_gradient)
 
 
 MODULES = [
-    Skipping, ReturningDict, SometimesUnused, Penalized, OwnBackward, OwnClipping, OwnOptimizerStep, OwnZeroGrad, HookedParameter,
+    Skipping, ReturningDict, SometimesUnused, Penalized, GradientPenalty, OwnBackward, OwnClipping, OwnOptimizerStep, OwnZeroGrad, HookedParameter,
 ]  # fmt: skip
 
 

@@ -1,0 +1,208 @@
+"""After training, a model that does not fit its budget stays where it is, and everything goes on working."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.runtime.door import OffloadedParameter
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from tests.support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+
+RECIPE = Recipe(steps=2, shape=Shape(layers=24, width=32))
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="model.blocks.[02]", weights=Tier.DISK, state=Tier.HOST),
+        BlockPlan(name="model.blocks.1", weights=Tier.HOST, state=Tier.DISK),
+        BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK),
+        BlockPlan(name="*"),
+    ),
+)
+
+
+@pytest.fixture(params=["disk", MIXED], ids=["disk", "mixed"])
+def plan(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def module_of(recipe: Recipe) -> LitModel:
+    torch.manual_seed(7)
+    return LitModel(recipe)
+
+
+def trainer_of(strategy: Any, root: Path, **options: Any) -> pl.Trainer:
+    return quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=root, limit_val_batches=2, **options)
+
+
+def smallest(plan: Any, recipe: Recipe, root: Path) -> int:
+    """The least budget that the refusal names: far less than weights and state."""
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        trainer_of(HeteroOffloadStrategy(plan=plan, host_memory=1), root, precision=recipe.precision).fit(module_of(recipe), data())
+    return refusal.value.needed_bytes
+
+
+def fitted(strategy: Any, root: Path, recipe: Recipe = RECIPE, **options: Any) -> tuple[pl.Trainer, LitModel]:
+    module = module_of(recipe)
+    trainer = trainer_of(strategy, root, precision=recipe.precision, **options)
+    torch.manual_seed(11)
+    trainer.fit(module, data())
+    return trainer, module
+
+
+def again(trainer: pl.Trainer, module: LitModel) -> None:
+    """Another two steps, with a fresh optimizer as ever."""
+    trainer.fit_loop.epoch_loop.max_steps += 2
+    torch.manual_seed(13)
+    trainer.fit(module, data(seed=3))
+
+
+def parked(plan: Any, root: Path, recipe: Recipe = RECIPE, **options: Any) -> tuple[pl.Trainer, LitModel]:
+    strategy = HeteroOffloadStrategy(plan=plan, host_memory=smallest(plan, recipe, root), **options)
+    trainer, module = fitted(strategy, root, recipe)
+    assert any(type(p) is OffloadedParameter for p in module.parameters())
+    return trainer, module
+
+
+def same_tensors(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name].clone(), value), name
+
+
+def test_weights_and_state_are_read_where_they_are(plan: Any, tmp_path: Path) -> None:
+    plain = outcome(*fitted("auto", tmp_path))
+    trainer, module = parked(plan, tmp_path)
+    assert_same(outcome(trainer, module), plain)
+    for name, param in module.named_parameters():
+        with torch.no_grad():
+            assert torch.equal(param * 1, plain.weights[name])
+
+
+def test_a_checkpoint_is_saved_and_plain_lightning_resumes_it(plan: Any, tmp_path: Path) -> None:
+    fitted("auto", tmp_path)[0].save_checkpoint(tmp_path / "plain.ckpt")
+    parked(plan, tmp_path)[0].save_checkpoint(tmp_path / "parked.ckpt")
+    ours, plain = (torch.load(tmp_path / name, weights_only=False) for name in ("parked.ckpt", "plain.ckpt"))
+    same_tensors(ours["state_dict"], plain["state_dict"])
+    outcomes = []
+    for name in ("plain.ckpt", "parked.ckpt"):
+        module = module_of(RECIPE)
+        trainer = trainer_of("auto", tmp_path)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module, data(), ckpt_path=tmp_path / name)
+        outcomes.append(outcome(trainer, module))
+    assert_same(outcomes[1], outcomes[0])
+
+
+def test_it_is_validated_tested_and_saved_again(plan: Any, tmp_path: Path) -> None:
+    losses = []
+    for trainer, module in (fitted("auto", tmp_path), parked(plan, tmp_path)):
+        module.losses.clear()
+        trainer.validate(module, data(2, seed=1), verbose=False)
+        trainer.validate(module, data(2, seed=1), verbose=False)
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        losses.append(module.losses)
+    assert len(losses[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.parametrize("between", [lambda t, m: None, lambda t, m: t.validate(m, data(2, seed=1), verbose=False)])
+def test_it_is_trained_further(plan: Any, tmp_path: Path, between: Callable[[pl.Trainer, LitModel], Any]) -> None:
+    outcomes = []
+    for trainer, module in (fitted("auto", tmp_path), parked(plan, tmp_path)):
+        for _ in range(2):
+            between(trainer, module)
+            again(trainer, module)
+        outcomes.append(outcome(trainer, module))
+    assert_same(outcomes[1], outcomes[0])
+
+
+def test_it_is_trained_further_with_masters(plan: Any, tmp_path: Path) -> None:
+    """The masters start anew from the 16-bit weights, as those of a new process would."""
+    recipe = Recipe(steps=2, shape=RECIPE.shape, precision="bf16-true")
+    expected = []
+    for budget in (None, smallest(plan, recipe, tmp_path)):
+        trainer, module = fitted(HeteroOffloadStrategy(plan=plan, host_memory=budget), tmp_path, recipe)
+        again(trainer, module)
+        expected.append(outcome(trainer, module))
+    assert_same(expected[1], expected[0])
+
+
+def test_training_again_many_times_does_not_use_the_store_up(tmp_path: Path) -> None:
+    trainer, module = parked("disk", tmp_path, Recipe(steps=2, shape=Shape(layers=16)))
+    for _ in range(30):
+        again(trainer, module)
+    assert trainer.global_step == 62
+    (store,) = tmp_path.glob("lightning-hetero-*")
+    blocks = [p for p in store.iterdir() if p.name.startswith("block-")]
+    assert len(blocks) == 2 * len({p.name.split(".")[0] for p in blocks})
+
+
+def test_a_checkpoint_is_loaded_into_it(plan: Any, tmp_path: Path) -> None:
+    fitted("auto", tmp_path)[0].save_checkpoint(tmp_path / "plain.ckpt")
+    expected = None
+    for trainer, module in (fitted("auto", tmp_path), parked(plan, tmp_path)):
+        again(trainer, module)
+        trainer.fit_loop.epoch_loop.max_steps += 2
+        trainer.fit(module, data(seed=5), ckpt_path=tmp_path / "plain.ckpt")
+        expected = expected or outcome(trainer, module)
+        got = outcome(trainer, module)
+    assert expected is not None
+    assert_same(got, expected)
+
+
+def test_a_model_that_is_only_validated_within_its_budget_is_trained_afterwards(tmp_path: Path) -> None:
+    budget = smallest("disk", RECIPE, tmp_path)
+    expected = None
+    for strategy in ("auto", HeteroOffloadStrategy(plan="disk", host_memory=budget)):
+        module, trainer = module_of(RECIPE), trainer_of(strategy, tmp_path)
+        trainer.validate(module, data(2, seed=1), verbose=False)
+        torch.manual_seed(11)
+        trainer.fit(module, data())
+        expected = expected or outcome(trainer, module)
+    assert_same(outcome(trainer, module), expected)
+
+
+def test_an_exception_in_training_does_not_bring_the_model_into_memory(plan: Any, tmp_path: Path) -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise KeyError("the user's own error")
+
+    strategy = HeteroOffloadStrategy(plan=plan, host_memory=smallest(plan, RECIPE, tmp_path))
+    module, trainer = module_of(RECIPE), trainer_of(strategy, tmp_path, callbacks=[Stops()])
+    torch.manual_seed(11)
+    with pytest.raises(KeyError, match="own error"):
+        trainer.fit(module, data())
+    assert any(type(p) is OffloadedParameter for p in module.parameters())
+    plain = module_of(RECIPE)
+    plain_trainer = trainer_of("auto", tmp_path, callbacks=[Stops()])
+    torch.manual_seed(11)
+    with pytest.raises(KeyError):
+        plain_trainer.fit(plain, data())
+    same_tensors(dict(module.state_dict()), dict(plain.state_dict()))
+
+
+def test_the_files_go_with_the_strategy_and_reading_afterwards_is_refused_by_name(tmp_path: Path) -> None:
+    trainer, module = parked("disk", tmp_path)
+    assert list(tmp_path.glob("lightning-hetero-*"))
+    trainer.fit(module_of(Recipe(steps=2)), data())  # another model: the first one's store is closed
+    assert not list(tmp_path.glob("lightning-hetero-*"))
+    with pytest.raises(OffloadedAccessError, match=r"model.blocks.*closed") as caught:
+        module.state_dict()["model.blocks.0.up.weight"].clone()
+    assert "checkpoint" in str(caught.value)
+
+
+def test_files_of_a_parked_model_go_when_nobody_holds_it(tmp_path: Path) -> None:
+    trainer, module = parked("disk", tmp_path)
+    assert list(tmp_path.glob("lightning-hetero-*"))
+    del trainer, module
+    gc.collect()
+    assert not list(tmp_path.glob("lightning-hetero-*"))
