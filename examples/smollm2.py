@@ -5,6 +5,7 @@ Nothing here knows where weights and optimizer state live; that is the strategy'
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -39,6 +40,7 @@ def pretrained_folder() -> Path:
     return Path(spec.origin).parent
 
 
+@functools.cache
 def load_tokenizer(size: Size) -> PreTrainedTokenizerBase:
     """SmolLM2's tokenizer, or for "tiny" one that maps bytes to ids and needs no file."""
     return ByT5Tokenizer() if size == "tiny" else AutoTokenizer.from_pretrained(pretrained_folder(), gguf_file=GGUF)

@@ -249,7 +249,8 @@ class Executor:
         """Runs one op; an op that reality has overtaken does nothing."""
         match op.kind, op.payload:
             case OpKind.FETCH, Payload.WEIGHTS:
-                return self._fetch(self.blocks[op.block], [])
+                block = self.blocks[op.block]
+                return self._fetch(block, []) if self._fits(block) else []
             case OpKind.FETCH, Payload.STATE:
                 return self.updater.open(self.blocks[op.block])
             case OpKind.RELEASE, _:
@@ -348,10 +349,14 @@ class Executor:
     def _prefetch_next(self, block: Block) -> None:
         following = [b for b in self.blocks[block.index + 1 :] if b.weights_on_disk][:1]
         for b in following:
-            size = self.model.blocks[b.index].weight_bytes
-            used = sum(self.model.blocks[o.index].weight_bytes for o in self.blocks if o.resident and o.weights_on_disk)
-            if not b.resident and used + size <= self.capacity_bytes:
+            if self._fits(b):
                 self._fetch(b, [])
+
+    def _fits(self, block: Block) -> bool:
+        """Whether the block's weights fit beside those that are in memory."""
+        sizes = self.model.blocks
+        used = sum(sizes[b.index].weight_bytes for b in self.blocks if b.resident and b.weights_on_disk)
+        return used + sizes[block.index].weight_bytes <= self.capacity_bytes
 
     def bring(self, block: Block, *, force: bool = False) -> None:
         """Weights into memory, now; ``force`` goes beyond the budget."""

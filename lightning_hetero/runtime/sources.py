@@ -48,6 +48,7 @@ class WeightSource:
         self.settle(self.part)
         if self.part.block.resident:
             return self.part.memory(self.index).clone()
+        self.store.check_open(self.part, self.name)
         out = torch.empty(self.part.params[self.index].numel(), dtype=self.dtype)
         self.store.read(self.part, WEIGHTS, self.index, out)
         return self.part.shaped(self.index, out)
@@ -56,9 +57,12 @@ class WeightSource:
         """Replaces the content."""
         self.settle(self.part)
         if self.part.block.resident:
+            if self.part.block.weights_on_disk:
+                self.store.barrier(self.part)  # the last update's write may still read this memory
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
         else:
+            self.store.check_open(self.part, self.name)
             self.store.patch(self.part, self.index, self.part.flat(self.index, value, self.dtype))
 
 
@@ -89,6 +93,7 @@ class StateSource:
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
+        self.store.check_open(self.part, self.name)
         out = torch.empty(self.part.params[self.index].numel(), dtype=torch.float32)
         self.store.read(self.part, self.array, self.index, out)
         return self.part.shaped(self.index, out)
@@ -112,6 +117,7 @@ class BlobSource:
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
+        self.store.check_open(self.part, self.name)
         out = torch.empty(self.shape, dtype=self.dtype)
         self.store.read(self.part, WEIGHTS, self.index, out.view(-1).view(torch.uint8))
         return out

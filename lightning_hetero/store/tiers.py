@@ -10,7 +10,6 @@ Between two commits a part is rewritten at most once, so whoever wants to write 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Engine, EngineStats, Hyper, Patch, Segment, Store, Ticket
+from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.directory import StoreDirectory
@@ -170,13 +170,13 @@ class TierStore:
     def reset(self, part: Part) -> None:
         """Gives up a part's state; the weights are in memory, and are written anew by the next :meth:`flush`."""
         assert part.native is not None
-        self.barrier(part)
-        for array in range(part.native.geometry.num_state):
-            address = part.native.state_address(array)
-            if address is not None:
-                ctypes.memset(address, 0, 4 * part.native.geometry.num_elements)
-        part.stepped = False
-        part.dirty = part.on_disk or _has_master(part)
+        self.flush(part)
+        geometry = part.native.geometry
+        zeros = torch.zeros(geometry.num_elements)  # shared pages of zeros: nothing is written to them
+        runs = [(array, 0, zeros) for array in range(geometry.num_state)]
+        if part.stepped:
+            self._write(part, runs, from_memory=False, state=True).wait()
+        part.dirty = _weights_on_file(part) or _has_master(part)
 
     def stats(self) -> EngineStats:
         """Counters of the engine since the start."""
@@ -209,6 +209,18 @@ class TierStore:
         part.on_disk = part.stepped = part.dirty = part.uncommitted = False
         part.patches.clear()
         self._patched.pop(part, None)
+
+    def check_open(self, part: Part, name: str) -> None:
+        """Refuses to read or write what is in no memory any more.
+
+        Raises:
+            OffloadedAccessError: The store was closed: an error stopped it, or another model took its place.
+        """
+        if part.native is None:
+            raise OffloadedAccessError(
+                f"{name!r} was on disk, and its store has been closed: by an error, or because the strategy went on to another model. "
+                f"Load a checkpoint; next time save one before."
+            )
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 

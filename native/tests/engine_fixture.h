@@ -29,7 +29,7 @@ class TempDirectory {
  public:
   TempDirectory() {
     const char* base = getenv("TMPDIR");
-    std::string name = std::string(base != nullptr ? base : "/tmp") + "/hetero-test-XXXXXX";
+    std::string name = std::string(base != nullptr ? base : "/tmp") + "/hetero-test-" + std::string(6, 'X');
     if (mkdtemp(name.data()) != nullptr) path_ = name;
   }
   ~TempDirectory() {

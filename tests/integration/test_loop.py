@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain
 from torch import Tensor, nn
+
+from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
 
 KINDS = ["host", "disk", "tight"]
 
@@ -111,7 +114,7 @@ class HookedParameter(LitModel):
 
 
 MODULES = [
-    Skipping, ReturningDict, SometimesUnused, Penalized, GradientPenalty, OwnBackward, OwnClipping, OwnOptimizerStep, OwnZeroGrad, HookedParameter,
+    Skipping, ReturningDict, SometimesUnused, Penalized, OwnBackward, OwnClipping, OwnOptimizerStep, OwnZeroGrad, HookedParameter,
 ]  # fmt: skip
 
 
@@ -120,6 +123,66 @@ MODULES = [
 def test_modules_that_change_the_loop(kind: str, module_class: Any, tmp_path: Path) -> None:
     train = partial(run, Recipe(steps=4), tmp_path=tmp_path, module_class=module_class, max_epochs=1)
     assert_same_as_plain(kind, train)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_gradients_of_gradients(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=GradientPenalty))
+
+
+def test_gradients_of_gradients_need_all_their_blocks_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemoryBudgetError, match=r"blocks in use at the same time .* Raise host_memory"):
+        assert_same_as_plain("tight", partial(run, Recipe(), tmp_path=tmp_path, module_class=GradientPenalty))
+
+
+class Aside(nn.Module):
+    """A block that hands a second tensor over by leaving it on the module, or by returning it in a dataclass."""
+
+    def __init__(self, returned: bool) -> None:
+        super().__init__()
+        self.linear, self.router, self.returned = nn.Linear(9, 9), nn.Linear(9, 2), returned
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + self.linear(x).relu()
+        self.aside = self.router(y).square().mean()
+        return Pair(y, self.aside) if self.returned else y
+
+
+@dataclass
+class Pair:
+    y: Tensor
+    loss: Tensor
+
+
+class Routed(LitModel):
+    returned = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model = nn.ModuleList(Aside(self.returned) for _ in range(3))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, aside = torch.nn.functional.one_hot(batch[0] % 9, 9).float(), torch.zeros(())
+        for block in self.model:
+            out = block(x)
+            x = out.y if self.returned else out
+            aside = aside + (out.loss if self.returned else block.aside)
+        return x.square().mean() + aside
+
+
+class Unreturned(Routed):
+    returned = False
+
+
+@pytest.mark.parametrize("kind", ["disk", "tight"])
+def test_outputs_may_be_dataclasses(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=Routed))
+
+
+@pytest.mark.parametrize("kind", ["disk", "tight"])
+def test_a_backward_that_is_not_announced_is_an_error_not_a_wrong_gradient(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(OffloadedAccessError, match=r"block 'model.\d' .* Return such tensors"):
+        assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=Unreturned))
 
 
 class Reading(pl.Callback):

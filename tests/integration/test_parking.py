@@ -137,10 +137,10 @@ def test_it_is_trained_further_with_masters(plan: Any, tmp_path: Path) -> None:
 
 
 def test_training_again_many_times_does_not_use_the_store_up(tmp_path: Path) -> None:
-    trainer, module = parked("disk", tmp_path, Recipe(steps=2, shape=Shape(layers=16)))
-    for _ in range(30):
+    trainer, module = parked("disk", tmp_path)
+    for _ in range(12):
         again(trainer, module)
-    assert trainer.global_step == 62
+    assert trainer.global_step == 26
     (store,) = tmp_path.glob("lightning-hetero-*")
     blocks = [p for p in store.iterdir() if p.name.startswith("block-")]
     assert len(blocks) == 2 * len({p.name.split(".")[0] for p in blocks})
@@ -195,9 +195,14 @@ def test_the_files_go_with_the_strategy_and_reading_afterwards_is_refused_by_nam
     assert list(tmp_path.glob("lightning-hetero-*"))
     trainer.fit(module_of(Recipe(steps=2)), data())  # another model: the first one's store is closed
     assert not list(tmp_path.glob("lightning-hetero-*"))
-    with pytest.raises(OffloadedAccessError, match=r"model.blocks.*closed") as caught:
-        module.state_dict()["model.blocks.0.up.weight"].clone()
-    assert "checkpoint" in str(caught.value)
+    refusals = []
+    for value in module.state_dict().values():
+        try:
+            value.clone()
+        except OffloadedAccessError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all("model.blocks." in text and "store has been closed" in text and "checkpoint" in text for text in refusals)
 
 
 def test_files_of_a_parked_model_go_when_nobody_holds_it(tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""Lightning's own callbacks and tuner, and what a user's callback may read, bit for bit as under plain Lightning."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, make_strategy
+from torch import Tensor, nn
+
+KINDS = ["host", "disk", "tight"]
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+class Inspecting(pl.Callback):
+    """Reads weights after every batch, in the ways that people read them."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        seen: list[Tensor] = pl_module.losses
+        seen += [v.clone() for v in pl_module.state_dict().values()]
+        seen += [p.data.sum() for p in pl_module.parameters()]
+        seen += [p.norm() for p in pl_module.parameters()]
+        seen += [p.detach()[..., :1].clone() for p in pl_module.parameters()]
+        seen += [nn.utils.parameters_to_vector(pl_module.parameters())]
+        weight = pl_module.model.blocks[1].up.weight
+        seen += [weight @ weight.T, torch.stack([weight, 2 * weight]), torch.from_numpy(weight.detach().numpy().copy())]
+        seen += [torch.tensor(weight[0].tolist()), torch.tensor(float(weight.max())), torch.nn.functional.linear(weight, weight)]
+
+
+class Writing(pl.Callback):
+    """Changes weights after every batch, in place: the next step starts from them."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        block = pl_module.model.blocks[1]
+        block.up.weight.mul_(0.5)
+        block.down.weight.data.clamp_(-0.1, 0.1)
+        block.norm.bias.copy_(torch.linspace(0, 1, block.norm.bias.numel()))
+        nn.init.constant_(pl_module.model.blocks[0].down.bias, 0.25)
+        pl_module.model.blocks[2].load_state_dict(pl_module.model.blocks[0].state_dict())
+        pl_module.model.embed.weight[3] = 0
+        for p in pl_module.model.norm.parameters():
+            p.data = p.data + 1
+
+
+class Copying(pl.Callback):
+    """Copies the model in the middle of training, and uses the copy."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        twin = copy.deepcopy(pl_module.model)
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        loss = twin(torch.arange(10).view(2, 5)).square().mean()
+        loss.backward()
+        pl_module.losses += [loss.detach(), *(p.grad for p in twin.parameters())]
+
+
+@pytest.mark.parametrize("factory", [None, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("callback", [Inspecting, Writing, Copying])
+@pytest.mark.parametrize("kind", KINDS)
+def test_callbacks_that_touch_weights(kind: str, callback: Any, factory: Any, tmp_path: Path) -> None:
+    recipe = Recipe(shape=Shape(tied=True)) if factory is None else Recipe(shape=Shape(tied=True), optimizer=factory)
+    assert_same_as_plain(kind, lambda strategy: run(recipe, strategy, tmp_path, callbacks=[callback()]))
+
+
+def fit_epochs(strategy: Any, folder: Path, make_callback: Any, *, recipe: Recipe | None = None, epochs: int = 4) -> Outcome:
+    torch.manual_seed(7)
+    module = LitModel(recipe or Recipe())
+    trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, callbacks=[make_callback()], default_root_dir=folder)
+    trainer.fit(module, data(3), data(1))
+    return outcome(trainer, module)
+
+
+@pytest.mark.parametrize("factory", [None, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stochastic_weight_averaging(kind: str, factory: Any, tmp_path: Path) -> None:
+    recipe = Recipe() if factory is None else Recipe(optimizer=factory)
+    make = partial(StochasticWeightAveraging, swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=1)
+    assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make, recipe=recipe))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exponential_moving_average(kind: str, tmp_path: Path) -> None:
+    make = partial(EMAWeightAveraging, decay=0.9)
+    assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pruning(kind: str, tmp_path: Path) -> None:
+    """Pruning replaces parameters by ``weight_orig`` and a mask before training."""
+    make = partial(ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False, make_pruning_permanent=True)
+    assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make, epochs=2))
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the head first, a block from the second epoch on, the rest from the third."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.model.embed, pl_module.model.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.blocks[2], optimizer, lr=1e-3)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([pl_module.model.blocks[:2], pl_module.model.embed], optimizer, lr=5e-4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("factory", [None, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unfreezing_during_training(kind: str, factory: Any, precision: str, tmp_path: Path) -> None:
+    recipe = Recipe() if factory is None else Recipe(optimizer=factory)
+    assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, Unfreezing, recipe=recipe))
+
+
+class Backbone(LitModel):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.blocks
+
+
+@pytest.mark.parametrize("kind", ["host", "tight"])
+def test_backbone_finetuning(kind: str, tmp_path: Path) -> None:
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Backbone(Recipe())
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        trainer = quiet_trainer(strategy=strategy, max_epochs=3, callbacks=[callback], default_root_dir=tmp_path)
+        trainer.fit(module, data(3))
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, train)
+
+
+class Tunable(LitModel):
+    """Has what the tuner turns."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.lr, self.batch_size = 1e-3, 1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(data(8).dataset, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_finder(kind: str, tmp_path: Path) -> None:
+    """It saves a checkpoint, trains, and goes back to the checkpoint; fit then starts where it would have."""
+
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Tunable(Recipe())
+        finder = LearningRateFinder(num_training_steps=12, min_lr=1e-5, max_lr=1e-1)
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, callbacks=[finder], default_root_dir=tmp_path)
+        trainer.fit(module)
+        found = finder.optimal_lr
+        assert found is not None
+        module.losses += [torch.tensor(found.results["loss"]), torch.tensor(module.lr)]
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, train)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tuner(kind: str, tmp_path: Path) -> None:
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Tunable(Recipe())
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path)
+        tuner = Tuner(trainer)
+        found = tuner.lr_find(module, num_training=12, min_lr=1e-5, max_lr=1e-1)
+        tuner.scale_batch_size(module, mode="power", steps_per_trial=2, init_val=2, max_trials=2)
+        assert found is not None
+        assert module.batch_size == 8
+        trainer.fit(module)
+        module.losses += [torch.tensor(found.results["loss"]), torch.tensor(module.lr)]
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, train)
+    assert not [p for p in tmp_path.iterdir() if p.suffix != ".ckpt" and p.name != "lightning_logs"], "leftover files"
+
+
+class GrowingOutOfMemory(Tunable):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_batch_size_scaler_survives_a_batch_that_does_not_fit(kind: str, tmp_path: Path) -> None:
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = GrowingOutOfMemory(Recipe())
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path)
+        Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, init_val=2)
+        assert module.batch_size == 4
+        trainer.fit(module)
+        return outcome(trainer, module)
+
+    expected = train("auto")
+    got = train(make_strategy(kind, train))
+    for a, b in zip(got.weights.values(), expected.weights.values(), strict=True):
+        assert torch.equal(a, b)

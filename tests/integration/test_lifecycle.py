@@ -1,0 +1,255 @@
+"""From one Trainer call to the next: fit, validate, test, predict, fit again, interruptions, errors, and the door to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, least_memory, make_strategy
+from torch import Tensor, nn
+
+from lightning_hetero.errors import OffloadedAccessError
+from lightning_hetero.runtime.door import OffloadedParameter
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+KINDS = ["host", "disk", "tight"]
+DEEP = Shape(layers=24)  # more weights and state than the least budget, so that they stay on disk after fit
+
+
+class Complete(LitModel):
+    """Has every kind of step."""
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(self.loss(batch))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0][:, :-1])
+
+
+def fit_and_evaluate(strategy: Any, folder: Path, shape: Shape) -> Outcome:
+    torch.manual_seed(7)
+    module = Complete(Recipe(shape=shape, validate=True))
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=2, default_root_dir=folder)
+    evaluate = partial(DataOrder, trainer, module)
+    evaluate().validate().predict()
+    trainer.fit(module, data(2), data(1, seed=1))
+    evaluate().validate().test().predict()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data(2), data(1, seed=1))
+    evaluate().predict().test()
+    return outcome(trainer, module)
+
+
+class DataOrder:
+    """Trainer calls on one loader each, chained."""
+
+    def __init__(self, trainer: pl.Trainer, module: Complete) -> None:
+        self.trainer, self.module = trainer, module
+
+    def validate(self) -> DataOrder:
+        self.trainer.validate(self.module, data(1, seed=1), verbose=False)
+        return self
+
+    def test(self) -> DataOrder:
+        self.trainer.test(self.module, data(1, seed=2), verbose=False)
+        return self
+
+    def predict(self) -> DataOrder:
+        self.module.losses += self.trainer.predict(self.module, data(1, seed=3))
+        return self
+
+
+@pytest.mark.parametrize("shape", [Shape(tied=True), DEEP], ids=["small", "deep"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_evaluate_and_fit_again(kind: str, shape: Shape, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(fit_and_evaluate, folder=tmp_path, shape=shape))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_trainer_takes_the_trained_module_over(kind: str, tmp_path: Path) -> None:
+    def train(strategy: Any, then: Callable[[], Any]) -> Outcome:
+        torch.manual_seed(7)
+        module = LitModel(Recipe(shape=DEEP))
+        for chosen in (strategy, then()):
+            trainer = quiet_trainer(strategy=chosen, max_epochs=1, default_root_dir=tmp_path)
+            trainer.fit(module, data(2))
+        return outcome(trainer, module)
+
+    expected = train("auto", lambda: "auto")
+    ours = partial(make_strategy, kind, lambda strategy: run(Recipe(shape=DEEP), strategy, tmp_path))
+    assert_same(train(ours(), ours), expected)
+    assert_same(train(ours(), lambda: "auto"), expected)
+    assert_same(train("auto", ours), expected)
+
+
+def test_a_model_that_does_not_fit_stays_on_disk_and_usable(tmp_path: Path) -> None:
+    """After fit its weights are read through the door: state_dict, checkpoints, another fit."""
+    recipe = Recipe(shape=DEEP, steps=2)
+    budget = least_memory(lambda strategy: run(recipe, strategy, tmp_path))
+    module = LitModel(recipe)
+    trainer = quiet_trainer(strategy=HeteroOffloadStrategy("disk", host_memory=budget), max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(module, data())
+    assert any(type(p) is OffloadedParameter for p in module.parameters())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], value)
+    with pytest.raises(OffloadedAccessError, match="materialize"):
+        module.loss(next(iter(data())))
+    twin = LitModel(recipe)
+    twin.load_state_dict(module.state_dict())
+    twin.loss(next(iter(data()))).backward()
+
+
+def test_a_released_weight_is_read_through_the_door(tmp_path: Path) -> None:
+    """With grad it is refused, because the gradient would be lost, and the refusal names the way."""
+
+    class Regularized(LitModel):
+        how = "plain"
+
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            loss = super().loss(batch)
+            weights = [self.model.blocks[0].up.weight, self.model.blocks[2].down.bias]
+            if self.how == "materialized":
+                with self.trainer.strategy.materialize(weights):
+                    return loss + sum(w.square().sum() for w in weights)
+            return loss + sum(w.square().sum() for w in weights)
+
+    class Materialized(Regularized):
+        how = "materialized"
+
+    recipe = Recipe()
+    expected = run(recipe, "auto", tmp_path, module_class=Regularized)
+    with pytest.raises(OffloadedAccessError, match=r"model.blocks.0.up.weight.*strategy.materialize"):
+        run(recipe, HeteroOffloadStrategy("disk"), tmp_path, module_class=Regularized)
+    assert_same(run(recipe, HeteroOffloadStrategy("disk"), tmp_path, module_class=Materialized), expected)
+    two_of_three = least_memory(lambda strategy: run(recipe, strategy, tmp_path)) + block_bytes(recipe)
+    tight = HeteroOffloadStrategy("disk", host_memory=two_of_three)
+    assert_same(run(recipe, tight, tmp_path, module_class=Materialized), expected)
+
+
+def block_bytes(recipe: Recipe) -> int:
+    """Host memory of one more block, rounded up to pages and a page more for each of its arrays."""
+    return sum(p.numel() * p.itemsize for p in LitModel(recipe).model.blocks[0].parameters()) + 2 * 4096
+
+
+class Failing(LitModel):
+    """Raises in its third step, after or before backward."""
+
+    error: BaseException = ValueError("the user's own")
+    in_backward = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            if not self.in_backward:
+                raise self.error
+            loss.register_hook(self.fail)
+        return loss
+
+    def fail(self, grad: Tensor) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_users_exception_is_raised_as_it_is_and_files_are_removed(kind: str, in_backward: bool, tmp_path: Path) -> None:
+    recipe = Recipe(steps=6)
+    strategy = make_strategy(kind, lambda s: run(recipe, s, tmp_path))
+    left: list[LitModel] = []
+
+    def prepare(module: LitModel) -> None:
+        module.in_backward = in_backward
+        left.append(module)
+
+    with pytest.raises(ValueError, match="^the user's own$") as raised:
+        run(recipe, strategy, tmp_path, module_class=Failing, prepare=prepare)
+    assert raised.value is Failing.error
+    assert list(tmp_path.iterdir()) == []
+    # The model is an ordinary one again, with the weights of the two steps that were complete.
+    expected = run(Recipe(steps=2), "auto", tmp_path)
+    for name, value in left[0].state_dict().items():
+        if not name.endswith("calls"):
+            assert torch.equal(value, expected.weights[name]), name
+    left[0].loss(next(iter(data()))).backward()
+
+
+class Interrupted(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_keyboard_interrupt_leaves_the_model_usable(kind: str, tmp_path: Path) -> None:
+    recipe = Recipe(steps=6)
+    strategy = make_strategy(kind, lambda s: run(recipe, s, tmp_path))
+    left: list[LitModel] = []
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(recipe, strategy, tmp_path, callbacks=[Interrupted()], prepare=left.append)
+    assert list(tmp_path.iterdir()) == []
+    expected = run(Recipe(steps=2), "auto", tmp_path)
+    assert_same(Outcome([], dict(left[0].state_dict()), []), Outcome([], expected.weights, []))
+    assert all(type(p) is nn.Parameter for p in left[0].parameters())
+    left[0].loss(next(iter(data()))).backward()
+
+
+class InterruptedAndSaved(Interrupted):
+    """Saves when it is told of the interruption."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "interrupted.ckpt")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_run_can_be_saved(kind: str, tmp_path: Path) -> None:
+    recipe = Recipe(steps=6)
+    strategy = make_strategy(kind, lambda s: run(recipe, s, tmp_path))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(recipe, strategy, tmp_path, callbacks=[InterruptedAndSaved()])
+    expected = run(Recipe(steps=2), "auto", tmp_path)
+    saved = torch.load(tmp_path / "interrupted.ckpt", weights_only=True)
+    assert_same(Outcome([], saved["state_dict"], saved["optimizer_states"]), Outcome([], expected.weights, expected.state))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_optimizer(kind: str, tmp_path: Path) -> None:
+    class Untrained(LitModel):
+        def configure_optimizers(self) -> None:
+            return None
+
+    assert_same_as_plain(kind, partial(run, Recipe(steps=-1), tmp_path=tmp_path, module_class=Untrained, max_epochs=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_alone(kind: str, tmp_path: Path) -> None:
+    """Without fit there is no optimizer, and nothing is written but weights."""
+
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Complete(Recipe(shape=DEEP))
+        trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, inference_mode=False)
+        DataOrder(trainer, module).validate().test().predict()
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, train)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_dev_run_and_overfit_batches(kind: str, tmp_path: Path) -> None:
+    for options in ({"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 2}):
+
+        def train(strategy: Any, options: dict[str, Any] = options) -> Outcome:
+            torch.manual_seed(7)
+            module = LitModel(Recipe())
+            trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, **options)
+            trainer.fit(module, data(3), data(1))
+            return outcome(trainer, module)
+
+        assert_same_as_plain(kind, train)
