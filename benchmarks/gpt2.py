@@ -33,7 +33,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(layers=3, width=64, heads=2, vocabulary=257, context=64),
+    "tiny": Size(layers=3, width=64, heads=2, vocabulary=257, context=128),
     "gpt2-124m": Size(layers=12, width=768, heads=12),
     "gpt-1.3b": Size(layers=24, width=2048, heads=32, context=2048),
 }
@@ -130,6 +130,8 @@ class RandomTokens(IterableDataset[Tensor]):
     """Without end, one batch of [B, T + 1] random tokens after the other."""
 
     def __init__(self, size: Size, *, batch: int, length: int) -> None:
+        if length > size.context:
+            raise ValueError(f"{length} tokens; allowed: {size.context}, the model's context. Pass a smaller --seq.")
         self.size, self.batch, self.length = size, batch, length
 
     def __iter__(self) -> Iterator[Tensor]:

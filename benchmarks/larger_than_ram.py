@@ -27,6 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from scratch import scratch
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.units import format_bytes
@@ -119,8 +120,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     check_space(args.dir, int(num_params(find_size(args.model, args.layers)) * BYTES_ON_DISK_PER_PARAM))
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hetero-benchmark-") as directory:
-        result = train(args, Path(directory))
+    with scratch(args.dir) as directory:
+        result = train(args, directory)
     print(json.dumps({"benchmark": "larger_than_ram", "model": args.model, "layers": args.layers, **result}))
 
 

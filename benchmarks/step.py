@@ -32,6 +32,7 @@ import torch
 from contestants import Baton, Contestant, Turn
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
 from out_of_core import Workload, make_engine
+from scratch import scratch
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.ir.trace import Trace
@@ -230,8 +231,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.size = find_size(args.model, args.layers)
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hetero-benchmark-") as directory:
-        args.directory = Path(directory)
+    with scratch(args.dir) as args.directory:
         turns, results = compete(args)
     result = {
         "benchmark": "step",

@@ -19,6 +19,7 @@ DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
+MASTERED = (torch.bfloat16, torch.float16)  # dtypes of weights that have an fp32 master
 _PLAIN = {"amsgrad": False, "capturable": False, "differentiable": False}
 
 

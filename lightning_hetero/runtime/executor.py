@@ -125,6 +125,7 @@ class Executor:
     def begin_step(self, *, training: bool) -> None:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
         self._learn()
+        self._in_backward = False
         self._close_backward()
         self._held.clear()
         for block in self.blocks:

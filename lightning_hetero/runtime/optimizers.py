@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
+from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.runtime.door import OffloadedTensor
 from lightning_hetero.runtime.sources import StateSource
 from lightning_hetero.store.blocks import Part
@@ -58,9 +60,24 @@ class OptimizerBinding:
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._store: TierStore | None = None
         self._replaced: dict[str, Any] = {}
+        self._handle: RemovableHandle | None = None
+
+    def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
+        """Says where the parameters live; state that the optimizer already has moves there."""
+        if self.rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params()):
+            self._intercept()
+        self._store = store
+        self._homes = {param: (part, index) for param, part, index in homes}
+        existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
+        if self.rule is Rule.NATIVE and existing:
+            self._import(existing)
+
+    def _intercept(self) -> None:
+        optimizer = self.optimizer
         for name in ("step", "zero_grad", "load_state_dict"):
             self._replaced[name] = optimizer.__dict__.get(name)
         self._original = {name: getattr(optimizer, name) for name in self._replaced}
+
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
 
@@ -74,17 +91,10 @@ class OptimizerBinding:
         vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` keeps the books of torch's schedulers, so they need not wrap it
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
 
-    def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
-        """Says where the parameters live; state that the optimizer already has moves there."""
-        self._store = store
-        self._homes = {param: (part, index) for param, part, index in homes}
-        existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
-        if self.rule is Rule.NATIVE and existing:
-            self._import(existing)
-
     def unbind(self, read: bool = True) -> None:
         """Gives the optimizer back as it was; its state becomes ordinary tensors when ``read``."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         for name, previous in self._replaced.items():
             if previous is None:
                 self.optimizer.__dict__.pop(name, None)

@@ -29,7 +29,7 @@ from lightning_hetero.runtime.budget import cache_bytes, check_device, host_need
 from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
-from lightning_hetero.runtime.initialize import initialize
+from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
@@ -95,9 +95,10 @@ class Session:
         self.bindings: list[OptimizerBinding] = []
         self.recorder = Recorder(enabled=options.trace)
         self._handles: list[RemovableHandle] = []
+        check_initializable(root)
         specs = partition(root, options.block_cls)
-        self._made_on_meta = frozenset(s.name for s in specs if any(p.is_meta for p in s.params.values()))
-        self._unset = set(self._made_on_meta)
+        self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
+        self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
         self.blocks: list[Block] = bind(root, specs)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
@@ -117,14 +118,15 @@ class Session:
             UnsupportedError: An optimizer cannot run out of core.
         """
         self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
-        if any(b.rule is Rule.WHOLE for b in self.bindings):
-            rules = replace(rules, deferred=rules.deferred or "the optimizer is not one of torch.optim", keep_gradients=True)
         owners = {id(p): b for b in self.bindings for p in b.params()}
         model = self.shape(owners)
         plan = self._fitting(self.options.plan(model).resolve(b.name for b in model.blocks), model)
         self._check_rules(plan, owners)
         for block, placed in zip(self.blocks, plan.blocks, strict=True):
             block.plan = placed
+        self._choose_rules(owners)
+        if any(b.rule is Rule.WHOLE for b in self.bindings):
+            rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
         geometries = self._geometries(owners)
         parked = self.store is not None
         chunk = self.store.chunk_bytes_max if self.store else self._chunk_bytes()
@@ -182,6 +184,18 @@ class Session:
         if pinned:
             log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
         return replace(plan, blocks=tuple(replace(p, weights=Tier.HOST) if p.name in pinned else p for p in plan.blocks))
+
+    def _choose_rules(self, owners: dict[int, OptimizerBinding]) -> None:
+        """An optimizer that the engine does not know runs as it always does, unless something of it lives on disk."""
+        for binding in self.bindings:
+            mine = [b for b in self.blocks if any(owners.get(id(p)) is binding for p in b.params())]
+            if binding.rule is Rule.BLOCKWISE and not any(Tier.DISK in (b.plan.weights, b.plan.state) for b in mine):
+                binding.rule = Rule.WHOLE
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything lives on disk."""
+        return self.store is not None and self.store.directory is not None
 
     def _check_rules(self, plan: Plan, owners: dict[int, OptimizerBinding]) -> None:
         for block, placed in zip(self.blocks, plan.blocks, strict=True):
@@ -259,9 +273,9 @@ class Session:
         assert self.store is not None
         assert self.executor is not None
         used = 0
-        for block in self.blocks:
+        for block in in_order_of_construction(self.root, self.blocks):
             if block.name in self._unset:
-                initialize(block)
+                initialize(block, self._made_on_meta)
             self.executor.bring(block)  # a parked model's weights are on disk
             for part in block.parts:
                 self._open_part(part, geometries.get(part))
@@ -274,6 +288,7 @@ class Session:
                     self.executor.release(block)
                     for part in block.parts:
                         self.store.barrier(part)
+        initialize_buffers(self.root)
         self._unset = set()
 
     def _open_part(self, part: Part, geometry: BlockGeometry | None) -> None:
@@ -322,7 +337,7 @@ class Session:
                     num_state = _num_state(part, owners)
                     if num_state and (part.native is None or part.native.geometry.num_state == 0):
                         self._reopen(part, num_state)
-                    self._handles += [observe_gradient(block, p) for p in mine]
+                    self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
 
     def _reopen(self, part: Part, num_state: int) -> None:
         assert self.store is not None
@@ -407,7 +422,7 @@ class Session:
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
         for block in self.blocks:
-            if self._started or block.name not in self._made_on_meta:
+            if self._started or not self._made_on_meta.issuperset(block.spec.params):
                 self.executor.bring(block, force=True)
             self._restore(block)
         for binding in self.bindings:
@@ -452,9 +467,9 @@ class Session:
             store, self.store = self.store, None
             store.close(self.blocks, remove=None if self._started else True)
         if not self._started:
-            for block in [b for b in self.blocks if b.name in self._made_on_meta]:
+            for block in self.blocks:
                 self._restore(block)
-                back_to_meta(self.root, block)
+                back_to_meta(self.root, block, self._made_on_meta)
 
 
 def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:

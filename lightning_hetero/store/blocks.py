@@ -9,7 +9,7 @@ resized, and everything that holds the parameter (autograd, optimizers, user cod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -175,12 +175,12 @@ def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dty
     return part
 
 
-def back_to_meta(root: nn.Module, block: Block) -> None:
-    """Undoes :func:`bind` for a block whose parameters were on the meta device and never got content."""
+def back_to_meta(root: nn.Module, block: Block, names: Collection[str]) -> None:
+    """Undoes :func:`bind` for parameters that were on the meta device and never got content."""
     for part in block.parts:
-        for i, param in enumerate(part.params):
-            if not param.is_meta:
-                part.params[i] = _replace_everywhere(root, param, torch.empty_like(param, device="meta"))
+        for i, name in enumerate(part.names):
+            if name in names and not part.params[i].is_meta:
+                part.params[i] = _replace_everywhere(root, part.params[i], torch.empty_like(part.params[i], device="meta"))
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Parameter, data: Tensor) -> nn.Parameter:

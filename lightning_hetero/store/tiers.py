@@ -118,6 +118,7 @@ class TierStore:
         self._next_id = 0
         self._blobs: list[Part] = []
         self._uncommitted: list[Part] = []
+        self._last_commit: Ticket | None = None
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
@@ -161,6 +162,8 @@ class TierStore:
         assert part.native is not None
         self.barrier(part)
         self.commit()
+        if self._last_commit is not None:
+            self._last_commit.wait()
         identifier = part.native.geometry.id
         part.native.close()
         if part.on_disk and self.directory is not None:
@@ -218,8 +221,8 @@ class TierStore:
         """
         if part.native is None:
             raise OffloadedAccessError(
-                f"{name!r} was on disk, and its store has been closed: by an error, or because the strategy went on to another model. "
-                f"Load a checkpoint; next time save one before."
+                f"{name!r} was on disk, and its store has been closed: by an error, or because the strategy went on to another "
+                f"model. Load a checkpoint; next time save one before."
             )
 
     # ---- weights --------------------------------------------------------------------------------------------------------
@@ -356,7 +359,8 @@ class TierStore:
         self._uncommitted.clear()
         self.step += 1
         user = json.dumps({"step": self.step}).encode()
-        return self.engine.commit(self._store, self.step, user, priority=-2)
+        self._last_commit = self.engine.commit(self._store, self.step, user, priority=-2)
+        return self._last_commit
 
     def _begin_write(self, part: Part) -> None:
         if part.uncommitted:

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning_hetero.errors import ConfigError
 
-NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+# Whose Trainer, and under which name the class is found in ``lightning_hetero.strategies`` (configs and pickles need one).
+NAMESPACES = {"lightning.pytorch": "HeteroOffloadStrategy", "pytorch_lightning": "PytorchLightningHeteroOffloadStrategy"}
 
 
 def make(namespace: str, **options: Any) -> Any:
@@ -38,4 +39,4 @@ def strategy_class(namespace: str) -> type[Any]:
         "__module__": "lightning_hetero.strategies",
         "__doc__": hetero_offload.HeteroOffload.__doc__,
     }
-    return type("HeteroOffloadStrategy", (hetero_offload.HeteroOffload, base), body)
+    return type(NAMESPACES[namespace], (hetero_offload.HeteroOffload, base), body)

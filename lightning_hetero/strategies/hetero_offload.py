@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hetero.checkpoint import StreamingIO, release_pages
+from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.units import parse_bytes
 
@@ -175,54 +177,64 @@ class HeteroOffload(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that trains."""
-        self._executor.begin_step(training=True)
+        self._begin_step(training=True)
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
-        self._executor.begin_step(training=False)
+        self._begin_step(training=False)
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
-        self._executor.begin_step(training=False)
+        self._begin_step(training=False)
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
-        self._executor.begin_step(training=False)
+        self._begin_step(training=False)
         return super().predict_step(*args, **kwargs)
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Lets the runtime know where backward begins and ends."""
-        self._executor.backward_starts()
-        try:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            self._executor.check_gradients()
-            return loss
-        finally:
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Lets the runtime know that backward begins."""
+        if self._executor is not None:
+            self._executor.backward_starts()
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Lets the runtime know that backward has ended."""
+        super().post_backward(closure_loss)
+        if self._executor is not None:
             self._executor.backward_ends()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
-        assert self.session is not None
+        if self.session is None or self._executor is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._executor.arm(self.session.binding_of(optimizer))
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._executor.arm(None)
 
+    def _begin_step(self, *, training: bool) -> None:
+        if self._executor is not None:  # steps may be called by hand after the Trainer has torn down
+            self._executor.begin_step(training=training)
+
     # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> Any:
-        """Streams: neither saving nor loading holds more than one offloaded tensor in memory."""
+        """Lightning's checkpoint IO, streaming while something lives on disk; one that the user gave stays."""
         base: Any = super().checkpoint_io
-        plain = importlib.import_module(f"{self.namespace}.plugins.io").TorchCheckpointIO
+        plain = checkpoint_io.plain_class(self.namespace)
         if type(base) is plain:
-            self._checkpoint_io = base = _checkpoint_io_class(self.namespace)()
+            self._checkpoint_io = base = checkpoint_io.make(self.namespace)
         elif type(getattr(base, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
-            base.checkpoint_io = _checkpoint_io_class(self.namespace)()
+            base.checkpoint_io = checkpoint_io.make(self.namespace)
+        ours = getattr(base, "checkpoint_io", base)
+        if hasattr(ours, "streams"):
+            ours.streams = self.session is not None and self.session.on_disk
         return base
 
     @checkpoint_io.setter
@@ -312,10 +324,8 @@ class HeteroOffload(_Base):
         self.session = None
 
     @property
-    def _executor(self) -> Any:
-        assert self.session is not None
-        assert self.session.executor is not None
-        return self.session.executor
+    def _executor(self) -> Executor | None:
+        return None if self.session is None else self.session.executor
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "session": None}
@@ -350,8 +360,3 @@ def _count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
         raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
     return value
-
-
-def _checkpoint_io_class(namespace: str) -> type[Any]:
-    plain = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
-    return type("HeteroCheckpointIO", (StreamingIO, plain), {"__doc__": "Streams checkpoints; files are torch.save's."})

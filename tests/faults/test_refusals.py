@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from torch import nn
 
 from lightning_hetero._native import library
@@ -32,7 +33,6 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 
 RECIPE = Recipe(steps=2)
 NOBODY = 65534
@@ -67,7 +67,9 @@ def tree(root: Path) -> dict[str, int]:
     return {str(p.relative_to(root)): p.lstat().st_size for p in root.rglob("*")}
 
 
-def refused(error: type[Exception], words: list[str], root: Path, module: LitModel | None = None, *, plan: Any = "disk", **options: Any) -> str:
+def refused(
+    error: type[Exception], words: list[str], root: Path, module: LitModel | None = None, *, plan: Any = "disk", **options: Any
+) -> None:
     """Trains and expects the refusal, with every one of ``words`` in its text; nothing may have been left below ``root``."""
     before = tree(root)
     with pytest.raises(error) as caught:
@@ -76,7 +78,6 @@ def refused(error: type[Exception], words: list[str], root: Path, module: LitMod
     assert isinstance(caught.value, HeteroError)
     assert not [w for w in words if w not in text], text
     assert tree(root) == before
-    return text
 
 
 def assert_usable(module: LitModel, root: Path, plain: Outcome) -> None:
@@ -241,7 +242,7 @@ quiet_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, default_root_
 def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: Outcome) -> None:
     module, store = new_module(), root / "store"
     with python(HOLDER, str(store), str(root)) as holder:
-        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout is not None
         assert any(line == "held\n" for line in holder.stdout)
         refused(StoreBusyError, [str(store), f"in use by process {holder.pid}", "another disk_path"], root, module, disk_path=store)
         assert_usable(module, root, plain)
@@ -256,7 +257,7 @@ def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: 
 @contextmanager
 def python(program: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process with the tests on its path; killed at the end if it still lives."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": paths, **environment},

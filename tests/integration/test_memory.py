@@ -97,7 +97,7 @@ def main(phase: str, folder: str) -> None:
 
 
 def child(phase: str, folder: Path) -> dict[str, int]:
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
         [sys.executable, __file__, phase, str(folder)], capture_output=True, text=True, timeout=280,
         env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
