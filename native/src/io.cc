@@ -34,8 +34,7 @@ Status MakeIoBackend(const hetero_engine_options& options, std::unique_ptr<IoBac
     case HETERO_IO_SYNTHETIC:
       return IoSynthetic::Create(options, out);
     default:
-      return Fail(HETERO_EINVAL, "io_backend is %d; allowed: 0 (auto), 1 (uring), 2 (pool), 3 (synthetic)",
-                  options.io_backend);
+      return Fail(HETERO_EINVAL, "io_backend is %d; allowed: 0 (auto), 1 (uring), 2 (pool), 3 (synthetic)", options.io_backend);
   }
 }
 

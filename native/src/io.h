@@ -3,8 +3,9 @@
 // Ownership: the caller owns requests, buffers and descriptors and keeps them alive until `done` has been called.
 // Thread-safety: Submit may be called from any thread, also from inside `done`. `done` runs on a back end's thread, without
 // any lock of the back end held, once per request.
-// Failure: short transfers are continued and EINTR/EAGAIN retried by the back end; every other error, and a read past the end of
-// the file, reaches `done` as a Status with operation, path, offset, length and errno. Nothing is retried after a real error.
+// Failure: short transfers are continued and EINTR/EAGAIN retried by the back end; every other error, and a read past the end
+// of the file, reaches `done` as a Status with operation, path, offset, length and errno. Nothing is retried after a real
+// error.
 #ifndef HETERO_IO_H_
 #define HETERO_IO_H_
 
@@ -28,11 +29,11 @@ struct IoRequest {
   int64_t offset = 0;
   bool dsync = false;  // writes: durable when done (RWF_DSYNC)
   void (*done)(IoRequest* request, const Status& status) = nullptr;
-  void* context = nullptr;        // for `done`
-  int64_t started_ns = 0;         // set by the back end: CLOCK_MONOTONIC when the transfer was handed to the system
-  int64_t finished_ns = 0;        // and when it ended
-  IoRequest* next = nullptr;      // the back end's intrusive queue
-  int64_t transferred = 0;        // the back end's
+  void* context = nullptr;    // for `done`
+  int64_t started_ns = 0;     // set by the back end: CLOCK_MONOTONIC when the transfer was handed to the system
+  int64_t finished_ns = 0;    // and when it ended
+  IoRequest* next = nullptr;  // the back end's intrusive queue
+  int64_t transferred = 0;    // the back end's
 };
 
 class IoBackend {

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kLargestTransfer = 1 << 30;  // an SQE counts bytes in 32 bits; a multiple of every block size
 
 Status Unsupported(const char* what, int error) {
-  const char* hint = error == EPERM ? " (a seccomp profile, as in containers, or sysctl kernel.io_uring_disabled)"
+  const char* hint = error == EPERM    ? " (a seccomp profile, as in containers, or sysctl kernel.io_uring_disabled)"
                      : error == ENOMEM ? " (see ulimit -l)"
                                        : "";
   return Fail(HETERO_EUNSUPPORTED, "%s: %s (errno %d)%s. Use io_backend='pool'", what, strerror(error), error, hint);

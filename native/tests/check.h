@@ -103,24 +103,24 @@ inline int RunAll(int argc, char** argv) {
 
 }  // namespace check
 
-#define TEST(name)                                                       \
-  static void hetero_test_##name();                                      \
+#define TEST(name)                                                                     \
+  static void hetero_test_##name();                                                    \
   static const ::check::Registrar hetero_registrar_##name(#name, &hetero_test_##name); \
   static void hetero_test_##name()
 
-#define CHECK(condition)                                                                    \
-  do {                                                                                      \
-    if (!(condition)) ::check::Report(__FILE__, __LINE__, "CHECK failed: " #condition);      \
+#define CHECK(condition)                                                                \
+  do {                                                                                  \
+    if (!(condition)) ::check::Report(__FILE__, __LINE__, "CHECK failed: " #condition); \
   } while (0)
-#define REQUIRE(condition)                                                                  \
-  do {                                                                                      \
-    if (!(condition)) {                                                                     \
-      ::check::Report(__FILE__, __LINE__, "REQUIRE failed: " #condition);                    \
-      throw ::check::Abort{};                                                               \
-    }                                                                                       \
+#define REQUIRE(condition)                                                \
+  do {                                                                    \
+    if (!(condition)) {                                                   \
+      ::check::Report(__FILE__, __LINE__, "REQUIRE failed: " #condition); \
+      throw ::check::Abort{};                                             \
+    }                                                                     \
   } while (0)
-#define HETERO_CHECK_OP(a, op, b)                                                              \
-  ::check::Compare(__FILE__, __LINE__, #a " " #op " " #b, #op, (a), (b),                       \
+#define HETERO_CHECK_OP(a, op, b)                                        \
+  ::check::Compare(__FILE__, __LINE__, #a " " #op " " #b, #op, (a), (b), \
                    [](const auto& hetero_x, const auto& hetero_y) { return hetero_x op hetero_y; })
 #define CHECK_EQ(a, b) (void)HETERO_CHECK_OP(a, ==, b)
 #define CHECK_NE(a, b) (void)HETERO_CHECK_OP(a, !=, b)
@@ -128,24 +128,24 @@ inline int RunAll(int argc, char** argv) {
 #define CHECK_LE(a, b) (void)HETERO_CHECK_OP(a, <=, b)
 #define CHECK_GT(a, b) (void)HETERO_CHECK_OP(a, >, b)
 #define CHECK_GE(a, b) (void)HETERO_CHECK_OP(a, >=, b)
-#define REQUIRE_EQ(a, b)                             \
-  do {                                               \
+#define REQUIRE_EQ(a, b)                                    \
+  do {                                                      \
     if (!HETERO_CHECK_OP(a, ==, b)) throw ::check::Abort{}; \
   } while (0)
 // For hetero::Status: the text is part of the report.
-#define CHECK_OK(expression)                                                                             \
-  do {                                                                                                   \
-    const auto hetero_result = (expression);                                                             \
-    if (!hetero_result.ok())                                                                             \
+#define CHECK_OK(expression)                                                                                            \
+  do {                                                                                                                  \
+    const auto hetero_result = (expression);                                                                            \
+    if (!hetero_result.ok())                                                                                            \
       ::check::Report(__FILE__, __LINE__, std::string("CHECK_OK failed: " #expression ": ") + hetero_result.message()); \
   } while (0)
-#define REQUIRE_OK(expression)                                                                           \
-  do {                                                                                                   \
-    const auto hetero_result = (expression);                                                             \
-    if (!hetero_result.ok()) {                                                                           \
+#define REQUIRE_OK(expression)                                                                                            \
+  do {                                                                                                                    \
+    const auto hetero_result = (expression);                                                                              \
+    if (!hetero_result.ok()) {                                                                                            \
       ::check::Report(__FILE__, __LINE__, std::string("REQUIRE_OK failed: " #expression ": ") + hetero_result.message()); \
-      throw ::check::Abort{};                                                                            \
-    }                                                                                                    \
+      throw ::check::Abort{};                                                                                             \
+    }                                                                                                                     \
   } while (0)
 
 int main(int argc, char** argv) { return ::check::RunAll(argc, argv); }

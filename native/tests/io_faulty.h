@@ -138,9 +138,9 @@ class IoFaulty final : public IoBackend {
   std::mutex mutex_;
   std::condition_variable changed_;
   const Plan plan_;
-  int64_t num_submitted_ = 0;                                                  // guarded by mutex_
+  int64_t num_submitted_ = 0;                                                // guarded by mutex_
   std::multimap<Clock::time_point, std::pair<IoRequest*, Status>> results_;  // guarded by mutex_
-  bool stopping_ = false;                                                      // guarded by mutex_
+  bool stopping_ = false;                                                    // guarded by mutex_
   std::thread thread_;
 };
 

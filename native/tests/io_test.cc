@@ -418,7 +418,7 @@ TEST(the_synthetic_device_reads_while_it_writes) {
     const int64_t least_ns = waited.request.kind == IoKind::kRead ? 50'000'000 : 100'000'000;
     CHECK_GE(waited.request.finished_ns - waited.request.started_ns, least_ns);
   }
-  CHECK_LT(requests[1].request.started_ns, requests[0].request.finished_ns);  // a read beside a write
+  CHECK_LT(requests[1].request.started_ns, requests[0].request.finished_ns);               // a read beside a write
   CHECK_GE(requests[2].request.started_ns, requests[0].request.started_ns + 100'000'000);  // writes one by one
   CHECK_GE(requests[3].request.started_ns, requests[1].request.started_ns + 50'000'000);   // and so reads
 }

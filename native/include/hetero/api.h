@@ -23,15 +23,15 @@ extern "C" {
 
 // Negative return codes.
 enum {
-  HETERO_EINVAL = -1,    // a bad argument: the text names it
-  HETERO_EIO = -2,       // a system call failed: the text has path, offset, errno
-  HETERO_ENOSPC = -3,    // the disk or the quota is full: the text has path, needed and free bytes
-  HETERO_ENOMEM = -4,    // memory could not be reserved
-  HETERO_ECORRUPT = -5,  // a header, footer or digest does not match: block, chunk, file, offset
-  HETERO_EBUSY = -6,     // another process holds the store (flock)
-  HETERO_ESTATE = -7,    // the call breaks the protocol (two writes between commits, unknown ticket)
-  HETERO_EPOISONED = -8, // an earlier error stopped the engine; its text is repeated
-  HETERO_ETIMEDOUT = -9, // hetero_wait's time ran out; the task goes on
+  HETERO_EINVAL = -1,         // a bad argument: the text names it
+  HETERO_EIO = -2,            // a system call failed: the text has path, offset, errno
+  HETERO_ENOSPC = -3,         // the disk or the quota is full: the text has path, needed and free bytes
+  HETERO_ENOMEM = -4,         // memory could not be reserved
+  HETERO_ECORRUPT = -5,       // a header, footer or digest does not match: block, chunk, file, offset
+  HETERO_EBUSY = -6,          // another process holds the store (flock)
+  HETERO_ESTATE = -7,         // the call breaks the protocol (two writes between commits, unknown ticket)
+  HETERO_EPOISONED = -8,      // an earlier error stopped the engine; its text is repeated
+  HETERO_ETIMEDOUT = -9,      // hetero_wait's time ran out; the task goes on
   HETERO_EUNSUPPORTED = -10,  // this machine cannot do it (io_uring denied, O_DIRECT refused); the text names the option
 };
 
@@ -45,8 +45,8 @@ HETERO_API int32_t hetero_last_code(void);
 
 // Instruction sets, best last. The kernels give the same bits on all of them.
 enum { HETERO_ISA_BASE = 0, HETERO_ISA_V3 = 1, HETERO_ISA_V4 = 2 };
-HETERO_API int32_t hetero_isa(void);              // the one in use
-HETERO_API int32_t hetero_force_isa(int32_t isa); // for tests and benchmarks; EUNSUPPORTED when the CPU lacks it
+HETERO_API int32_t hetero_isa(void);               // the one in use
+HETERO_API int32_t hetero_force_isa(int32_t isa);  // for tests and benchmarks; EUNSUPPORTED when the CPU lacks it
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 // Anonymous address space, 2 MiB aligned, huge pages advised, no page present until touched. Null on failure.
@@ -69,18 +69,18 @@ typedef struct hetero_hyper {
 // A run of elements inside a block's flat order that shares one gradient tensor and one set of hyper-parameters.
 // The last (numel % 8) elements are torch's scalar tail and follow its contraction (see kernels.h).
 typedef struct hetero_segment {
-  int64_t offset;      // first element in the block's flat order
+  int64_t offset;  // first element in the block's flat order
   int64_t numel;
-  const void* grad;    // dense, numel elements of grad_dtype
+  const void* grad;  // dense, numel elements of grad_dtype
   int32_t grad_dtype;
-  int32_t hyper;       // index into the hypers of the same call
+  int32_t hyper;  // index into the hypers of the same call
 } hetero_segment;
 
 // Adam over plain arrays. param: fp32 master. copy: null, or `copy_dtype` (BF16/F16) output of the new weights.
 // grad_scale multiplies the gradient in fp32 first (1.0: no multiplication takes place).
 HETERO_API int32_t hetero_adam(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype,
-                               void* copy, int32_t copy_dtype, int64_t numel, const hetero_hyper* hyper,
-                               double grad_scale, int32_t threads);
+                               void* copy, int32_t copy_dtype, int64_t numel, const hetero_hyper* hyper, double grad_scale,
+                               int32_t threads);
 // Sum of squares of numel elements, accumulated in double in a fixed order that does not depend on threads or ISA.
 HETERO_API int32_t hetero_sum_of_squares(const void* x, int32_t dtype, int64_t numel, int32_t threads, double* out);
 // CRC32C digest (4 interleaved streams, 16 bytes) of a buffer.
@@ -89,8 +89,8 @@ HETERO_API int32_t hetero_digest(const void* x, int64_t bytes, uint8_t out[16]);
 // ---- measurement ------------------------------------------------------------------------------------------------------
 // Reads and writes the bytes that hetero_adam would, with next to no arithmetic: the memory's own speed, the limit that
 // benchmarks compare with. The arrays hold meaningless values afterwards.
-HETERO_API int32_t hetero_move_like_adam(float* param, float* exp_avg, float* exp_avg_sq, const void* grad,
-                                         int32_t grad_dtype, void* copy, int64_t numel, int32_t threads);
+HETERO_API int32_t hetero_move_like_adam(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype,
+                                         void* copy, int64_t numel, int32_t threads);
 
 // ---- store: block files in two slots and the commit ring --------------------------------------------------------------
 typedef struct hetero_store hetero_store;
@@ -101,12 +101,12 @@ enum { HETERO_DURABILITY_NONE = 0, HETERO_DURABILITY_PROCESS = 1, HETERO_DURABIL
 
 typedef struct hetero_store_options {
   uint8_t uuid[16];
-  int32_t create;            // 1: files are created (O_EXCL); 0: they must exist with the exact size
-  int32_t direct_io;         // 1: O_DIRECT (EUNSUPPORTED when the file system refuses it); 0: page cache
+  int32_t create;     // 1: files are created (O_EXCL); 0: they must exist with the exact size
+  int32_t direct_io;  // 1: O_DIRECT (EUNSUPPORTED when the file system refuses it); 0: page cache
   int32_t durability;
-  int32_t verify_digests;    // 1: payload digests are checked on every read; 0: stamps only
-  int32_t num_blocks;        // disk blocks that the store holds (sizes the commit record)
-  int32_t user_bytes;        // largest user blob of a commit record
+  int32_t verify_digests;  // 1: payload digests are checked on every read; 0: stamps only
+  int32_t num_blocks;      // disk blocks that the store holds (sizes the commit record)
+  int32_t user_bytes;      // largest user blob of a commit record
 } hetero_store_options;
 
 // Opens the commit ring in `directory` (which exists, private, checked by the caller) through openat with O_NOFOLLOW,
@@ -115,22 +115,22 @@ HETERO_API hetero_store* hetero_store_open(const char* directory, const hetero_s
 HETERO_API int32_t hetero_store_close(hetero_store* store);
 
 typedef struct hetero_block_geometry {
-  int32_t id;              // 0..num_blocks-1 for disk blocks; any for RAM blocks
-  int32_t weight_dtype;    // F32: the weights are the fp32 master. BF16/F16: fp32 master is state array 0. U8: opaque
-  int64_t num_elements;    // flat length; a multiple of 16
-  int32_t num_state;       // fp32 state arrays: Adam 2 (exp_avg, exp_avg_sq) with F32, 3 (master, exp_avg, exp_avg_sq) with
-                           // BF16/F16; 0 for frozen or opaque blocks
+  int32_t id;            // 0..num_blocks-1 for disk blocks; any for RAM blocks
+  int32_t weight_dtype;  // F32: the weights are the fp32 master. BF16/F16: fp32 master is state array 0. U8: opaque
+  int64_t num_elements;  // flat length; a multiple of 16
+  int32_t num_state;     // fp32 state arrays: Adam 2 (exp_avg, exp_avg_sq) with F32, 3 (master, exp_avg, exp_avg_sq) with
+                         // BF16/F16; 0 for frozen or opaque blocks
   int32_t weights_on_disk_file;  // 1: the weights have a section in the block's file
   int32_t state_on_disk_file;    // 1: so have the state arrays
-  int32_t num_slots;       // 2; 1 for blocks that are never updated
-  int64_t chunk_elements;  // elements per chunk; a multiple of 4096
+  int32_t num_slots;             // 2; 1 for blocks that are never updated
+  int64_t chunk_elements;        // elements per chunk; a multiple of 4096
 } hetero_block_geometry;
 
 // A block bound to `weights`, the page-aligned address where its weights (num_elements of weight_dtype, from hetero_reserve)
 // appear. Whole pages are moved: the memory reaches to the end of the last page and shares it with nothing else.
 // Arrays without a file section live in RAM: the weights at `weights`, state arrays in memory that the block reserves
-// (staggered starts), zero at first. With a file section: files "block-%05d.a"/".b" of the store, preallocated (ENOSPC here, not
-// later). A block with neither section needs no store (pass null).
+// (staggered starts), zero at first. With a file section: files "block-%05d.a"/".b" of the store, preallocated (ENOSPC here,
+// not later). A block with neither section needs no store (pass null).
 HETERO_API hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights);
 HETERO_API int32_t hetero_block_close(hetero_block* block);
 // The address of RAM state array k (null when it is on disk).
@@ -152,14 +152,14 @@ HETERO_API int64_t hetero_store_recover(hetero_store* store, int64_t* step, void
 enum { HETERO_IO_AUTO = 0, HETERO_IO_URING = 1, HETERO_IO_POOL = 2, HETERO_IO_SYNTHETIC = 3 };
 
 typedef struct hetero_engine_options {
-  int32_t io_backend;        // AUTO: io_uring where the kernel allows it, else the pool
-  int32_t io_threads;        // pool (and synthetic): threads per direction-neutral queue, >= 1
-  int32_t queue_depth;       // at most this many transfers in flight
-  int32_t update_threads;    // threads that run kernels
-  int64_t staging_bytes;     // staging memory for state that streams from disk; bounded, huge pages
-  double synthetic_read_bytes_per_s;   // SYNTHETIC: a duplex device that sleeps (tests and benchmarks)
+  int32_t io_backend;                 // AUTO: io_uring where the kernel allows it, else the pool
+  int32_t io_threads;                 // pool (and synthetic): threads per direction-neutral queue, >= 1
+  int32_t queue_depth;                // at most this many transfers in flight
+  int32_t update_threads;             // threads that run kernels
+  int64_t staging_bytes;              // staging memory for state that streams from disk; bounded, huge pages
+  double synthetic_read_bytes_per_s;  // SYNTHETIC: a duplex device that sleeps (tests and benchmarks)
   double synthetic_write_bytes_per_s;
-  int64_t chunk_bytes_max;   // the largest staged chunk of any block that will be used; staging must hold >= 3
+  int64_t chunk_bytes_max;  // the largest staged chunk of any block that will be used; staging must hold >= 3
 } hetero_engine_options;
 
 HETERO_API hetero_engine* hetero_engine_create(const hetero_engine_options* options);
@@ -169,10 +169,11 @@ HETERO_API int32_t hetero_engine_io_backend(hetero_engine* engine);  // the one 
 
 // [Note: Tasks]
 // A submit returns a ticket (> 0). Tasks of one block run in submission order. `after` adds edges to other tickets: the
-// task starts when those are DONE. Among tasks that may start, the lowest `priority` goes first, then submission order; a chunk in progress is
-// never interrupted, a task may be overtaken between chunks. A ticket passes READY (the new weights are in host memory, or
-// the data asked for is there) and then DONE (all its transfers have completed; its buffers are no longer touched).
-// An engine keeps the state of a ticket until hetero_release_ticket; waiting on a released ticket is ESTATE; a released ticket in `after` counts as DONE.
+// task starts when those are DONE. Among tasks that may start, the lowest `priority` goes first, then submission order; a chunk
+// in progress is never interrupted, a task may be overtaken between chunks. A ticket passes READY (the new weights are in host
+// memory, or the data asked for is there) and then DONE (all its transfers have completed; its buffers are no longer touched).
+// An engine keeps the state of a ticket until hetero_release_ticket; waiting on a released ticket is ESTATE; a released ticket
+// in `after` counts as DONE.
 enum { HETERO_READY = 1, HETERO_DONE = 2 };
 
 typedef struct hetero_task {
@@ -194,11 +195,11 @@ HETERO_API int64_t hetero_submit_release(hetero_engine* engine, hetero_block* bl
 // the fp32 master of 16-bit weights, were never stored. Reading may run ahead of a commit, computing waits for it.
 HETERO_API int64_t hetero_open_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
                                       const hetero_task* task);
-// Elements outside every segment keep weights and state. Segments are copied; sorted by offset, disjoint. `priority` replaces that of
-// the open: among updates, armed ones go before unarmed ones (which keep submission order), and may take their staging.
+// Elements outside every segment keep weights and state. Segments are copied; sorted by offset, disjoint. `priority` replaces
+// that of the open: among updates, armed ones go before unarmed ones (which keep submission order), and may take their staging.
 HETERO_API int32_t hetero_arm_update(hetero_engine* engine, int64_t ticket, const hetero_segment* segments,
-                                     int32_t num_segments, const hetero_hyper* hypers, int32_t num_hypers,
-                                     double grad_scale, int64_t step, int64_t priority);
+                                     int32_t num_segments, const hetero_hyper* hypers, int32_t num_hypers, double grad_scale,
+                                     int64_t step, int64_t priority);
 // An opened update that was never armed is taken back (nothing was written).
 HETERO_API int32_t hetero_cancel_update(hetero_engine* engine, int64_t ticket);
 
@@ -210,16 +211,16 @@ typedef struct hetero_patch {
 } hetero_patch;
 // Writes patches (and everything else as it was; zeros where nothing was yet) into the block's other slot, or in place in RAM.
 // weights_from_memory 1: the weights section is taken whole from the weight memory.
-// step 0 without patches of state on disk means "state is all zeros": no state is written, it reads as zeros. State in RAM changes
-// only where it is patched. ESTATE as for updates: one rewrite between commits (blocks with one slot: any number, in place).
+// step 0 without patches of state on disk means "state is all zeros": no state is written, it reads as zeros. State in RAM
+// changes only where it is patched. ESTATE as for updates: one rewrite between commits (blocks with one slot: any number, in
+// place).
 HETERO_API int64_t hetero_submit_store(hetero_engine* engine, hetero_block* block, const hetero_patch* patches,
-                                       int32_t num_patches, int32_t weights_from_memory, int64_t step,
-                                       const hetero_task* task);
+                                       int32_t num_patches, int32_t weights_from_memory, int64_t step, const hetero_task* task);
 // Reads runs of arrays from the newest slot (or RAM) into `data` of each patch (written to in spite of const).
 HETERO_API int64_t hetero_submit_read(hetero_engine* engine, hetero_block* block, const hetero_patch* patches,
                                       int32_t num_patches, const hetero_task* task);
-// One commit record: the newest slots of all blocks become the committed ones. Runs after every task submitted before it that writes
-// (and after `task->after`); no task submitted later writes a block before it is DONE.
+// One commit record: the newest slots of all blocks become the committed ones. Runs after every task submitted before it that
+// writes (and after `task->after`); no task submitted later writes a block before it is DONE.
 HETERO_API int64_t hetero_submit_commit(hetero_engine* engine, hetero_store* store, int64_t step, const void* user,
                                         int64_t user_bytes, const hetero_task* task);
 
