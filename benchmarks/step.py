@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant, Turn
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
-from out_of_core import Workload, make_engine
+from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
 
 from lightning_hetero import HeteroOffloadStrategy
@@ -39,7 +39,6 @@ from lightning_hetero.ir.trace import Trace
 
 PLANS = ("resident", "host", "disk")
 PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
-IO_BLOCKS = 4  # of 4 Mi parameters: 0.9 GB in each direction
 
 
 class NoUpdate(torch.optim.Optimizer):
@@ -223,14 +222,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--io-threads", type=int, default=3)
     parser.add_argument("--queue-depth", type=int, default=8)
     parser.add_argument("--update-threads", type=int, default=max(1, (torch.get_num_threads()) // 2))
-    parser.add_argument("--io-blocks", type=int, default=IO_BLOCKS, help="size of the bandwidth measurement")
-    parser.add_argument("--io-chunks", type=int, default=16, help="the same")
+    parser.add_argument("--io-blocks", type=int, help="4 Mi parameters each, for bandwidth; default: as many as the model")
+    parser.add_argument("--io-chunks", type=int, default=CHUNKS_PER_BLOCK, help="256 Ki parameters each; chunks of a block")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     args.size = find_size(args.model, args.layers)
+    # Files as large as training's: smaller ones may be cached below the file system.
+    args.io_blocks = args.io_blocks or -(-num_params(args.size) // (args.io_chunks * CHUNK_ELEMENTS))
     with scratch(args.dir) as args.directory:
         turns, results = compete(args)
     result = {

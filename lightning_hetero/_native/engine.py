@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_hetero._native.kernels import Hyper
 from lightning_hetero._native.library import (
+    EPOISONED,
     ETIMEDOUT,
     FLOATS,
     CEngineOptions,
@@ -116,11 +117,12 @@ class Ticket:
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
         self._let_go(DONE if code < 0 else what)  # a failed task, too, has drained its transfers before it reports
-        check(code)
+        self._live().check(code)
 
     def poll(self) -> int:
         """0, ``READY`` or ``DONE``, at once; raises the task's error."""
-        reached = check(functions()["poll"](self._live().pointer, self.id))
+        engine = self._live()
+        reached = engine.check(functions()["poll"](engine.pointer, self.id))
         self._let_go(reached)
         return reached
 
@@ -264,11 +266,11 @@ class Engine(Handle):
         call = functions()["arm_update"]
         ticket._gradients = keep
         counts = (len(segments), hypers_c, len(hypers))
-        check(call(self.pointer, ticket.id, segments_c, *counts, grad_scale, step, priority))
+        self.check(call(self.pointer, ticket.id, segments_c, *counts, grad_scale, step, priority))
 
     def cancel_update(self, ticket: Ticket) -> None:
         """Takes back an opened update that was not armed; nothing was written."""
-        check(functions()["cancel_update"](self.pointer, ticket.id))
+        self.check(functions()["cancel_update"](self.pointer, ticket.id))
 
     # ---- contents -------------------------------------------------------------------------------------------------------
 
@@ -325,11 +327,15 @@ class Engine(Handle):
             raise ConfigError(f"user has {len(user)} bytes; allowed: {store.user_bytes}, the store's user_bytes.")
         check_range("step", step, low=0, high=_INT63)
         task = _task(priority, after)
-        identifier = check(functions()["submit_commit"](self.pointer, store.pointer, step, user, len(user), task))
+        identifier = self.check(functions()["submit_commit"](self.pointer, store.pointer, step, user, len(user), task))
         self._sweep()
         return Ticket(self, identifier, block=None, keep=(store, user))
 
     # ---- life -----------------------------------------------------------------------------------------------------------
+
+    def check(self, result: int) -> int:
+        """Returns a result that is not negative; once an error has stopped the engine, every call raises that one."""
+        return check(functions()["engine_error"](self.pointer) if result == EPOISONED else result)
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
@@ -364,7 +370,7 @@ class Engine(Handle):
         self, name: str, block: Block, *arguments: Any, priority: int, after: Sequence[Ticket], keep: object = None
     ) -> Ticket:
         task = _task(priority, after)
-        identifier = check(functions()[name](self.pointer, block.pointer, *arguments, task))
+        identifier = self.check(functions()[name](self.pointer, block.pointer, *arguments, task))
         self._sweep()
         return Ticket(self, identifier, block=block, keep=(keep, arguments))
 

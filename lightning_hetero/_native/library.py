@@ -162,6 +162,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "engine_create": (_PTR, (POINTER(CEngineOptions),)),
     "engine_destroy": (_I32, (_PTR,)),
     "engine_io_backend": (_I32, (_PTR,)),
+    "engine_error": (_I32, (_PTR,)),
     "engine_get_stats": (_I32, (_PTR, POINTER(CStats))),
     "submit_fetch": (_I64, (_PTR, _PTR, _TASK)),
     "submit_release": (_I64, (_PTR, _PTR, _TASK)),
@@ -177,7 +178,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ticket_times": (_I32, (_PTR, _I64, POINTER(CTimes))),
 }
 
-ETIMEDOUT = -9
+EPOISONED, ETIMEDOUT = -8, -9
 _ERRORS: dict[int, type[Exception]] = {
     -1: ConfigError,
     -2: StoreError,
@@ -186,7 +187,7 @@ _ERRORS: dict[int, type[Exception]] = {
     -5: StoreCorruptError,
     -6: StoreBusyError,
     -7: HeteroError,
-    -8: StoreError,
+    EPOISONED: StoreError,
     ETIMEDOUT: TimeoutError,
     -10: UnsupportedError,
 }

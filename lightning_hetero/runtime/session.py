@@ -300,7 +300,7 @@ class Session:
             if part.native is not None:
                 self.store.discard(part)
             if geometry is not None:
-                self.store.open(part, replace(geometry, id=self.store.next_id()))
+                self.store.open(part, replace(geometry, id=self.store.free_id(geometry.id)))
         if part.native is not None:
             self.store.flush(part)
 

@@ -115,7 +115,7 @@ class TierStore:
         self.directory = directory
         self.chunk_bytes_max = chunk_bytes_max
         self.step = 0
-        self._next_id = 0
+        self._ids: set[int] = set()
         self._blobs: list[Part] = []
         self._uncommitted: list[Part] = []
         self._last_commit: Ticket | None = None
@@ -140,13 +140,17 @@ class TierStore:
 
     def next_id(self) -> int:
         """A number that no block file of this store has had."""
-        return self._next_id
+        return max(self._ids, default=-1) + 1
+
+    def free_id(self, wanted: int) -> int:
+        """``wanted`` if no block of this store has had it: in a new store parts are numbered as the manifest lists them."""
+        return wanted if wanted not in self._ids else self.next_id()
 
     def open(self, part: Part, geometry: BlockGeometry) -> None:
         """Opens the part's native block and, where its weights live on disk, writes them there."""
         on_disk = geometry.weights_on_disk_file or geometry.state_on_disk_file
         part.native = NativeBlock(self._store if on_disk else None, geometry, part.arena.address)
-        self._next_id = max(self._next_id, geometry.id + 1)
+        self._ids.add(geometry.id)
         if not part.params:
             self._blobs.append(part)
         part.on_disk = bool(on_disk)

@@ -146,6 +146,11 @@ int32_t hetero_engine_io_backend(hetero_engine* engine) {
   return code != 0 ? code : FromHandle(engine)->io_backend();
 }
 
+int32_t hetero_engine_error(hetero_engine* engine) {
+  const int32_t code = Report(NeedEngine(engine));
+  return code != 0 ? code : Report(FromHandle(engine)->first_error());
+}
+
 int64_t hetero_submit_fetch(hetero_engine* engine, hetero_block* block, const hetero_task* task) {
   return Submit(engine, task, [&](std::unique_ptr<Task>* out) {
     HETERO_RETURN_IF_ERROR(NeedTaskArguments(engine, block, task));

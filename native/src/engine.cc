@@ -234,6 +234,11 @@ hetero_engine_stats Engine::Stats() {
   return stats;
 }
 
+Status Engine::first_error() {
+  const Lock lock(mutex_);
+  return first_error_;
+}
+
 Status Engine::FindUpdateBlock(int64_t ticket, const Block** block) {
   const Lock lock(mutex_);
   if (!first_error_.ok()) return Poisoned(first_error_);

@@ -166,6 +166,8 @@ HETERO_API hetero_engine* hetero_engine_create(const hetero_engine_options* opti
 // Waits for running tasks, joins all threads. Returns the first error the engine met, or 0.
 HETERO_API int32_t hetero_engine_destroy(hetero_engine* engine);
 HETERO_API int32_t hetero_engine_io_backend(hetero_engine* engine);  // the one in use
+// The error that poisoned the engine: its own code, its text in hetero_last_error(). 0 while there is none.
+HETERO_API int32_t hetero_engine_error(hetero_engine* engine);
 
 // [Note: Tasks]
 // A submit returns a ticket (> 0). Tasks of one block run in submission order. `after` adds edges to other tickets: the

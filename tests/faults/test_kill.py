@@ -1,0 +1,198 @@
+"""``kill -9`` at random moments: the committed step is whole, bit for bit, and the next run finds nothing in its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS, ROUNDS = 60, 10
+ON_DISK = ("model.blocks.",)
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_a_committed_step_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    """The rounds run in one process that forks: importing torch takes longer than training."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    seed = random.randrange(10**6)
+    done = subprocess.run([sys.executable, __file__, str(tmp_path), str(seed)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert len(report["recovered"]) == ROUNDS
+    assert max(report["recovered"]) > 1, report
+
+
+def main(root: Path, seed: int) -> None:
+    """Runs everything; an assertion that fails ends the process."""
+    # Nothing may start a thread of torch before the forks.
+    from support.models import Recipe, Shape
+
+    recipe = Recipe(steps=STEPS, shape=Shape(layers=3, width=32))
+    moments = random.Random(seed)
+    temporary, own, file = root / "temporary", root / "own", root / "reference.pt"
+    temporary.mkdir()
+    in_child(lambda: reference(recipe, root, file))
+    recovered = []
+    for number in range(ROUNDS):
+        path = None if number % 2 else own
+        acknowledged = kill_while(lambda path=path: train(recipe, temporary, path), moments)
+        (store,) = [own] if path else temporary.glob("lightning-hetero-*")  # leftovers of earlier rounds are gone
+        step = in_child(lambda store=store: check(recipe, store, file))
+        assert acknowledged - 2 <= step <= acknowledged + 1, (acknowledged, step)
+        recovered.append(step)
+    in_child(lambda: finish(recipe, temporary, own, file))
+    assert not list(temporary.glob("lightning-hetero-*"))
+    print(json.dumps({"recovered": recovered}))
+
+
+def in_child(call: Any) -> int:
+    """Forks, runs ``call`` there, and returns its number; its exception ends us too."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(writer, str(call() or 0).encode())
+            code = 0
+        finally:
+            os._exit(code) if code == 0 else _show_and_exit()
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return int(text)
+
+
+def _show_and_exit() -> None:
+    import traceback
+
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def kill_while(call: Any, moments: random.Random) -> int:
+    """Kills a child that runs ``call`` some time after its first step; the last step that it had told of."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 3)
+        try:
+            call()
+        finally:
+            _show_and_exit()
+    os.close(writer)
+    os.read(reader, 1)
+    time.sleep(moments.uniform(0, 0.3))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    steps = 1
+    while text := os.read(reader, 4096):
+        steps += len(text)
+    os.close(reader)
+    return steps
+
+
+# ---- what children do -------------------------------------------------------------------------------------------------------
+
+
+def fitted(recipe: Any, root: Path, strategy: Any, callback: Any) -> Any:
+    import torch
+    from support.models import LitModel, data, quiet_trainer
+
+    torch.manual_seed(7)
+    module = LitModel(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root, callbacks=[callback]
+    )
+    trainer.fit(module, data())
+    return trainer, module
+
+
+def callback_of(call: Any) -> Any:
+    import lightning.pytorch as pl
+
+    class AfterStep(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            call(trainer, module)
+
+    return AfterStep()
+
+
+def strategy_of(path: Path | None, **options: Any) -> Any:
+    from lightning_hetero.strategies import HeteroOffloadStrategy
+
+    return HeteroOffloadStrategy(plan="disk", disk_path=path, verify=True, **options)
+
+
+def content(trainer: Any, module: Any) -> dict[str, Any]:
+    """Weights and state by the names of ``support.store``."""
+    values = {name: param.detach().clone() for name, param in module.named_parameters()}
+    for (name, _), (_, state) in zip(
+        module.named_parameters(), sorted(trainer.optimizers[0].state_dict()["state"].items()), strict=True
+    ):
+        values |= {f"{name}.{key}": value.clone() for key, value in state.items() if key != "step"}
+    return values
+
+
+def reference(recipe: Any, root: Path, file: Path) -> None:
+    """Plain Lightning's weights and state after every step."""
+    import torch
+
+    steps: list[dict[str, Any]] = []
+    fitted(recipe, root, "auto", callback_of(lambda trainer, module: steps.append(content(trainer, module))))
+    torch.save(steps, file)
+
+
+def train(recipe: Any, root: Path, path: Path | None) -> None:
+    """Tells the parent of every step, and waits after the last to be killed."""
+
+    def tell(trainer: Any, module: Any) -> None:
+        os.write(3, b".")
+        if trainer.global_step == STEPS:
+            signal.pause()
+
+    fitted(recipe, root, strategy_of(path), callback_of(tell))
+
+
+def check(recipe: Any, store: Path, file: Path) -> int:
+    """Compares what the store holds with the step of the reference that it says it is."""
+    import torch
+    from support.models import LitModel
+    from support.store import read_store
+
+    shapes = {name: param.shape for name, param in LitModel(recipe).named_parameters()}
+    step, values = read_store(store, shapes, ON_DISK)
+    step -= 1  # the first commit is the layout of the store
+    expected = torch.load(file)[step - 1] if step else None
+    for name, value in values.items():
+        if expected is None:
+            assert name in shapes or not value.any(), f"{name} before the first step"
+        else:
+            assert torch.equal(value, expected[name]), f"{name} at step {step}"
+    return step
+
+
+def finish(recipe: Any, root: Path, path: Path, file: Path) -> None:
+    """The same model takes its store over and trains to the end; another run leaves no temporary directory behind."""
+    import torch
+
+    expected = torch.load(file)[-1]
+    for where in (path, None):
+        got = content(*fitted(recipe, root, strategy_of(where), callback_of(lambda *_: None)))
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

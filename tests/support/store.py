@@ -1,0 +1,67 @@
+"""Reads a store's files with nothing but the native library: what a run would recover after a crash."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_hetero import _native
+from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Patch, Store
+
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def read_store(path: Path, shapes: dict[str, torch.Size], on_disk: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+    """The last committed step and what it holds.
+
+    Args:
+        path: The store's directory; nobody uses it.
+        shapes: The shape of every parameter.
+        on_disk: Prefixes of the blocks whose weights are on disk.
+
+    Returns:
+        The step, and fp32 weights and Adam state by name (``"layer.weight"``, ``"layer.weight.exp_avg"``).
+    """
+    manifest = json.loads((path / "MANIFEST").read_text())
+    rows = manifest["geometry"]["blocks"]
+    chunk_bytes = max(4096, *(_chunk(row["elements"]) for row in rows)) * 12 + 16384
+    with (
+        Store(
+            str(path), uuid=uuid.UUID(manifest["uuid"]).bytes, create=False, direct_io=True, durability=1,
+            verify_digests=True, num_blocks=8 * len(rows) + 64, user_bytes=256,
+        ) as store,
+        Engine(io_backend="pool", staging_bytes=3 * chunk_bytes, chunk_bytes_max=chunk_bytes) as engine,
+    ):  # fmt: skip
+        opened = []
+        for number, row in enumerate(rows):
+            weights = row["block"].startswith(on_disk)
+            geometry = BlockGeometry(
+                id=number, weight_dtype=_native.F32, num_elements=row["elements"], num_state=row["state"],
+                weights_on_disk_file=weights, state_on_disk_file=True, chunk_elements=_chunk(row["elements"]),
+            )  # fmt: skip
+            arena = Arena(4 * row["elements"])
+            opened.append((row, weights, Block(store, geometry, arena.address, keep=arena)))
+        step, user = store.recover()
+        assert json.loads(user)["step"] == step
+        content: dict[str, Tensor] = {}
+        for row, weights, block in opened:
+            offset = 0
+            for name in row["params"]:
+                for array in range(-1 if weights else 0, row["state"]):
+                    value = torch.empty(shapes[name])
+                    patch = Patch(offset=offset, numel=value.numel(), data=value.data_ptr(), array=array)
+                    engine.read(block, [patch], keep=[value]).wait()
+                    content[name if array < 0 else f"{name}.{STATE[array]}"] = value
+                offset += -(-value.numel() // 16) * 16
+        engine.close()
+        for *_, block in opened:
+            block.close()
+    return step, content
+
+
+def _chunk(elements: int) -> int:
+    return min(2**18, -(-elements // 4096) * 4096)
