@@ -55,7 +55,9 @@ class Access:
         return Residency.RELEASED if self._part.block.weights_on_disk else Residency.PENDING
 
     def wait(self) -> None:
-        """Waits for a pending update."""
+        """Waits for a pending update; refuses what a closed store has left without content."""
+        if not self._part.block.resident:
+            self._executor.store.check_open(self._part, self.name)
         self._executor.settle(self._part)
 
     def source(self) -> WeightSource:

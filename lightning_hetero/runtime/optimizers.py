@@ -125,6 +125,19 @@ class OptimizerBinding:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["step"] += 1
 
+    def renew(self, part: Part, indices: Iterable[int]) -> None:
+        """Sets state to its beginning where the optimizer has none: the step follows a checkpoint without it, or ``state.clear()``."""
+        assert self._store is not None
+        runs: list[tuple[int, int, Tensor]] = []
+        for index in indices:
+            param = part.params[index]
+            if part.stepped and "step" not in self.optimizer.state.get(param, {}):
+                for array, name in enumerate(adam.state_names(part.dtype)):
+                    start = param.detach().float() if name == adam.MASTER else torch.zeros(param.shape)
+                    runs.append((array, index, part.flat(index, start, torch.float32)))
+        if runs:
+            self._store.write_state(part, runs)
+
     def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
         assert self._store is not None
         for array, name in enumerate(adam.state_names(part.dtype)):

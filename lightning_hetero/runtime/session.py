@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero._native import BlockGeometry, file_bytes
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budget import cache_bytes, check_device, host_needs
-from lightning_hetero.runtime.door import OffloadedParameter, restore
+from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
@@ -99,7 +99,8 @@ class Session:
         specs = partition(root, options.block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
         self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
-        self.blocks: list[Block] = bind(root, specs)
+        self._elsewhere = {id(p) for s in specs for p in s.params.values() if isinstance(p, OffloadedParameter)}
+        self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
         self._started = False
@@ -108,8 +109,13 @@ class Session:
 
     # ---- start ------------------------------------------------------------------------------------------------------------
 
-    def start(self, optimizers: Sequence[Optimizer], rules: StepRules, *, default_root: Path) -> None:
+    def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path) -> None:
         """Places the model and starts the engine; the weights of blocks on disk leave memory as far as the budget asks.
+
+        Args:
+            optimizers: The optimizers of a fit; ``None`` to evaluate. A parked session then keeps the optimizers that it has.
+            rules: How gradients are used.
+            default_root: Where files go by default.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -117,7 +123,10 @@ class Session:
             ConfigError: The plan does not fit the model, or the directory cannot be used.
             UnsupportedError: An optimizer cannot run out of core.
         """
-        self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
+        if optimizers is not None:
+            self.bindings = [
+                OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers
+            ]
         owners = {id(p): b for b in self.bindings for p in b.params()}
         model = self.shape(owners)
         plan = self._fitting(self.options.plan(model).resolve(b.name for b in model.blocks), model)
@@ -149,11 +158,11 @@ class Session:
             self.blocks, plan=plan, model=model, store=self.store, updater=updater, capacity_bytes=capacity,
             deferred=bool(rules.deferred), recorder=self.recorder, heap=heap, poison=self.options.poison,
         )  # fmt: skip
-        if not parked or self.bindings:
+        if not parked or optimizers is not None:
             self._open(geometries, capacity)
-        homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
-        for binding in self.bindings:
-            binding.place(self.store, homes)
+            homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
+            for binding in self.bindings:
+                binding.place(self.store, homes)
         self.store.commit()
         self._handles = observe(self.blocks, self.executor)
         self._started = True
@@ -276,6 +285,7 @@ class Session:
         for block in in_order_of_construction(self.root, self.blocks):
             if block.name in self._unset:
                 initialize(block, self._made_on_meta)
+            self._take_over(block)
             self.executor.bring(block)  # a parked model's weights are on disk
             for part in block.parts:
                 self._open_part(part, geometries.get(part))
@@ -290,6 +300,17 @@ class Session:
                         self.store.barrier(part)
         initialize_buffers(self.root)
         self._unset = set()
+
+    def _take_over(self, block: Block) -> None:
+        """Brings weights into the block's memory that another Trainer left on its disk, where they stay as they are."""
+        for part in block.parts:
+            for i, param in enumerate(part.params):
+                if id(param) in self._elsewhere:
+                    memory = part.memory(i)
+                    memory.copy_(materialize(param))
+                    restore(param)
+                    param.data = memory
+                    self._elsewhere.discard(id(param))
 
     def _open_part(self, part: Part, geometry: BlockGeometry | None) -> None:
         """Opens the part with its weights as they are in memory and no state."""
@@ -430,6 +451,11 @@ class Session:
         self._close()
         return False
 
+    def has_model(self) -> bool:
+        """Whether the parameters are still in this session's hands: another Trainer may have taken the model over."""
+        parts = [part for block in self.blocks for part in block.parts]
+        return all(p.data_ptr() == part.memory(i).data_ptr() for part in parts for i, p in enumerate(part.params))
+
     def unpark(self) -> None:
         """Gets ready for another :meth:`start` with the weights as they are; optimizer state starts anew."""
         for binding in self.bindings:
@@ -444,7 +470,8 @@ class Session:
         self._handles = []
         for binding in self.bindings:
             binding.unbind(read=False)
-        self._close()
+        with suppress(HeteroError):  # whoever met the engine's error has raised it
+            self._close()
 
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""
@@ -456,7 +483,7 @@ class Session:
 
     def _restore(self, block: Block) -> None:
         for param in block.params():
-            if type(param) is OffloadedParameter:
+            if type(param) is OffloadedParameter and id(param) not in self._elsewhere:
                 restore(param)
 
     def _close(self) -> None:

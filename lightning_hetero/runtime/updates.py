@@ -101,6 +101,7 @@ class Updater:
             if not indices:
                 continue
             self._prepare_gradients(part, indices)
+            part.reclaim()
             if binding.rule is Rule.NATIVE:
                 tickets.append(self._update_native(block, part, indices, binding))
             else:
@@ -139,6 +140,7 @@ class Updater:
     def _update_native(self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> Ticket:
         groups = self._groups_of(binding)
         self.store.refresh_master(part)
+        binding.renew(part, indices)
         binding.advance(part, indices)
         rows: list[tuple[int, nn.Parameter, dict[str, Any], Tensor]] = []
         for i in indices:

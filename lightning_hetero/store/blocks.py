@@ -9,7 +9,7 @@ resized, and everything that holds the parameter (autograd, optimizers, user cod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,16 @@ class Part:
         flat = tensor_at(self.arena, self.arena.address, self.num_elements, self.dtype)
         return flat.as_strided(param.shape, _strides(param), self.offsets[index])
 
+    def reclaim(self) -> None:
+        """Brings weights back that somebody moved with ``param.data = ...``: updates write the reserved memory."""
+        for index, param in enumerate(self.params):
+            if param.data_ptr() != self.arena.address + self.offsets[index] * self.dtype.itemsize and param.numel():
+                memory = self.memory(index)
+                with torch.no_grad():
+                    memory.copy_(param)
+                    param.data = memory
+                self.master_versions = -1
+
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""
         param = self.params[index]
@@ -136,10 +146,11 @@ def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Te
     return torch.frombuffer(buffer, dtype=dtype, count=numel)
 
 
-def bind(root: nn.Module, specs: Sequence[BlockSpec]) -> list[Block]:
+def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Parameter], bool] = lambda _: False) -> list[Block]:
     """Moves every parameter into reserved memory, block by block; meta parameters get memory without content.
 
-    Meta parameters are replaced by new parameters in the modules that hold them, so this comes before the optimizers.
+    Meta parameters are replaced by new parameters in the modules that hold them, so this comes before the optimizers. Parameters
+    that are ``away`` (offloaded by somebody else) get memory that they do not use yet.
     """
     blocks = []
     for index, spec in enumerate(specs):
@@ -148,12 +159,14 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec]) -> list[Block]:
         for name, param in spec.params.items():
             groups.setdefault((param.dtype, param.requires_grad), []).append(name)
         for (dtype, _), names in groups.items():
-            block.parts.append(_bind_part(root, block, names, dtype))
+            block.parts.append(_bind_part(root, block, names, dtype, away))
         blocks.append(block)
     return blocks
 
 
-def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype) -> Part:
+def _bind_part(
+    root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]
+) -> Part:
     params = [block.spec.params[n] for n in names]
     offsets, total = [], 0
     for param in params:
@@ -169,7 +182,7 @@ def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dty
             memory = part.memory(i)
             if param.is_meta:
                 part.params[i] = block.spec.params[names[i]] = _replace_everywhere(root, param, memory)
-            else:
+            elif not away(param):
                 memory.copy_(param.data)
                 param.data = memory
     return part

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Engine, EngineStats, Hyper, Patch, Segment, Store, Ticket
-from lightning_hetero.errors import OffloadedAccessError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.directory import StoreDirectory
@@ -119,6 +119,7 @@ class TierStore:
         self._blobs: list[Part] = []
         self._uncommitted: list[Part] = []
         self._last_commit: Ticket | None = None
+        self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
@@ -149,6 +150,7 @@ class TierStore:
     def open(self, part: Part, geometry: BlockGeometry) -> None:
         """Opens the part's native block and, where its weights live on disk, writes them there."""
         on_disk = geometry.weights_on_disk_file or geometry.state_on_disk_file
+        self._wait_for_commit()
         part.native = NativeBlock(self._store if on_disk else None, geometry, part.arena.address)
         self._ids.add(geometry.id)
         if not part.params:
@@ -156,6 +158,12 @@ class TierStore:
         part.on_disk = bool(on_disk)
         # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
         part.dirty = bool(geometry.weights_on_disk_file) or _has_master(part)
+
+    def _wait_for_commit(self) -> None:
+        """The set of blocks may not change while a commit record is being written."""
+        if self._last_commit is not None:
+            self._last_commit.wait()
+            self._last_commit = None
 
     def opaque_chunk(self, num_bytes: int) -> int:
         """Elements of one chunk of a block of plain bytes."""
@@ -166,8 +174,7 @@ class TierStore:
         assert part.native is not None
         self.barrier(part)
         self.commit()
-        if self._last_commit is not None:
-            self._last_commit.wait()
+        self._wait_for_commit()
         identifier = part.native.geometry.id
         part.native.close()
         if part.on_disk and self.directory is not None:
@@ -200,6 +207,9 @@ class TierStore:
             StoreError: A transfer had failed.
         """
         try:
+            for block in blocks:
+                if any(part.last_write is not None and _has_failed(part.last_write) for part in block.parts):
+                    block.resident = False  # memory holds half of what should have come
             self.engine.close()
         finally:
             for part in [p for b in blocks for p in b.parts] + self._blobs:
@@ -216,6 +226,7 @@ class TierStore:
         part.on_disk = part.stepped = part.dirty = part.uncommitted = False
         part.patches.clear()
         self._patched.pop(part, None)
+        self._opened.discard(part)
 
     def check_open(self, part: Part, name: str) -> None:
         """Refuses to read or write what is in no memory any more.
@@ -225,8 +236,8 @@ class TierStore:
         """
         if part.native is None:
             raise OffloadedAccessError(
-                f"{name!r} was on disk, and its store has been closed: by an error, or because the strategy went on to another "
-                f"model. Load a checkpoint; next time save one before."
+                f"{name!r} is lost: its store has been closed by an error, or because the strategy went on to another model. Build "
+                f"the model anew and load a checkpoint; next time save one before."
             )
 
     # ---- weights --------------------------------------------------------------------------------------------------------
@@ -234,6 +245,7 @@ class TierStore:
     def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
         """Brings the part's weights into its memory."""
         assert part.native is not None
+        self.cancel_update(part)
         self.flush(part)
         part.last_write = self.engine.fetch(part.native, priority=priority, after=after)
         return part.last_write
@@ -241,6 +253,7 @@ class TierStore:
     def release(self, part: Part, *, priority: int) -> Ticket:
         """Gives the weight memory back, after writing it if it was changed in memory."""
         assert part.native is not None
+        self.cancel_update(part)
         self.flush(part)
         return self.engine.release(part.native, priority=priority)
 
@@ -294,6 +307,7 @@ class TierStore:
         if part.on_disk:
             self._begin_write(part)
         part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority)
+        self._opened.add(part)
         return part.opened
 
     def arm_update(
@@ -309,6 +323,7 @@ class TierStore:
         """Hands the gradients of an opened update over; ``keep`` lives until the kernels are done."""
         assert part.opened is not None
         ticket, part.opened = part.opened, None
+        self._opened.discard(part)
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.step + 1, priority=priority, keep=keep)
         part.last_write = ticket
         part.stepped = True
@@ -319,12 +334,17 @@ class TierStore:
         if part.opened is not None:
             self.engine.cancel_update(part.opened)
             part.opened = None
+            self._opened.discard(part)
+            if part.uncommitted:  # by this update alone: opening commits what was written before
+                part.uncommitted = False
+                self._uncommitted.remove(part)
 
     # ---- state ----------------------------------------------------------------------------------------------------------
 
     def read(self, part: Part, array: int, index: int, out: Tensor) -> None:
         """Reads parameter ``index``'s run of an array into ``out``, a flat contiguous tensor; waits for it."""
         assert part.native is not None
+        self.cancel_update(part)
         self.flush(part)
         offset, numel = self._run(part, part.offsets[index], out)
         patch = Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array)
@@ -348,12 +368,15 @@ class TierStore:
     def barrier(self, part: Part) -> None:
         """Waits until everything submitted for the part is done: the tasks of one block run in order."""
         if part.native is not None:
+            self.cancel_update(part)
             out = torch.empty(16, dtype=torch.float64)
             patch = Patch(offset=0, numel=1, data=out.data_ptr(), array=WEIGHTS)
             self.engine.read(part.native, [patch], keep=[out]).wait()
 
     def commit(self) -> Ticket | None:
         """Makes everything written so far one step that survives; returns at once."""
+        for part in list(self._opened):  # a commit follows every write before it, and nobody knows when these will be armed
+            self.cancel_update(part)
         for part in list(self._patched):
             self.flush(part)
         if not self._uncommitted or self._store is None:
@@ -374,6 +397,7 @@ class TierStore:
 
     def _write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
         assert part.native is not None
+        self.cancel_update(part)
         if part.on_disk:
             self._begin_write(part)
         patches, keep = [], []
@@ -390,6 +414,14 @@ class TierStore:
         assert part.native is not None
         unit = part.dtype.itemsize if part.native.geometry.weight_dtype == _native.U8 else 1
         return offset * unit, value.numel() * unit
+
+
+def _has_failed(ticket: Ticket) -> bool:
+    try:
+        ticket.wait()
+    except HeteroError:
+        return True
+    return False
 
 
 def _open_store(directory: StoreDirectory, options: EngineOptions, num_blocks: int) -> Store:

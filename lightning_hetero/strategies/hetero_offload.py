@@ -108,6 +108,7 @@ class HeteroOffload(_Base):
             ),
         )
         self.session: Session | None = None
+        self._may_use_disk = self.options.plan not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
         self._failed = False
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._last_trace = Trace(spans=())
@@ -142,14 +143,15 @@ class HeteroOffload(_Base):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._failed = False
-        if self.session is not None and self.session.root is self.lightning_module:
+        fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
+        if self.session is not None and self.session.root is self.lightning_module and self.session.has_model():
             session = self.session  # parked: the model was too large to come back into memory
-            session.unpark()
+            if fitting:
+                session.unpark()
         else:
             self._drop_session()
             self.model = self.precision_plugin.convert_module(self.model)
             self.session = session = Session(self.lightning_module, self.options)
-        fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
         rules = StepRules()
         if fitting:
             self.setup_optimizers(trainer)
@@ -158,7 +160,7 @@ class HeteroOffload(_Base):
         root = Path(trainer.default_root_dir)
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
-        session.start(self.optimizers if fitting else [], rules, default_root=root)
+        session.start(self.optimizers if fitting else None, rules, default_root=root)
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
             self.load_model_state_dict(checkpoint, strict)
@@ -234,7 +236,7 @@ class HeteroOffload(_Base):
             base.checkpoint_io = checkpoint_io.make(self.namespace)
         ours = getattr(base, "checkpoint_io", base)
         if hasattr(ours, "streams"):
-            ours.streams = self.session is not None and self.session.on_disk
+            ours.streams = self._may_use_disk if self.session is None else self.session.on_disk  # ckpt_path is loaded before setup
         return base
 
     @checkpoint_io.setter
@@ -303,7 +305,7 @@ class HeteroOffload(_Base):
             except HeteroError:
                 if not self._failed:
                     raise
-                log.warning("The engine had failed; weights and optimizer state on disk are not brought back.", exc_info=True)
+                log.warning("The engine had failed; weights and optimizer state on disk are not brought back.")
                 parked = False
                 self.session.abandon()
             if not parked:

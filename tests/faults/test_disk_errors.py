@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def fails(error: type[StoreError], pattern: str, break_it: Callable[[Path], None
     assert type(caught.value) is error
     assert re.search(pattern, str(caught.value)), str(caught.value)
     assert breaks.errors == [caught.value]  # once, and the one that came first
-    assert breaks.begun <= 1
+    assert breaks.begun <= 2  # the next forward meets what an update of the last backward met
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["pool", "auto"])
@@ -86,18 +87,20 @@ def test_a_file_that_has_lost_its_end_is_named_with_the_offset(tmp_path: Path, b
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def forbidding() -> Iterator[Callable[[Path], None]]:
+    """Makes the disk refuse writes to block files, and not to the commit ring, which is smaller."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda store: resource.setrlimit(resource.RLIMIT_FSIZE, (96 * 1024, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @BACKENDS
-def test_a_disk_that_refuses_writes_is_named_with_the_offset(tmp_path: Path, budget: int, backend: str) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def forbid(store: Path) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (96 * 1024, limits[1]))  # below the block files, above the commit ring
-
+def test_a_disk_that_refuses_writes_is_named_with_the_offset(
+    tmp_path: Path, budget: int, backend: str, forbidding: Callable[[Path], None]
+) -> None:
     pattern = r"write of \S*/block-0000\d\.[ab] at offset \d+, \d+ bytes: .*File too large \(errno 27\)"
-    try:
-        fails(StoreError, pattern, forbid, tmp_path, budget, io_backend=backend)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    fails(StoreError, pattern, forbidding, tmp_path, budget, io_backend=backend)
     assert not list(tmp_path.iterdir())
 
 
@@ -128,21 +131,37 @@ def test_with_verify_changed_contents_are_named(tmp_path: Path, budget: int, whe
     fails(StoreCorruptError, pattern, overwrite(middle), tmp_path, budget, verify=True)
 
 
-def test_the_last_good_step_stays_in_the_users_directory(tmp_path: Path, budget: int) -> None:
-    """The failed step writes no commit record, and nobody writes after it."""
-    store, steps = tmp_path / "store", []
-    shapes = {name: param.shape for name, param in LitModel(RECIPE).named_parameters()}
+def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(
+    tmp_path: Path, budget: int, forbidding: Callable[[Path], None]
+) -> None:
+    store, seen = tmp_path / "store", []
 
-    def damage(path: Path) -> None:
-        overwrite(lambda size: size - PAGE)(path)
+    def files() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in store.iterdir()}
 
-    fails(StoreCorruptError, "block 2", damage, tmp_path, budget, disk_path=store)
-    files = {p.name: p.read_bytes() for p in store.iterdir()}
-    assert {p.name: p.read_bytes() for p in store.iterdir()} == files
-    with pytest.raises(StoreCorruptError):  # the block that was damaged
-        steps.append(read_store(store, shapes, ("model.blocks.",)))
+    class Looks(Breaks):
+        def on_exception(self, *arguments: Any) -> None:
+            super().on_exception(*arguments)
+            time.sleep(0.3)  # writes that the kernel already had
+            seen.append(files())
+
+    looks = Looks(tmp_path, forbidding)
+    with pytest.raises(StoreError, match="write of"):
+        train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory=budget, disk_path=store), looks)
+    assert seen == [files()]
+    plain = LitModel(RECIPE)
+    shapes = {name: param.shape for name, param in plain.named_parameters()}
+    step, content = read_store(store, shapes, ("model.blocks.",))
+    assert step == 1 + 2  # the layout is a commit of its own
     torch.manual_seed(7)
-    train(tmp_path, HeteroOffloadStrategy(plan="disk", disk_path=store))  # adopts it
+    plain = LitModel(RECIPE)
+    trainer = quiet_trainer(strategy="auto", max_steps=2, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer.fit(plain, data())
+    for name, param in plain.named_parameters():
+        state = trainer.optimizers[0].state[param]
+        for key, value in {name: param, f"{name}.exp_avg": state["exp_avg"], f"{name}.exp_avg_sq": state["exp_avg_sq"]}.items():
+            assert key == name or key in content
+            assert key not in content or torch.equal(content[key], value), key
 
 
 @pytest.mark.parametrize("moment", ["checkpoint", "validation", "state", "teardown"])
@@ -177,8 +196,7 @@ def test_after_an_error_weights_that_are_lost_are_refused_by_name(tmp_path: Path
     )  # fmt: skip
     with pytest.raises(StoreError):
         trainer.fit(module, data())
-    with pytest.raises(OffloadedAccessError, match=r"model\.blocks\.\d.*store has been closed.*checkpoint"):
-        for value in module.state_dict().values():
-            value.clone()
+    with pytest.raises(OffloadedAccessError, match=r"model\.blocks\.2.*store has been closed.*checkpoint"):
+        module.state_dict()["model.blocks.2.up.weight"].clone()
     with pytest.raises(OffloadedAccessError, match="store has been closed"):
         quiet_trainer(strategy="auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path).fit(module, data())
