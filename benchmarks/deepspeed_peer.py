@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 on the CPU, as a contestant of step.py.
 
-Settings are the best that were found on two cores and a virtual NVMe disk: pipelined reads and writes, 1 MiB transfers, a queue
+Settings are the best that were found on two cores and a virtual NVMe disk: pipelined reads and writes, 8 MiB transfers, a queue
 of 32. DeepSpeed keeps its own loop: Lightning's DeepSpeedStrategy wants an accelerator.
 """
 

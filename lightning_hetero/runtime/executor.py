@@ -420,6 +420,11 @@ class Executor:
         for block in self.blocks:
             block.uses = 0
 
+    def let_go(self) -> None:
+        """The model is another's from now on."""
+        self._access.clear()
+        self.updater.own([])
+
     def drain(self) -> None:
         """Waits for all updates under way."""
         for block in self.blocks:

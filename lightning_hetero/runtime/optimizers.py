@@ -104,7 +104,7 @@ class OptimizerBinding:
             for state in self.optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, OffloadedTensor):
-                        state[key] = value.clone()
+                        state[key] = value.source.take() if isinstance(value.source, StateSource) else value.clone()
 
     def groups(self) -> dict[int, dict[str, Any]]:
         """Each parameter's group by the parameter's ``id``; read anew every step, schedulers change groups."""

@@ -476,10 +476,12 @@ class Session:
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""
         assert self.executor is not None
-        model = self.executor.model
-        need = sum(b.weight_bytes + b.state_bytes for b in model.blocks)
-        budget = self.options.host_memory
-        return need <= (psutil.virtual_memory().available * 3 // 4 if budget is None else budget)
+        pairs = list(zip(self.executor.model.blocks, self.executor.plan.blocks, strict=True))
+        if self.options.host_memory is not None:
+            return sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
+        more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)
+        more += sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK)
+        return more <= psutil.virtual_memory().available * 3 // 4
 
     def _restore(self, block: Block) -> None:
         for param in block.params():
@@ -497,6 +499,12 @@ class Session:
             for block in self.blocks:
                 self._restore(block)
                 back_to_meta(self.root, block, self._made_on_meta)
+        # Memory goes with the last tensor that looks at it, not whenever the garbage collector finds these cycles.
+        for block in self.blocks:
+            block.parts.clear()
+        if self.executor is not None:
+            self.executor.let_go()
+        self.blocks, self.bindings, self.executor = [], [], None
 
 
 def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.blocks import Part, tensor_at
 from lightning_hetero.store.tiers import WEIGHTS, TierStore
 
 
@@ -100,8 +100,18 @@ class StateSource:
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
+        self.store.check_open(self.part, self.name)
         flat = self.part.flat(self.index, value, torch.float32)
         self.store.write_state(self.part, [(self.array, self.index, flat)])
+
+    def take(self) -> Tensor:
+        """The content as an ordinary tensor that outlives the store; where it is in memory it is not copied."""
+        native = self.part.native
+        address = None if native is None or self.part.on_disk else native.state_address(self.array)
+        if address is None:
+            return self.read()
+        start = address + 4 * self.part.offsets[self.index]
+        return self.part.shaped(self.index, tensor_at(native, start, self.part.params[self.index].numel(), torch.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,8 +213,8 @@ class TierStore:
             self.engine.close()
         finally:
             for part in [p for b in blocks for p in b.parts] + self._blobs:
-                if part.native is not None:
-                    part.native.close()
+                if part.native is not None and part.on_disk:
+                    part.native.close()  # others go with the last tensor that looks at their state
                 self._forget(part)
             if self._store is not None:
                 self._store.close()

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
-DEMO = "boring_classes.BoringModel, boring_classes.RandomDataset"
+CLASSES = {"lightning.pytorch": "HeteroOffloadStrategy", "pytorch_lightning": "PytorchLightningHeteroOffloadStrategy"}
 
 FIT = """
-import sys, torch, lightning_hetero
+import sys, torch, lightning_hetero.strategies
 import {namespace} as pl
 from {namespace}.demos.boring_classes import BoringModel
 
@@ -24,16 +23,16 @@ class Model(BoringModel):
 def fit(strategy):
     torch.manual_seed(1)
     model = Model()
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, limit_train_batches=3, limit_val_batches=1, logger=False,
-                         enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, limit_train_batches=3, limit_val_batches=1, **quiet)
     trainer.fit(model)
     trainer.save_checkpoint(sys.argv[1] + "/last.ckpt")
     return trainer, model
 
 plain = fit("auto")[1]
-for strategy in ("hetero_offload", "hetero", pl.strategies.StrategyRegistry.get("hetero_offload", plan="disk")):
+for strategy in ("hetero_offload", "hetero", lightning_hetero.strategies.strategy_class("{namespace}")(plan="disk")):
     trainer, ours = fit(strategy)
-    assert type(trainer.strategy).__name__ == "HeteroOffloadStrategy"
+    assert type(trainer.strategy).__name__ == "{name}"
     assert isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 print("same")
@@ -87,30 +86,28 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_by_name(namespace: str, tmp_path: Path) -> None:
-    done = python(FIT.format(namespace=namespace), tmp_path, str(tmp_path))
+@pytest.mark.parametrize(("namespace", "name"), CLASSES.items())
+def test_by_name(namespace: str, name: str, tmp_path: Path) -> None:
+    done = python(FIT.format(namespace=namespace, name=name), tmp_path, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("same")
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_the_command_line_reads_the_strategy_from_a_configuration(namespace: str, tmp_path: Path) -> None:
-    class_path = "lightning_hetero.strategies.HeteroOffloadStrategy"
-    if namespace == "pytorch_lightning":
-        pytest.skip("a class_path names the class of lightning.pytorch; pytorch_lightning takes the strategy by name")
-    (tmp_path / "config.yaml").write_text(CONFIG.format(root=tmp_path, class_path=class_path))
+@pytest.mark.parametrize(("namespace", "name"), CLASSES.items())
+def test_the_command_line_reads_the_strategy_from_a_configuration(namespace: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.format(root=tmp_path, class_path=f"lightning_hetero.strategies.{name}"))
     done = python(CLI.format(namespace=namespace), tmp_path, "fit", "--config", "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert f"HeteroOffloadStrategy {64 * 2**20} pool Linear" in done.stdout
+    assert f"{name} {64 * 2**20} pool Linear" in done.stdout
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_the_command_line_takes_the_strategy_by_name(namespace: str, tmp_path: Path) -> None:
-    arguments = ["fit", "--trainer.strategy=hetero_offload", "--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
-    done = python(CLI.format(namespace=namespace), tmp_path, *arguments, "--trainer.enable_progress_bar=false")
+@pytest.mark.parametrize(("namespace", "name"), CLASSES.items())
+def test_the_command_line_takes_the_strategy_by_name(namespace: str, name: str, tmp_path: Path) -> None:
+    trainer = {"strategy": "hetero_offload", "max_steps": 2, "accelerator": "cpu", "logger": "false", "num_nodes": 1}
+    arguments = [f"--trainer.{option}={value}" for option, value in trainer.items()]
+    done = python(CLI.format(namespace=namespace), tmp_path, "fit", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "HeteroOffloadStrategy None auto None" in done.stdout
+    assert f"{name} None auto None" in done.stdout
 
 
 def test_the_command_line_documents_and_checks_the_options(tmp_path: Path) -> None:
