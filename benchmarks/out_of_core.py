@@ -50,9 +50,7 @@ class Workload:
         verify_digests: Check every chunk's content when it is read.
     """
 
-    def __init__(
-        self, directory: Path, *, num_blocks: int, chunks_per_block: int, direct_io: bool, verify_digests: bool
-    ) -> None:
+    def __init__(self, directory: Path, *, num_blocks: int, chunks_per_block: int, direct_io: bool, verify_digests: bool) -> None:
         directory.mkdir(mode=0o700)
         self.numel = chunks_per_block * CHUNK_ELEMENTS
         self.weights = Arena(num_blocks * self.numel * 2)

@@ -43,9 +43,7 @@ def install() -> None:
 class _Finder(MetaPathFinder):
     """Leaves finding to the others, and registers after the modules of interest have been executed."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
         for finder in sys.meta_path:

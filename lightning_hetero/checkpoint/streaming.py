@@ -120,9 +120,7 @@ def release_pages(tensor: Tensor) -> int:
 class StreamingIO:
     """``save``, ``load`` and removal with the method names of Lightning's ``CheckpointIO``, for a class that mixes it in."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None) -> None:
         """Saves a checkpoint; see ``save``.
 
         Raises:

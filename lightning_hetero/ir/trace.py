@@ -64,9 +64,7 @@ class Trace:
 
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane had at least one span."""
-        return {
-            lane: _union_s((s.start_s, s.end_s) for s in self.spans if s.lane == lane) for lane in {s.lane for s in self.spans}
-        }
+        return {lane: _union_s((s.start_s, s.end_s) for s in self.spans if s.lane == lane) for lane in {s.lane for s in self.spans}}
 
 
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:

@@ -22,9 +22,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Pay
 from lightning_hetero.units import format_bytes
 
 
-def lower(
-    plan: Plan, model: ModelShape, signature: StepSignature, *, resident: frozenset[int], capacity_bytes: int
-) -> Schedule:
+def lower(plan: Plan, model: ModelShape, signature: StepSignature, *, resident: frozenset[int], capacity_bytes: int) -> Schedule:
     """Lowers a resolved plan to the schedule of one step.
 
     Args:
@@ -189,17 +187,13 @@ class _Lowering:
             return False
         for victim in victims:
             self._release(index, victim)
-        self.fetched[block] = self._emit(
-            OpKind.FETCH, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release()
-        )
+        self.fetched[block] = self._emit(OpKind.FETCH, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release())
         self.resident.add(block)
         return True
 
     def _release(self, index: int, block: int) -> None:
         size = self.model.blocks[block].weight_bytes
-        self.last_release = self._emit(
-            OpKind.RELEASE, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release()
-        )
+        self.last_release = self._emit(OpKind.RELEASE, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release())
         self.resident.remove(block)
         self.fetched.pop(block, None)
 

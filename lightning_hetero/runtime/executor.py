@@ -236,9 +236,7 @@ class Executor:
         if self._schedule is None:
             return None
         anchors = self._schedule.anchors
-        return next(
-            (i for i in range(self._cursor, len(anchors)) if (anchors[i].phase, anchors[i].block) == (phase, block)), None
-        )
+        return next((i for i in range(self._cursor, len(anchors)) if (anchors[i].phase, anchors[i].block) == (phase, block)), None)
 
     def _issue_through(self, index: int) -> None:
         assert self._schedule is not None
@@ -445,9 +443,7 @@ class Executor:
         resident = frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident)
         key = (signature, resident)
         if key not in self._schedules:
-            self._schedules[key] = lower(
-                self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes
-            )
+            self._schedules[key] = lower(self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes)
         return self._schedules[key]
 
     def _learn(self) -> None:

@@ -124,9 +124,7 @@ class Session:
             UnsupportedError: An optimizer cannot run out of core.
         """
         if optimizers is not None:
-            self.bindings = [
-                OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers
-            ]
+            self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
         owners = {id(p): b for b in self.bindings for p in b.params()}
         model = self.shape(owners)
         plan = self._fitting(self.options.plan(model).resolve(b.name for b in model.blocks), model)
@@ -367,9 +365,7 @@ class Session:
         self.executor.bring(block)
         if part.native is not None:
             self.store.discard(part)
-        geometry = geometry_of(
-            part, self.store.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state
-        )
+        geometry = geometry_of(part, self.store.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state)
         self.store.open(part, geometry)
         self.store.flush(part)
 

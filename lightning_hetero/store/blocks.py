@@ -164,9 +164,7 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Paramet
     return blocks
 
 
-def _bind_part(
-    root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]
-) -> Part:
+def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]) -> Part:
     params = [block.spec.params[n] for n in names]
     offsets, total = [], 0
     for param in params:

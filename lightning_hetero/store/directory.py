@@ -135,9 +135,7 @@ class StoreDirectory:
                 _remove_files(directory_fd)
                 log.info("disk_path %r: took over an earlier run's store; its files are written anew", str(path))
             identity = uuid.uuid4()
-            manifest_fd = write_manifest(
-                path, directory_fd, identity, geometry, temporary=temporary, replace=old_fd is not None
-            )
+            manifest_fd = write_manifest(path, directory_fd, identity, geometry, temporary=temporary, replace=old_fd is not None)
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)

@@ -45,9 +45,7 @@ def lock_manifest(path: Path, directory_fd: int) -> int | None:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ConfigError(
-                f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path."
-            ) from error
+            raise ConfigError(f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path.") from error
         try:
             manifest = read_manifest(path, manifest_fd)
             fcntl.flock(manifest_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -108,9 +108,7 @@ class TierStore:
         chunk_bytes_max: Largest staged chunk.
     """
 
-    def __init__(
-        self, options: EngineOptions, *, directory: StoreDirectory | None, num_blocks: int, chunk_bytes_max: int
-    ) -> None:
+    def __init__(self, options: EngineOptions, *, directory: StoreDirectory | None, num_blocks: int, chunk_bytes_max: int) -> None:
         self.options = options
         self.directory = directory
         self.chunk_bytes_max = chunk_bytes_max

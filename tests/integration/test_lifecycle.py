@@ -169,7 +169,7 @@ def test_the_users_exception_is_raised_as_it_is_and_files_are_removed(kind: str,
         module.in_backward = in_backward
         left.append(module)
 
-    with pytest.raises(ValueError, match="^the user's own$") as raised:
+    with pytest.raises(ValueError, match=r"^the user's own$") as raised:
         run(recipe, strategy, tmp_path, module_class=Failing, prepare=prepare)
     assert raised.value is Failing.error
     assert list(tmp_path.iterdir()) == []

@@ -79,7 +79,9 @@ class OwnBackward(LitModel):
 
 
 class OwnClipping(LitModel):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         self.losses.append(torch.nn.utils.clip_grad_norm_(self.model.blocks[0].parameters(), 0.1))
 
 

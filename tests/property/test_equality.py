@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.models import Recipe, Shape, assert_same, run
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.models import Recipe, Shape, assert_same, run
 
 SHAPES = st.builds(
     Shape,

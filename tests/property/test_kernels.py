@@ -220,9 +220,7 @@ def test_threads_and_instruction_sets_do_not_change_a_bit(case: Case, threads: i
     threads=st.integers(1, 5),
     seed=st.integers(0, 2**31),
 )
-def test_sum_of_squares_is_accurate_and_does_not_depend_on_threads(
-    numel: int, dtype: torch.dtype, threads: int, seed: int
-) -> None:
+def test_sum_of_squares_is_accurate_and_does_not_depend_on_threads(numel: int, dtype: torch.dtype, threads: int, seed: int) -> None:
     x = torch.randn(max(numel, 1), generator=torch.Generator().manual_seed(seed)).to(dtype)
     first = _native.sum_of_squares(x.data_ptr(), numel, dtype=DTYPES[dtype])
     assert first == pytest.approx(x[:numel].double().square().sum().item(), rel=1e-12)

@@ -254,9 +254,7 @@ def test_an_op_issued_twice_is_caught(case: Case, data: st.DataObject) -> None:
 def test_a_smaller_budget_is_caught(case: Case, missing: int) -> None:
     schedule = case.lower()
     sizes = [
-        case.model.blocks[op.block].weight_bytes
-        for op in schedule.ops
-        if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS
+        case.model.blocks[op.block].weight_bytes for op in schedule.ops if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS
     ]
     assume(sizes)
     with pytest.raises(ScheduleError, match="capacity"):

@@ -206,5 +206,3 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
                 mine = ours["state"][number][key]
                 same = torch.equal(mine, value) if isinstance(value, Tensor) else mine == value
                 assert same, f"optimizer state {number}.{key} differs"
-
-

@@ -97,9 +97,7 @@ def test_in_16_bits_it_is_the_optimizer_on_fp32_copies(factory: Callable[..., Op
 
 def test_one_adamw_step_written_out() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.bfloat16))
-    optimizer = MasterWeightOptimizer(
-        [parameter], functools.partial(AdamW, lr=0.125, betas=(0.5, 0.5), eps=0.0, weight_decay=0.5)
-    )
+    optimizer = MasterWeightOptimizer([parameter], functools.partial(AdamW, lr=0.125, betas=(0.5, 0.5), eps=0.0, weight_decay=0.5))
     parameter.grad = torch.tensor([0.5, -0.25], dtype=torch.bfloat16)
     optimizer.step()
     # p * (1 - lr * wd) - lr * m / sqrt(v), whose last quotient is sign(g) at the first step
