@@ -126,7 +126,7 @@ class OptimizerBinding:
             state["step"] += 1
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
-        """Sets state to its beginning where the optimizer has none: the step follows a checkpoint without it, or ``state.clear()``."""
+        """Sets state to its beginning where the optimizer has none: after a checkpoint without it, or ``state.clear()``."""
         assert self._store is not None
         runs: list[tuple[int, int, Tensor]] = []
         for index in indices:

@@ -115,7 +115,7 @@ class TempFile {
  public:
   explicit TempFile(int flags = 0) {
     const char* directory = std::getenv("TMPDIR");
-    std::string name = std::string(directory != nullptr ? directory : "/tmp") + "/hetero-io-XXXXXX";
+    std::string name = std::string(directory != nullptr ? directory : "/tmp") + "/hetero-io-" + std::string(6, 'X');
     fd_ = mkostemp(name.data(), O_CLOEXEC | flags);
     error_ = fd_ < 0 ? errno : 0;
     if (fd_ >= 0 || flags != 0) unlink(name.c_str());  // O_DIRECT refused: the file was made all the same

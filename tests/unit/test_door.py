@@ -406,7 +406,7 @@ def test_copies_and_pickles_are_ordinary_parameters() -> None:
     stream = io.BytesIO()
     torch.save(module.state_dict(keep_vars=True), stream)
     stream.seek(0)
-    module.weight.tag = "kept"  # type: ignore[attr-defined]
+    module.weight.tag = "kept"
     twins = [copy.deepcopy(module).weight, torch.load(stream, weights_only=True)["weight"]]
     twins.append(pickle.loads(pickle.dumps(module.weight)))
     for twin in twins:
@@ -443,7 +443,7 @@ def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None
 def test_pending_parameter_that_turns_out_released_is_read() -> None:
     module, record = offloaded_linear()
     record.state = Residency.PENDING
-    record.wait = lambda: setattr(record, "state", Residency.RELEASED)  # type: ignore[method-assign]
+    record.wait = lambda: setattr(record, "state", Residency.RELEASED)
     with torch.no_grad():
         assert torch.equal(module.weight.clone(), record.source().content)
 
