@@ -62,7 +62,7 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
             raise OffloadedAccessError(
                 f"block {block.name!r} has its weights on disk, and a gradient of them was computed before any output of its "
                 f"forward had one: its forward must have left a tensor that reaches the loss in another way than being returned. "
-                f"Return such tensors (in a tuple, list, dict or dataclass), or keep the block's weights in memory with another plan."
+                f"Return such tensors (in a tuple, list, dict or dataclass), or keep the block's weights in memory by another plan."
             )
 
     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = param.register_post_accumulate_grad_hook

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import MIB, format_bytes
+
+_READ_AHEAD_BYTES = 512 * MIB  # the state of the largest block of most models, an embedding; more than that gains little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class HostNeeds:
         staging: Buffers through which state streams.
         smallest_cache: The largest block with weights on disk: at least it must fit.
         all_cached: All weights that live on disk.
+        streamed: All optimizer state that lives on disk.
     """
 
     weights: int
@@ -29,6 +32,7 @@ class HostNeeds:
     staging: int
     smallest_cache: int
     all_cached: int
+    streamed: int
 
     @property
     def fixed(self) -> int:
@@ -66,11 +70,25 @@ def host_needs(plan: Plan, model: ModelShape, *, staging: int, all_gradients: bo
         staging=staging,
         smallest_cache=max(on_disk, default=0),
         all_cached=sum(on_disk),
+        streamed=sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK),
     )
 
 
-def cache_bytes(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) -> int:
-    """Host bytes left for weights that live on disk.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShares:
+    """What the memory beyond the fixed needs is used for.
+
+    Attributes:
+        cache: Bytes for weights that live on disk.
+        read_ahead: Bytes of staging beyond the least: state that is read while backward computes need not be waited for after it.
+    """
+
+    cache: int
+    read_ahead: int
+
+
+def share_out(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) -> HostShares:
+    """Shares a budget out.
 
     Args:
         plan: The plan, for its name.
@@ -89,7 +107,9 @@ def cache_bytes(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) 
             f"them up.",
             needed_bytes=needs.fixed + needs.smallest_cache,
         )
-    return min(host_memory - needs.fixed, needs.all_cached)
+    spare = host_memory - needs.fixed - needs.smallest_cache
+    read_ahead = min(spare // 4, _READ_AHEAD_BYTES, needs.streamed)
+    return HostShares(cache=min(host_memory - needs.fixed - read_ahead, needs.all_cached), read_ahead=read_ahead)
 
 
 def check_device(plan: Plan, model: ModelShape, device_memory: int | None) -> None:

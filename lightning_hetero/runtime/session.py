@@ -25,7 +25,7 @@ from lightning_hetero.ir.model import BlockShape, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.anchors import observe, observe_gradient
-from lightning_hetero.runtime.budget import cache_bytes, check_device, host_needs
+from lightning_hetero.runtime.budget import HostShares, check_device, host_needs, share_out
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
@@ -137,11 +137,14 @@ class Session:
         geometries = self._geometries(owners)
         parked = self.store is not None
         chunk = self.store.chunk_bytes_max if self.store else self._chunk_bytes()
-        capacity = self._capacity(plan, model, rules, chunk)
+        shares = self._shares(plan, model, rules, chunk)
+        capacity = shares.cache
         if self.store is None:
             directory = self._directory(plan, geometries, default_root)
             num_blocks = 8 * len(geometries) + 64  # unfreezing, and state that only its optimizer knows, take more files
-            self.store = TierStore(self.options.engine, directory=directory, num_blocks=num_blocks, chunk_bytes_max=chunk)
+            staging = staging_bytes(self.options.engine, chunk) + shares.read_ahead
+            engine = replace(self.options.engine, staging_bytes=staging)
+            self.store = TierStore(engine, directory=directory, num_blocks=num_blocks, chunk_bytes_max=chunk)
             self.store.on_patched = self.options.on_patched
         present = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
         heap = Heap(self.options.host_memory, present_bytes=present)
@@ -227,18 +230,17 @@ class Session:
                     )
         return geometries
 
-    def _capacity(self, plan: Plan, model: ModelShape, rules: StepRules, chunk: int) -> int:
+    def _shares(self, plan: Plan, model: ModelShape, rules: StepRules, chunk: int) -> HostShares:
         check_device(plan, model, self.options.device_memory)
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
-        needs = host_needs(
-            plan, model, staging=staging_bytes(self.options.engine, chunk) if on_disk else 0,
-            all_gradients=bool(rules.deferred) or rules.accumulates,
-        )  # fmt: skip
+        all_gradients = bool(rules.deferred) or rules.accumulates
+        staging = staging_bytes(self.options.engine, chunk) if on_disk else 0
+        needs = host_needs(plan, model, staging=staging, all_gradients=all_gradients)
         if self.options.host_memory is not None:
-            return cache_bytes(plan, needs, host_memory=self.options.host_memory, source="host_memory")
+            return share_out(plan, needs, host_memory=self.options.host_memory, source="host_memory")
         # Weights are in memory already, so only what a block needs on top counts against what is free.
         free = psutil.virtual_memory().available + needs.weights + (0 if self._unset else needs.all_cached)
-        return cache_bytes(plan, needs, host_memory=free, source="the machine's free memory")
+        return share_out(plan, needs, host_memory=free, source="the machine's free memory")
 
     def _chunk_bytes(self) -> int:
         """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""
