@@ -208,6 +208,7 @@ class HeteroOffload(_Base):
         super().post_backward(closure_loss)
         if self._executor is not None:
             self._executor.backward_ends()
+            self._executor.check_gradients()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""

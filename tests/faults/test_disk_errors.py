@@ -35,7 +35,10 @@ class Breaks(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
-            trainer.strategy.session.drain()
+            session = trainer.strategy.session
+            session.drain()
+            for part in [part for block in session.blocks for part in block.parts]:
+                session.store.barrier(part)  # writes that are under way would mend what is broken now
             (manifest,) = self.root.rglob("MANIFEST")
             self.break_it(manifest.parent)
 
