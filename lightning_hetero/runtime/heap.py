@@ -12,6 +12,10 @@ import ctypes
 
 import psutil
 
+from lightning_hetero.units import MIB
+
+_WORTH_IT = 32 * MIB
+
 
 class Heap:
     """Watches the process's resident memory between anchors.
@@ -45,8 +49,13 @@ class Heap:
 
     def check(self) -> None:
         """Gives free heap pages back if the process is beyond budget and activations."""
-        if self._trim is not None and self._resident() > self._limit + self._activations:
-            self._trim(0)
+        resident = self._resident() if self._trim is not None else 0
+        if self._trim is None or resident <= self._limit + self._activations:
+            return
+        self._trim(0)
+        left = self._resident()
+        if resident - left < _WORTH_IT:  # something else has the memory: do not look for it at every anchor
+            self._limit = left + _WORTH_IT - self._activations
 
     def _resident(self) -> int:
         return int(self._process.memory_info().rss)

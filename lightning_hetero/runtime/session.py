@@ -140,7 +140,7 @@ class Session:
         shares = self._shares(plan, model, rules, chunk)
         capacity = shares.cache
         if self.store is None:
-            directory = self._directory(plan, geometries, default_root)
+            directory = self._directory(plan, geometries, owners, default_root)
             num_blocks = 8 * len(geometries) + 64  # unfreezing, and state that only its optimizer knows, take more files
             staging = staging_bytes(self.options.engine, chunk) + shares.read_ahead
             engine = replace(self.options.engine, staging_bytes=staging)
@@ -251,21 +251,24 @@ class Session:
                 chunks.append(chunk_bytes(geometry_of(part, 0, num_state=num_state, weights=Tier.DISK, state=Tier.DISK)))
         return max(chunks)
 
-    def _directory(self, plan: Plan, geometries: dict[Part, BlockGeometry], default_root: Path) -> StoreDirectory | None:
+    def _directory(
+        self, plan: Plan, geometries: dict[Part, BlockGeometry], owners: dict[int, OptimizerBinding], default_root: Path
+    ) -> StoreDirectory | None:
         placements = {t for p in plan.blocks for t in (p.weights, p.state)}
         if Tier.DISK not in placements:
             return None
         self._disk_bytes = sum(file_bytes(g) * g.num_slots for g in geometries.values())
+        # State that only its optimizer's own code knows gets files at the first step; it has to find room then.
+        later = sum(
+            _state_bytes(part, owners) * part.num_elements
+            for block in self.blocks
+            for part in block.parts
+            if block.plan.state is Tier.DISK and not _num_state(part, owners)
+        )
         default_root.mkdir(parents=True, exist_ok=True)
+        # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
         rows = [
-            {
-                "block": part.block.name,
-                "params": part.names,
-                "dtype": str(part.dtype),
-                "elements": g.num_elements,
-                "state": g.num_state,
-            }
-            for part, g in geometries.items()
+            {"block": b.name, "params": {n: [str(p.dtype), list(p.shape)] for n, p in b.spec.params.items()}} for b in self.blocks
         ]
         return StoreDirectory.create_or_adopt(
             self.options.disk_path,
@@ -273,7 +276,7 @@ class Session:
             manifest={"model": type(self.root).__name__, "blocks": rows},
             allow_tmpfs=self.options.allow_tmpfs,
             allow_rotational=self.options.allow_rotational,
-            needed_bytes=self._disk_bytes,
+            needed_bytes=self._disk_bytes + 2 * later,
             capacity_bytes=self.options.disk_capacity,
         )
 

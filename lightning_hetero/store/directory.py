@@ -53,11 +53,20 @@ class StoreDirectory:
     """
 
     def __init__(
-        self, path: Path, directory_fd: int, manifest_fd: int, identity: uuid.UUID, *, temporary: bool, made: bool
+        self,
+        path: Path,
+        directory_fd: int,
+        manifest_fd: int,
+        identity: uuid.UUID,
+        *,
+        temporary: bool,
+        made: bool,
+        in_memory: bool,
     ) -> None:
         self._path = path
         self._uuid = identity
         self._temporary = temporary
+        self._in_memory = in_memory
         held = _Held(os.getpid(), path, directory_fd, manifest_fd, made)
         self._held = held
         # A temporary directory goes away with its process even if nobody calls close.
@@ -130,7 +139,7 @@ class StoreDirectory:
             else:
                 undo.callback(os.close, old_fd)
                 check_same_store(path, read_manifest(path, old_fd), geometry)
-            _check_volume(path, directory_fd, limits)
+            volume = _check_volume(path, directory_fd, limits)
             if old_fd is not None:
                 _remove_files(directory_fd)
                 log.info("disk_path %r: took over an earlier run's store; its files are written anew", str(path))
@@ -139,7 +148,10 @@ class StoreDirectory:
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)
-        return cls(path, directory_fd, manifest_fd, identity, temporary=temporary, made=made or temporary)
+        in_memory = volume.filesystem in MEMORY_FILESYSTEMS
+        return cls(
+            path, directory_fd, manifest_fd, identity, temporary=temporary, made=made or temporary, in_memory=in_memory
+        )  # fmt: skip
 
     @property
     def path(self) -> Path:
@@ -155,6 +167,11 @@ class StoreDirectory:
     def temporary(self) -> bool:
         """Whether :meth:`close` removes it unless told otherwise."""
         return self._temporary
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file system is host memory, which older kernels read and write only through the page cache."""
+        return self._in_memory
 
     def remove_block(self, identifier: int) -> None:
         """Removes the closed files of one block."""
@@ -284,7 +301,7 @@ def _check_capacity(path: Path, limits: DiskLimits) -> None:
         )
 
 
-def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> None:
+def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> Volume:
     volume = Volume.of(path)
     if volume.filesystem in MEMORY_FILESYSTEMS and not limits.allow_tmpfs:
         raise ConfigError(
@@ -302,6 +319,7 @@ def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> None:
             f"disk_path {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are free. Free "
             f"some, choose a disk_path on a larger disk, or place fewer blocks on 'disk'."
         )
+    return volume
 
 
 # ---- what goes away ---------------------------------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ def _open_store(directory: StoreDirectory, options: EngineOptions, num_blocks: i
         os.fspath(directory.path),
         uuid=directory.uuid,
         create=True,
-        direct_io=options.direct_io,
+        direct_io=options.direct_io and not directory.in_memory,
         durability={"none": 0, "process": 1, "power": 2}[options.durability],
         verify_digests=options.verify_digests,
         num_blocks=num_blocks,

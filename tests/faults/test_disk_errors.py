@@ -152,9 +152,7 @@ def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(
     with pytest.raises(StoreError, match="write of"):
         train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory=budget, disk_path=store), looks)
     assert seen == [files()]
-    plain = LitModel(RECIPE)
-    shapes = {name: param.shape for name, param in plain.named_parameters()}
-    step, content = read_store(store, shapes, ("model.blocks.",))
+    step, content = read_store(store, ("model.blocks.",))
     assert step == 1 + 2  # the layout is a commit of its own
     torch.manual_seed(7)
     plain = LitModel(RECIPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
@@ -33,8 +35,10 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.units import parse_bytes
 
 RECIPE = Recipe(steps=2)
+MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.1", weights=Tier.DISK, state=Tier.DISK), BlockPlan(name="*")))
 NOBODY = 65534
 
 
@@ -118,6 +122,25 @@ def test_a_small_disk_capacity_is_refused(root: Path, plain: Outcome) -> None:
     module = new_module()
     refused(OutOfDiskError, ["needs", "disk_capacity allows 10.0 KiB", "Raise disk_capacity"], root, module, disk_capacity="10KiB")
     assert_usable(module, root, plain)
+
+
+def test_state_that_is_written_only_later_counts_too(root: Path) -> None:
+    """An optimizer without native kernels makes its state at the first step."""
+    recipe = Recipe(steps=2, shape=Shape(width=128), optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9))
+    with pytest.raises(OutOfDiskError) as caught:
+        fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_capacity=1))
+    match = re.search(r"the plan needs ([0-9.]+ [KM]iB)", str(caught.value))
+    assert match is not None
+    needed = parse_bytes(match[1], name="needed")
+    written: list[int] = []
+
+    class Sums(pl.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            written.append(sum(p.stat().st_size for p in root.rglob("block-*")))
+
+    fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk"), callbacks=[Sums()])
+    assert needed is not None
+    assert 0.5 * needed < written[0] <= 1.1 * needed  # padded to pages
 
 
 def test_a_full_disk_is_refused(root: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +243,25 @@ def test_a_changed_model_under_an_old_store_is_refused(root: Path, plain: Outcom
     fit(new_module(Recipe(steps=1, shape=Shape(layers=4))), root, HeteroOffloadStrategy(plan="disk", disk_path=store))
     refused(ConfigError, ["changed model", "First difference", "remove this one"], root, module, disk_path=store)
     assert_usable(module, root, plain)
+
+
+@pytest.mark.parametrize("plan", ["disk", MIXED], ids=["disk", "mixed"])
+def test_the_same_model_uses_its_store_again_however_it_is_run(root: Path, plan: Any) -> None:
+    """Validated after training, with frozen parameters, another optimizer, or another plan."""
+    store, module = root / "store", new_module()
+
+    def strategy(plan: Any = plan) -> Any:
+        return HeteroOffloadStrategy(plan=plan, disk_path=store)
+
+    trainer = fit(module, root, strategy())
+    trainer.validate(module, data(2), verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps += 1
+    trainer.fit(module, data())
+    module.model.blocks[0].requires_grad_(False)
+    fit(module, root, strategy())
+    module.recipe = Recipe(steps=1, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    fit(module, root, strategy())
+    fit(module, root, strategy("disk"))
 
 
 HOLDER = """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,11 @@ from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Patch,
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-def read_store(path: Path, shapes: dict[str, torch.Size], on_disk: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-    """The last committed step and what it holds.
+def read_store(path: Path, on_disk: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+    """The last committed step and what it holds, of a model that trains all its fp32 parameters with Adam and state on disk.
 
     Args:
         path: The store's directory; nobody uses it.
-        shapes: The shape of every parameter.
         on_disk: Prefixes of the blocks whose weights are on disk.
 
     Returns:
@@ -28,7 +29,7 @@ def read_store(path: Path, shapes: dict[str, torch.Size], on_disk: tuple[str, ..
     """
     manifest = json.loads((path / "MANIFEST").read_text())
     rows = manifest["geometry"]["blocks"]
-    chunk_bytes = max(4096, *(_chunk(row["elements"]) for row in rows)) * 12 + 16384
+    chunk_bytes = max(_chunk(_elements(row)) for row in rows) * 12 + 16384
     with (
         Store(
             str(path), uuid=uuid.UUID(manifest["uuid"]).bytes, create=False, direct_io=True, durability=1,
@@ -40,27 +41,35 @@ def read_store(path: Path, shapes: dict[str, torch.Size], on_disk: tuple[str, ..
         for number, row in enumerate(rows):
             weights = row["block"].startswith(on_disk)
             geometry = BlockGeometry(
-                id=number, weight_dtype=_native.F32, num_elements=row["elements"], num_state=row["state"],
-                weights_on_disk_file=weights, state_on_disk_file=True, chunk_elements=_chunk(row["elements"]),
+                id=number, weight_dtype=_native.F32, num_elements=_elements(row), num_state=len(STATE),
+                weights_on_disk_file=weights, state_on_disk_file=True, chunk_elements=_chunk(_elements(row)),
             )  # fmt: skip
-            arena = Arena(4 * row["elements"])
+            arena = Arena(4 * _elements(row))
             opened.append((row, weights, Block(store, geometry, arena.address, keep=arena)))
         step, user = store.recover()
         assert json.loads(user)["step"] == step
         content: dict[str, Tensor] = {}
         for row, weights, block in opened:
             offset = 0
-            for name in row["params"]:
-                for array in range(-1 if weights else 0, row["state"]):
-                    value = torch.empty(shapes[name])
+            for name, (_, shape) in row["params"].items():
+                for array in range(-1 if weights else 0, len(STATE)):
+                    value = torch.empty(shape)
                     patch = Patch(offset=offset, numel=value.numel(), data=value.data_ptr(), array=array)
                     engine.read(block, [patch], keep=[value]).wait()
                     content[name if array < 0 else f"{name}.{STATE[array]}"] = value
-                offset += -(-value.numel() // 16) * 16
+                offset += _padded(value.numel())
         engine.close()
         for *_, block in opened:
             block.close()
     return step, content
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // 16) * 16
+
+
+def _elements(row: dict[str, Any]) -> int:
+    return sum(_padded(math.prod(shape)) for _, shape in row["params"].values())
 
 
 def _chunk(elements: int) -> int:
