@@ -305,7 +305,9 @@ def test_a_file_system_in_memory_is_refused_unless_allowed(root: Path) -> None:
         with pytest.raises(ConfigError, match="is on tmpfs"):
             _open(None, Path(above))
         assert os.listdir(above) == []
-        _open(path, root, allow_tmpfs=True).close(remove=True)
+        store = _open(path, root, allow_tmpfs=True)
+        assert store.in_memory
+        store.close(remove=True)
 
 
 def _volume(**changes: Any) -> Volume:
