@@ -33,6 +33,7 @@ from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 
 _FETCH = 0  # engine priorities: whatever compute waits for goes first, then updates, lowest block first
+_SCHEDULES_KEPT = 64
 _LONG_ORDER = 4  # steps that use blocks more often than this on average (token by token generation) get no schedule
 
 
@@ -443,6 +444,8 @@ class Executor:
         resident = frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident)
         key = (signature, resident)
         if key not in self._schedules:
+            if len(self._schedules) >= _SCHEDULES_KEPT:  # a model that skips layers at random has a new order every step
+                self._schedules.clear()
             self._schedules[key] = lower(self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes)
         return self._schedules[key]
 
