@@ -42,6 +42,10 @@ class Source(Protocol):
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
 
+    @property
+    def address(self) -> int | None:
+        """Where the content lies while it is in memory, the same for all that is one storage; ``None`` if that is not known."""
+
     def read(self) -> Tensor:
         """Returns a fresh dense CPU tensor with the current content; waits for a pending update."""
 
@@ -97,13 +101,20 @@ class OffloadedTensor(Tensor):
         self.source.write(materialize(self).apply_(function))
         return self
 
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """Returns a copy in memory, as callers that pass it on to native code expect (``save_pretrained``)."""
+        return self.clone(memory_format=memory_format)
+
     def data_ptr(self) -> NoReturn:
         """Refused: there is no memory to point to."""
         _refuse_memory(self)
 
-    def untyped_storage(self) -> NoReturn:
-        """Refused: there is no memory behind it."""
-        _refuse_memory(self)
+    def untyped_storage(self) -> Any:
+        """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes."""
+        root, _ = _root(self)
+        if root.source.address is None:
+            _refuse_memory(self)
+        return _AbsentStorage(root.source.address | _UNMAPPED, root.numel() * root.element_size())
 
     def _typed_storage(self) -> NoReturn:
         _refuse_memory(self)
@@ -122,6 +133,28 @@ class OffloadedTensor(Tensor):
         return f"OffloadedTensor({tuple(self.shape)}, {self.dtype}, {self.source.name!r})"
 
     __repr__: Any = _describe  # mypy accepts no override of torch's signature
+
+
+# No program can map memory here, so a program that takes the identity for an address stops instead of reading zeros.
+_UNMAPPED = 1 << 62
+
+
+class _AbsentStorage:
+    """The size and identity of a storage whose bytes are away."""
+
+    def __init__(self, identity: int, nbytes: int) -> None:
+        self._identity = identity
+        self._nbytes = nbytes
+
+    def data_ptr(self) -> int:
+        """Equal for tensors that share a storage, different for others; nothing can be read there."""
+        return self._identity
+
+    def nbytes(self) -> int:
+        """The storage's size in bytes."""
+        return self._nbytes
+
+    size = __len__ = nbytes
 
 
 def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -150,6 +183,10 @@ class _ViewSource:
         self.dtype = outcome.dtype
         self.root = root
         self.view = view
+
+    @property
+    def address(self) -> int | None:
+        return self.root.source.address
 
     def read(self) -> Tensor:
         # A clone, or a row of an embedding would keep the whole table alive.

@@ -43,6 +43,11 @@ class WeightSource:
         """The dtype of what is read."""
         return self.part.dtype
 
+    @property
+    def address(self) -> int:
+        """The parameter's fixed address; its pages are empty while the weights are away."""
+        return self.part.memory(self.index).data_ptr()
+
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
         self.settle(self.part)
@@ -91,6 +96,10 @@ class StateSource:
         """The dtype of what is read."""
         return torch.float32
 
+    @property
+    def address(self) -> None:
+        """None: it has none of its own."""
+
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
         self.store.check_open(self.part, self.name)
@@ -124,6 +133,10 @@ class BlobSource:
     name: str
     shape: torch.Size
     dtype: torch.dtype
+
+    @property
+    def address(self) -> None:
+        """None: it has none of its own."""
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""

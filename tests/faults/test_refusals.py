@@ -298,10 +298,10 @@ def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: 
 
 @contextmanager
 def python(program: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process with the tests on its path; killed at the end if it still lives."""
+    """A Python process with the tests on its path, and not the current folder; killed at the end if it still lives."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-P", "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": paths, **environment},
     )  # fmt: skip
     try:

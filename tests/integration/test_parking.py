@@ -224,3 +224,45 @@ def test_files_of_a_parked_model_go_when_nobody_holds_it(tmp_path: Path) -> None
     del trainer, module
     gc.collect()
     assert not list(tmp_path.glob("lightning-hetero-*"))
+
+
+class LitLlama(pl.LightningModule):
+    """A small model of transformers with tied embeddings."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers", reason="saving in its format needs transformers")
+        torch.manual_seed(7)
+        config = transformers.LlamaConfig(
+            vocab_size=384, hidden_size=64, intermediate_size=192, num_hidden_layers=30, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        self.model: Any = transformers.LlamaForCausalLM(config)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "1MB"])
+def test_transformers_saves_and_runs_a_model_that_stays_on_disk(shard_size: str, tmp_path: Path) -> None:
+    plain, module = LitLlama(), LitLlama()
+    strategy = HeteroOffloadStrategy(plan="disk", host_memory="8MiB")
+    for each, how in (plain, "auto"), (module, strategy):
+        torch.manual_seed(11)
+        tokens = torch.randint(2, 384, (4, 16))
+        trainer = quiet_trainer(strategy=how, max_steps=2, default_root_dir=tmp_path, limit_val_batches=0)
+        trainer.fit(each, torch.utils.data.DataLoader(tokens, batch_size=2))
+    assert any(type(p) is OffloadedParameter for p in module.parameters())
+
+    module.model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > (shard_size == "1MB")
+    loaded = type(module.model).from_pretrained(tmp_path / "saved")
+    expected = plain.model.state_dict()
+    assert {name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, expected[name])} == set()
+    prompt = tokens[:1]
+    with torch.inference_mode():
+        assert torch.equal(module.model.eval()(prompt).logits, plain.model.eval()(prompt).logits)

@@ -26,6 +26,7 @@ class CountingSource:
         self.name = name
         self.shape = content.shape
         self.dtype = content.dtype
+        self.address: int | None = None
         self.reads = 0
         self.writes = 0
 
@@ -231,6 +232,27 @@ def test_memory_access_is_refused_and_names_the_way(function: object) -> None:
         return
     with pytest.raises(OffloadedAccessError, match=r"'weight'.*\.clone\(\)"):
         function(tensor)
+
+
+def test_a_storage_has_an_identity_and_a_size_but_no_bytes() -> None:
+    content = matrix()
+    (tensor, source), (tied, tied_source), (other, other_source) = lazy(content), lazy(content), lazy(content)
+    source.address = tied_source.address = content.data_ptr()
+    other_source.address = content.data_ptr() + 4096
+    storages = [t.untyped_storage() for t in (tensor, tied, tensor[1], tensor.t(), other)]
+    assert [s.data_ptr() == storages[0].data_ptr() for s in storages] == [True, True, True, True, False]
+    assert {s.nbytes() for s in storages} == {content.nbytes}
+    assert storages[0].data_ptr() != content.data_ptr()  # zeros are there, not the content
+    assert source.reads == 0
+
+
+def test_contiguous_brings_the_content_into_memory() -> None:
+    tensor, source = lazy(matrix())
+    for dense in (tensor.contiguous(), tensor.t().contiguous()):
+        assert type(dense) is Tensor
+        assert dense.is_contiguous()
+    assert torch.equal(tensor.t().contiguous(), matrix().t())
+    assert source.writes == 0
 
 
 def test_resizing_is_refused() -> None:

@@ -31,6 +31,7 @@ class MeteredSource:
         self.name = name
         self.shape = content.shape
         self.dtype = content.dtype
+        self.address = None
         self.reads = 0
         self.fails = False
 
