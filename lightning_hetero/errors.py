@@ -31,6 +31,20 @@ class OutOfMemoryBudgetError(HeteroError, MemoryError):
         self.needed_bytes = needed_bytes
 
 
+class PlanError(HeteroError, ValueError):
+    """No plan fits the machine: names the tightest tier, the shortfall and the cheapest remedy.
+
+    Attributes:
+        tier: The tightest tier: ``"device"``, ``"host"`` or ``"disk"``.
+        shortfall_bytes: How much is missing there.
+    """
+
+    def __init__(self, message: str, *, tier: str = "", shortfall_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.shortfall_bytes = shortfall_bytes
+
+
 class NativeMissingError(HeteroError, ImportError):
     """The native library is missing or of another version."""
 

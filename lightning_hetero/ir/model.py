@@ -1,8 +1,32 @@
-"""What a planner knows of a model: its blocks in forward order."""
+"""What a planner knows of a model: its blocks in forward order, their sizes, and what computing them costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
+
+FORMAT = "lightning-hetero-model"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorProfile:
+    """One operator inside a block whose output backward needs.
+
+    Attributes:
+        name: Unique in its block, such as ``"attn.c_proj"``.
+        flop: FLOP of one forward of the operator: what recomputing its output costs.
+        bytes: Bytes of the saved output: what keeping or swapping it costs.
+    """
+
+    name: str
+    flop: float
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +41,9 @@ class BlockShape:
         gradient_bytes: Bytes of one full set of its gradients.
         state_bytes: Bytes of its optimizer state (16-bit weights: fp32 master included).
         pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
+        activation_bytes: As in :class:`BlockProfile`; 0 where it is not known.
+        boundary_bytes: The same.
+        operators: The same.
     """
 
     name: str
@@ -26,6 +53,9 @@ class BlockShape:
     gradient_bytes: int
     state_bytes: int
     pinned: bool = False
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    operators: tuple[OperatorProfile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +64,170 @@ class ModelShape:
 
     name: str
     blocks: tuple[BlockShape, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProfile:
+    """One block: what it computes, how long that takes, and what it saves for backward.
+
+    Attributes:
+        name: As in :class:`BlockShape`.
+        num_params: Elements of all its parameters.
+        num_trainable_params: Elements that are optimized.
+        forward_s: Seconds of one forward of one micro-batch, nothing else running.
+        backward_s: Seconds of its backward without recomputation.
+        forward_flop: FLOP of one forward.
+        activation_bytes: Everything that its forward saves for backward, its input included, bytes.
+        boundary_bytes: Its input alone: what recomputation of the whole block needs, bytes.
+        transient_bytes: The most that it needs beside what it saves, at any moment of its forward or backward, bytes.
+        operators: Saved operator outputs, in the order of execution; their bytes sum to at most ``activation_bytes``.
+        pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
+    """
+
+    name: str
+    num_params: int
+    num_trainable_params: int
+    forward_s: float
+    backward_s: float
+    forward_flop: float
+    activation_bytes: int
+    boundary_bytes: int
+    transient_bytes: int
+    operators: tuple[OperatorProfile, ...] = ()
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """One model at one batch shape: what the planners and the simulator know of it.
+
+    Attributes:
+        name: For people.
+        tokens: Tokens (or samples, where there are none) of one micro-batch on one device.
+        compute_itemsize: Bytes of one weight as it computes: 4 for fp32, 2 for 16 bit (with fp32 master weights in the state).
+        constant_device_bytes: Device memory that no plan changes: context, workspace, inputs, buffers.
+        constant_host_bytes: The same for host memory.
+        blocks: In the order of forward.
+    """
+
+    name: str
+    tokens: int
+    compute_itemsize: int
+    constant_device_bytes: int
+    constant_host_bytes: int
+    blocks: tuple[BlockProfile, ...]
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all blocks."""
+        return sum(b.num_params for b in self.blocks)
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of Adam's state per trainable element: exp_avg and exp_avg_sq, and the fp32 master of 16-bit weights."""
+        return 8 if self.compute_itemsize == 4 else 12
+
+    def shape(self) -> ModelShape:
+        """The blocks' sizes, as lowering needs them."""
+        rows = (
+            BlockShape(
+                name=b.name,
+                num_params=b.num_params,
+                num_trainable_params=b.num_trainable_params,
+                weight_bytes=b.num_params * self.compute_itemsize,
+                gradient_bytes=b.num_trainable_params * self.compute_itemsize,
+                state_bytes=b.num_trainable_params * self.state_itemsize,
+                pinned=b.pinned,
+                activation_bytes=b.activation_bytes,
+                boundary_bytes=b.boundary_bytes,
+                operators=b.operators,
+            )
+            for b in self.blocks
+        )
+        return ModelShape(name=self.name, blocks=tuple(rows))
+
+    def to_json(self) -> str:
+        """The profile as JSON text, one block a line."""
+        head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
+        body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
+        rows = ",\n".join("    " + json.dumps(asdict(b)) for b in self.blocks)
+        return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "model profile") -> ModelProfile:
+        """Reads :meth:`to_json`'s text.
+
+        Args:
+            text: The JSON text.
+            source: A file name for errors.
+
+        Raises:
+            ConfigError: Not JSON, another format, a missing or unknown key, a value out of range.
+        """
+        data = parse_object(text, what="model profile", source=source)
+        check_format(data, FORMAT, VERSION, what="model profile", source=source)
+        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=(), where=source)
+        rows = data["blocks"]
+        if not isinstance(rows, list) or not rows:
+            raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
+        blocks = tuple(_block_from(row, f"{source}: blocks[{i}]") for i, row in enumerate(rows))
+        if len({b.name for b in blocks}) < len(blocks):
+            raise ConfigError(f"{source}: block names repeat; every block needs its own.")
+        if data["compute_itemsize"] not in (2, 4):
+            raise ConfigError(f"{source}: compute_itemsize={data['compute_itemsize']!r}; allowed: 2 (16 bit), 4 (fp32).")
+        values: dict[str, Any] = {"name": _text(data, "name", source)}
+        for key in _MODEL_KEYS[1:]:
+            values[key] = number(data[key], key=key, where=source, positive=key == "tokens", whole=True)
+        return cls(**values, blocks=blocks)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelProfile:
+        """Reads a profile's file.
+
+        Raises:
+            ConfigError: The file cannot be read or is not a profile.
+        """
+        return cls.from_json(read_text(path, what="model profile"), source=str(path))
+
+
+_MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
+_SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
+_COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
+
+
+def _block_from(row: Any, where: str) -> BlockProfile:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be an object, got {row!r}.")
+    check_keys(row, required=("name", *_COUNTS, *_SECONDS_AND_FLOP), optional=("operators", "pinned"), where=where)
+    values: dict[str, Any] = {"name": _text(row, "name", where)}
+    values |= {k: number(row[k], key=k, where=where, whole=True) for k in _COUNTS}
+    values |= {k: number(row[k], key=k, where=where) for k in _SECONDS_AND_FLOP}
+    if values["num_trainable_params"] > values["num_params"]:
+        raise ConfigError(f"{where}: num_trainable_params={values['num_trainable_params']}; allowed: at most num_params.")
+    if values["boundary_bytes"] > values["activation_bytes"]:
+        raise ConfigError(f"{where}: boundary_bytes={values['boundary_bytes']}; allowed: at most activation_bytes.")
+    operators = row.get("operators", [])
+    if not isinstance(operators, list):
+        raise ConfigError(f"{where}: operators must be a list, got {operators!r}.")
+    parsed = tuple(_operator_from(o, f"{where}: operators[{i}]") for i, o in enumerate(operators))
+    if len({o.name for o in parsed}) < len(parsed):
+        raise ConfigError(f"{where}: operator names repeat; every operator of a block needs its own.")
+    pinned = row.get("pinned", False)
+    if not isinstance(pinned, bool):
+        raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
+    return BlockProfile(**values, operators=parsed, pinned=pinned)
+
+
+def _operator_from(row: Any, where: str) -> OperatorProfile:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be an object, got {row!r}.")
+    check_keys(row, required=("name", "flop", "bytes"), optional=(), where=where)
+    num_bytes = number(row["bytes"], key="bytes", where=where, whole=True)
+    return OperatorProfile(name=_text(row, "name", where), flop=number(row["flop"], key="flop", where=where), bytes=int(num_bytes))
+
+
+def _text(data: dict[str, Any], key: str, where: str) -> str:
+    if not isinstance(data[key], str) or not data[key]:
+        raise ConfigError(f"{where}: {key}={data[key]!r}; expected text.")
+    value: str = data[key]
+    return value

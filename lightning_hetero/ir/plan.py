@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
 
 FORMAT = "lightning-hetero-plan"
 VERSION = 1
@@ -31,6 +32,46 @@ class UpdateLane(StrEnum):
     CPU = "cpu"
 
 
+class Saved(StrEnum):
+    """What becomes of a tensor that forward saves for backward."""
+
+    KEEP = "keep"  # it stays on the device
+    RECOMPUTE = "recompute"  # it is dropped, and computed again in backward
+    SWAP_HOST = "swap_host"  # it waits in host memory
+    SWAP_DISK = "swap_disk"  # it waits on disk
+
+
+class UpdateOrder(StrEnum):
+    """How CPU updates relate to backward and to each other (LoHan section 3.2)."""
+
+    OVERLAPPED = "overlapped"  # during backward; reading, computing and writing of different blocks overlap
+    NAIVE = "naive"  # during backward, but one block's read, update and write end before the next block's begin
+    AFTER_BACKWARD = "after_backward"  # all of them once backward has ended, as ZeRO-Infinity does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step of a plan in steady state, by simulation.
+
+    Attributes:
+        iteration_s: Seconds from one step's first forward to the next one's.
+        forward_s: Of these, until the first backward begins.
+        backward_s: The rest: backward, and whatever of the updates the next forward has to wait for.
+        device_peak_bytes: Most device memory at any moment, the constant part included.
+        host_peak_bytes: The same for host memory.
+        disk_bytes: Space on disk: both slots of all state and weights there, and swapped activations.
+        bottleneck: The lane that is busy longest in each phase: keys ``"forward"``, ``"backward"``.
+    """
+
+    iteration_s: float
+    forward_s: float
+    backward_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    disk_bytes: int
+    bottleneck: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
     """Placement of one block, or of all blocks whose name matches a pattern.
@@ -39,13 +80,19 @@ class BlockPlan:
         name: A block's name, or a shell pattern (``"model.layers.*"``) before the plan is resolved.
         weights: Tier of the weights between uses.
         state: Tier of the optimizer state.
-        update: Lane of the optimizer update.
+        update: Lane of the optimizer update. A device update of state on the host moves the state there and back.
+        saved: What becomes of the operator outputs that forward saves.
+        boundary: What becomes of the block's input where it is saved: any of ``Saved`` but ``RECOMPUTE``.
+        operators: Operator outputs that are treated otherwise than ``saved``, by the operator's name.
     """
 
     name: str
     weights: Tier = Tier.HOST
     state: Tier = Tier.HOST
     update: UpdateLane = UpdateLane.CPU
+    saved: Saved = Saved.KEEP
+    boundary: Saved = Saved.KEEP
+    operators: Mapping[str, Saved] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.update is UpdateLane.DEVICE and Tier.DISK in (self.state, self.weights):
@@ -54,6 +101,8 @@ class BlockPlan:
                 f"{self.state.value!r}; a device update needs both in memory. Set update to 'cpu' or move weights and state "
                 f"off 'disk'."
             )
+        if self.boundary is Saved.RECOMPUTE:
+            raise ConfigError(f"block {self.name!r}: boundary='recompute'; a block's input is what it is recomputed from.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +114,35 @@ class Plan:
         blocks: Rules in order; the first one whose name matches a block holds. After :meth:`resolve` one per block.
         prefetch_depth: Blocks whose weights are fetched ahead of their use.
         gradient_depth: Blocks whose gradients may wait in host memory for their update before backward waits for them.
+        update_order: How CPU updates relate to backward.
+        priority: The next forward begins as soon as its first blocks are updated, and updates run lowest block first (AutoHete);
+            else it waits for all updates of the step.
+        micro_batches: Forwards and backwards of one step; their gradients add up.
+        device_cache_bytes: Device memory for weights that live on the host or on disk; ``None``: what is left.
+        host_cache_bytes: Host memory for weights that live on disk; ``None``: what is left.
+        objective_s: The planner's own formula at its optimum, seconds of one step.
+        decisions: The planner's own variables at the optimum.
+        predicted: The simulator's view of the plan.
     """
 
     name: str
     blocks: tuple[BlockPlan, ...]
     prefetch_depth: int = 2
     gradient_depth: int = 4
+    update_order: UpdateOrder = UpdateOrder.OVERLAPPED
+    priority: bool = True
+    micro_batches: int = 1
+    device_cache_bytes: int | None = None
+    host_cache_bytes: int | None = None
+    objective_s: float | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
-        for field in ("prefetch_depth", "gradient_depth"):
-            value = getattr(self, field)
+        for key in ("prefetch_depth", "gradient_depth", "micro_batches"):
+            value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
-                raise ConfigError(f"plan {self.name!r}: {field}={value!r}; allowed: an integer from 1 to 1024.")
+                raise ConfigError(f"plan {self.name!r}: {key}={value!r}; allowed: an integer from 1 to 1024.")
 
     def resolve(self, names: Iterable[str]) -> Plan:
         """The same plan with one rule per block, in the order of ``names``.
@@ -105,10 +171,18 @@ class Plan:
         return replace(self, blocks=tuple(resolved))
 
     def to_json(self) -> str:
-        """The plan as JSON text, one block a line so that plans diff well."""
-        head = {"format": FORMAT, "version": VERSION, "name": self.name}
+        """The plan as JSON text, one block a line so that plans diff well; what is as by default is left out."""
+        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}
         head |= {"prefetch_depth": self.prefetch_depth, "gradient_depth": self.gradient_depth}
-        rows = ",\n".join("    " + json.dumps(asdict(b)) for b in self.blocks)
+        defaults = {f.name: f.default for f in fields(self)}
+        for key in ("update_order", "priority", "micro_batches", "device_cache_bytes", "host_cache_bytes", "objective_s"):
+            if getattr(self, key) != defaults[key]:
+                head[key] = getattr(self, key)
+        if self.decisions:
+            head["decisions"] = dict(self.decisions)
+        if self.predicted is not None:
+            head["predicted"] = asdict(self.predicted)
+        rows = ",\n".join("    " + json.dumps(_row(b)) for b in self.blocks)
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
 
@@ -123,22 +197,29 @@ class Plan:
         Raises:
             ConfigError: Not JSON, another format or version, an unknown key or value.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{source} is not JSON: {error}.") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-            got = {k: data.get(k) for k in ("format", "version")} if isinstance(data, dict) else type(data).__name__
-            raise ConfigError(f"{source} is not a plan: got {got}, expected format {FORMAT!r}, version {VERSION}.")
-        known = {f.name for f in fields(cls)}
-        rows = data.get("blocks")
+        data = parse_object(text, what="plan", source=source)
+        if "format" not in data:
+            raise ConfigError(f"{source} is not a plan: it has no 'format'; expected {FORMAT!r}, version {VERSION}.")
+        check_format(data, FORMAT, VERSION, what="plan", source=source)
+        check_keys(data, required=("blocks",), optional=[f.name for f in fields(cls) if f.name != "blocks"], where=source)
+        rows = data.pop("blocks")
         if not isinstance(rows, list) or not rows:
             raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
         blocks = tuple(_block_from(row, f"{source}: blocks[{i}]") for i, row in enumerate(rows))
-        rest = {k: v for k, v in data.items() if k not in ("format", "version", "blocks")}
-        if unknown := sorted(set(rest) - known):
-            raise ConfigError(f"{source}: unknown keys {unknown}; known: {sorted(known)}.")
-        return cls(**{"name": source, **rest, "blocks": blocks})
+        if "update_order" in data:
+            data["update_order"] = _member(UpdateOrder, data["update_order"], "update_order", source)
+        if not isinstance(data.get("priority", True), bool):
+            raise ConfigError(f"{source}: priority={data['priority']!r}; allowed: true, false.")
+        for key in ("device_cache_bytes", "host_cache_bytes"):
+            if data.get(key) is not None:
+                data[key] = number(data[key], key=key, where=source, whole=True)
+        if data.get("objective_s") is not None:
+            data["objective_s"] = number(data["objective_s"], key="objective_s", where=source)
+        if not isinstance(data.get("decisions", {}), dict):
+            raise ConfigError(f"{source}: decisions={data['decisions']!r}; expected an object.")
+        if data.get("predicted") is not None:
+            data["predicted"] = _prediction_from(data["predicted"], f"{source}: predicted")
+        return cls(**{"name": source, **data, "blocks": blocks})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -147,24 +228,46 @@ class Plan:
         Raises:
             ConfigError: The file cannot be read or is not a plan.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"plan file {str(path)!r} cannot be read: {error}.") from error
-        return cls.from_json(text, source=str(path))
+        return cls.from_json(read_text(path, what="plan file"), source=str(path))
+
+
+_KINDS: dict[str, type[StrEnum]] = {"weights": Tier, "state": Tier, "update": UpdateLane, "saved": Saved, "boundary": Saved}
+
+
+def _row(block: BlockPlan) -> dict[str, Any]:
+    """Tiers and lane always, the rest where it is not as by default."""
+    row: dict[str, Any] = {k: getattr(block, k) for k in ("name", "weights", "state", "update")}
+    row |= {k: getattr(block, k) for k in ("saved", "boundary") if getattr(block, k) is not Saved.KEEP}
+    return row | ({"operators": dict(block.operators)} if block.operators else {})
+
+
+def _member(kind: type[StrEnum], value: Any, key: str, where: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{where}: {key}={value!r}; allowed: {[k.value for k in kind]}.") from None
 
 
 def _block_from(row: Any, where: str) -> BlockPlan:
-    kinds: dict[str, type[StrEnum]] = {"weights": Tier, "state": Tier, "update": UpdateLane}
     if not isinstance(row, dict) or not isinstance(row.get("name"), str):
         raise ConfigError(f"{where} must be an object with a 'name', got {row!r}.")
-    if unknown := sorted(set(row) - set(kinds) - {"name"}):
-        raise ConfigError(f"{where}: unknown keys {unknown}; known: {['name', *kinds]}.")
+    check_keys(row, required=("name",), optional=(*_KINDS, "operators"), where=where)
     values: dict[str, Any] = {"name": row["name"]}
-    for key, kind in kinds.items():
-        if key in row:
-            try:
-                values[key] = kind(row[key])
-            except ValueError:
-                raise ConfigError(f"{where}: {key}={row[key]!r}; allowed: {[k.value for k in kind]}.") from None
+    values |= {key: _member(kind, row[key], key, where) for key, kind in _KINDS.items() if key in row}
+    operators = row.get("operators", {})
+    if not isinstance(operators, dict):
+        raise ConfigError(f"{where}: operators={operators!r}; expected an object of names and policies.")
+    values["operators"] = {name: _member(Saved, value, f"operators[{name!r}]", where) for name, value in operators.items()}
     return BlockPlan(**values)
+
+
+def _prediction_from(row: Any, where: str) -> Prediction:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be an object, got {row!r}.")
+    check_keys(row, required=[f.name for f in fields(Prediction)], optional=(), where=where)
+    values: dict[str, Any] = {k: number(row[k], key=k, where=where) for k in ("iteration_s", "forward_s", "backward_s")}
+    sizes = ("device_peak_bytes", "host_peak_bytes", "disk_bytes")
+    values |= {k: number(row[k], key=k, where=where, whole=True) for k in sizes}
+    if not isinstance(row["bottleneck"], dict):
+        raise ConfigError(f"{where}: bottleneck={row['bottleneck']!r}; expected an object.")
+    return Prediction(**values, bottleneck=row["bottleneck"])

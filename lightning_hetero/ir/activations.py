@@ -1,0 +1,59 @@
+"""What becomes of what a block's forward saves, under a plan: the one place that adds it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.ir.model import BlockProfile, BlockShape
+from lightning_hetero.ir.plan import BlockPlan, Saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """The bytes that one forward of a block saves, by what becomes of them.
+
+    Attributes:
+        kept: They stay on the device until backward.
+        to_host: They leave for host memory after forward and come back before backward.
+        to_disk: The same for the disk.
+        recomputed: They are dropped after forward and exist again during backward.
+    """
+
+    kept: int
+    to_host: int
+    to_disk: int
+    recomputed: int
+
+
+def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedBytes:
+    """Splits ``block.activation_bytes``: the input follows ``boundary``, each operator its own policy, the rest ``saved``."""
+    totals = dict.fromkeys(Saved, 0)
+    totals[placed.boundary] += block.boundary_bytes
+    rest = block.activation_bytes - block.boundary_bytes
+    for operator in block.operators:
+        policy = placed.operators.get(operator.name, placed.saved)
+        taken = min(operator.bytes, rest)
+        totals[policy] += taken
+        rest -= taken
+    totals[placed.saved] += rest
+    return SavedBytes(
+        kept=totals[Saved.KEEP],
+        to_host=totals[Saved.SWAP_HOST],
+        to_disk=totals[Saved.SWAP_DISK],
+        recomputed=totals[Saved.RECOMPUTE],
+    )
+
+
+def recomputed_share(block: BlockProfile, placed: BlockPlan) -> float:
+    """The share of the block's forward that backward repeats, from 0 to 1.
+
+    A block that is recomputed repeats all but the operators whose outputs it has otherwise (LoHan eq. 7); another repeats just the
+    operators that are recomputed.
+    """
+    if block.forward_flop <= 0:
+        return 1.0 if placed.saved is Saved.RECOMPUTE else 0.0
+    policies = [(o.flop, placed.operators.get(o.name, placed.saved)) for o in block.operators]
+    if placed.saved is Saved.RECOMPUTE:
+        spared = sum(flop for flop, policy in policies if policy is not Saved.RECOMPUTE)
+        return max(0.0, 1.0 - spared / block.forward_flop)
+    return min(1.0, sum(flop for flop, policy in policies if policy is Saved.RECOMPUTE) / block.forward_flop)

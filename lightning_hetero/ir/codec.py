@@ -1,0 +1,73 @@
+"""JSON text to frozen dataclasses and back, with errors that name the file and the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError
+
+
+def parse_object(text: str, *, what: str, source: str) -> dict[str, Any]:
+    """Reads JSON text that must be an object.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} is not a {what}: got {type(data).__name__}, expected an object.")
+    return data
+
+
+def check_format(data: dict[str, Any], name: str, version: int, *, what: str, source: str) -> None:
+    """Removes ``format`` and ``version``, which may be missing, from ``data``.
+
+    Raises:
+        ConfigError: They are those of something else.
+    """
+    got = data.pop("format", name), data.pop("version", version)
+    if got != (name, version):
+        raise ConfigError(f"{source} is not a {what}: got format {got[0]!r}, version {got[1]!r}, expected {name!r}, {version}.")
+
+
+def check_keys(data: Mapping[str, Any], *, required: Collection[str], optional: Collection[str], where: str) -> None:
+    """Refuses missing and unknown keys.
+
+    Raises:
+        ConfigError: Names them all.
+    """
+    if missing := [key for key in required if key not in data]:
+        raise ConfigError(f"{where}: missing keys {missing}; required: {list(required)}.")
+    if unknown := sorted(set(data) - set(required) - set(optional)):
+        raise ConfigError(f"{where}: unknown keys {unknown}; known: {[*required, *optional]}.")
+
+
+def number(value: Any, *, key: str, where: str, positive: bool = False, whole: bool = False) -> float:
+    """A finite number of at least zero.
+
+    Raises:
+        ConfigError: Another type, NaN, infinite, negative; zero if ``positive``; a fraction if ``whole``.
+    """
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    if not usable or (positive and value == 0) or (whole and value != int(value)):
+        kind = f"{'a whole' if whole else 'a'} number {'above' if positive else 'of at least'} 0"
+        raise ConfigError(f"{where}: {key}={value!r}; allowed: {kind}.")
+    return int(value) if whole else float(value)
+
+
+def read_text(path: str | Path, *, what: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}.") from error

@@ -1,0 +1,115 @@
+"""What a planner knows of a machine: capacities and rates, measured or from a datasheet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
+
+FORMAT = "lightning-hetero-hardware"
+VERSION = 1
+
+_WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "world_size")
+_POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One machine with one kind of device.
+
+    A rate of 0 means that the machine cannot do it: no disk, no update on the device, no collective.
+
+    Attributes:
+        name: For people.
+        device_memory_bytes: Memory of one device that training may use, bytes.
+        host_memory_bytes: Host memory that training may use, bytes.
+        disk_capacity_bytes: Disk space that training may use, bytes.
+        device_flop_per_s: FLOP/s that the device reaches on this kind of model.
+        link_h2d_bytes_per_s: Host to device copies, bytes/s.
+        link_d2h_bytes_per_s: Device to host copies, bytes/s.
+        disk_read_bytes_per_s: Sequential reads of the disks together, bytes/s.
+        disk_write_bytes_per_s: Sequential writes, bytes/s.
+        disk_duplex: Reads and writes at the same time do not slow each other; else their times add.
+        host_dram_bytes_per_s: Host memory bandwidth that copies, updates and disk transfers share, bytes/s.
+        cpu_update_params_per_s: Adam on the CPU with all threads that updates may use, elements/s.
+        device_update_params_per_s: Adam on the device, elements/s.
+        cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
+        collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
+        world_size: Devices that train together.
+        shared_memory: The device is the host's own CPU: nothing moves between them, and the two budgets are one.
+        contention: How many times longer work takes beside other work, at least 1: ``"compute|update"`` is compute beside CPU
+            updates, ``"update|compute"`` those updates beside compute, likewise ``"disk"`` and ``"copy"``. A missing pair is 1.
+        source: For each figure when and how it was measured, or the datasheet.
+    """
+
+    name: str
+    device_memory_bytes: int
+    host_memory_bytes: int
+    disk_capacity_bytes: int
+    device_flop_per_s: float
+    link_h2d_bytes_per_s: float
+    link_d2h_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    disk_duplex: bool
+    host_dram_bytes_per_s: float
+    cpu_update_params_per_s: float
+    device_update_params_per_s: float
+    cpu_downcast_params_per_s: float
+    collective_bytes_per_s: float = 0.0
+    world_size: int = 1
+    shared_memory: bool = False
+    contention: Mapping[str, float] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The profile as JSON text."""
+        rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            rows[f.name] = dict(value) if isinstance(value, Mapping) else value
+        return json.dumps(rows, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "hardware profile") -> HardwareProfile:
+        """Reads :meth:`to_json`'s text.
+
+        Args:
+            text: The JSON text.
+            source: A file name for errors.
+
+        Raises:
+            ConfigError: Not JSON, another format, a missing or unknown key, a value out of range.
+        """
+        data = parse_object(text, what="hardware profile", source=source)
+        check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
+        names = [f.name for f in fields(cls)]
+        optional = ("collective_bytes_per_s", "world_size", "shared_memory", "contention", "source")
+        check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
+        values = dict(data)
+        for key in values.keys() & {"disk_duplex", "shared_memory"}:
+            if not isinstance(values[key], bool):
+                raise ConfigError(f"{source}: {key}={values[key]!r}; allowed: true, false.")
+        for key, kind in (("contention", (int, float)), ("source", (str,))):
+            table = values.get(key, {})
+            if not isinstance(table, dict) or not all(isinstance(v, kind) for v in table.values()):
+                raise ConfigError(f"{source}: {key}={table!r}; expected an object of {'text' if kind == (str,) else 'numbers'}.")
+        if not isinstance(values["name"], str):
+            raise ConfigError(f"{source}: name={values['name']!r}; expected text.")
+        for key in values.keys() - {"name", "disk_duplex", "shared_memory", "contention", "source"}:
+            values[key] = number(values[key], key=key, where=source, positive=key in _POSITIVE, whole=key in _WHOLE)
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path) -> HardwareProfile:
+        """Reads a profile's file.
+
+        Raises:
+            ConfigError: The file cannot be read or is not a profile.
+        """
+        return cls.from_json(read_text(path, what="hardware profile"), source=str(path))
