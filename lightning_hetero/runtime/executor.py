@@ -418,11 +418,13 @@ class Executor:
         self.drain()
         for block in self.blocks:
             block.uses = 0
+        self.heap.close()
 
     def let_go(self) -> None:
         """The model is another's from now on."""
         self._access.clear()
         self.updater.own([])
+        self.heap.close()
 
     def drain(self) -> None:
         """Waits for all updates under way."""
