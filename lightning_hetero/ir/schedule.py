@@ -7,6 +7,21 @@ when the anchor it names begins, in the order of ids, and *starts* once the ops 
 (earlier steps) are done.
 The begin of an anchor also means that the anchor before it has ended: nodes of the autograd graph run in the
 reverse order of their creation, so the gradient that reaches an earlier block has passed through the whole later one.
+
+[Note: Devices]
+Where the device is the host's own CPU, an op moves bytes between host and disk only. A device with memory of its own adds ops;
+a transfer takes its target's memory as it starts, and gives its source's back as it ends where the bytes do not live there:
+
+- ``UPLOAD weights`` on ``h2d``: weights that live below the device take device memory until ``RELEASE weights`` on ``h2d``
+  (a RELEASE on ``disk_read`` gives host memory back). Weights that live on the device have their place there; an UPLOAD
+  after the CPU's UPDATE brings the new ones.
+- ``GRAD gradients`` on ``d2h``: a block's gradients take host memory until its CPU UPDATE has ended. In a micro-batch that
+  accumulates no UPDATE follows; the next micro-batch's GRAD is added to what is there.
+- ``SWAP_OUT activations`` on ``d2h``, of what goes to the disk a second one on ``disk_write``; ``SWAP_IN activations`` on
+  ``disk_read``, then on ``h2d``. One per hop and per use of a block; uses of one block nest.
+- ``SWAP_IN state`` on ``h2d`` before a device UPDATE of state that lives on the host, ``SWAP_OUT state`` on ``d2h`` after it.
+  ``SWAP_OUT weights`` on ``d2h`` after a device UPDATE of weights that live on the host: their copy there is renewed.
+- ``UPDATE`` on ``compute`` runs between the anchors; it is issued once the anchor before has ended.
 """
 
 from __future__ import annotations
@@ -24,8 +39,8 @@ class OpKind(StrEnum):
     FETCH = "FETCH"  # disk -> host
     UPLOAD = "UPLOAD"  # host -> device
     RELEASE = "RELEASE"  # memory of weights given back
-    SWAP_OUT = "SWAP_OUT"  # activations off the device
-    SWAP_IN = "SWAP_IN"
+    SWAP_OUT = "SWAP_OUT"  # activations, or renewed state or weights, one tier down
+    SWAP_IN = "SWAP_IN"  # activations or state one tier up
     GRAD = "GRAD"  # device -> host
     REDUCE = "REDUCE"  # collective
     UPDATE = "UPDATE"  # optimizer update
@@ -50,6 +65,8 @@ class Payload(StrEnum):
 
     WEIGHTS = "weights"
     STATE = "state"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
     NONE = "-"
 
 
@@ -141,6 +158,8 @@ class Schedule:
         ops: Ops in the order they are issued; ``ops[i].id == i``.
         resident_before: Blocks with weights on disk whose weights are in memory as the step begins.
         resident_after: The same as it ends.
+        device_before: Blocks with weights below the device of which the device holds a valid copy as the step begins.
+        device_after: The same as it ends.
     """
 
     signature: StepSignature
@@ -148,6 +167,8 @@ class Schedule:
     ops: tuple[Op, ...]
     resident_before: frozenset[int]
     resident_after: frozenset[int]
+    device_before: frozenset[int] = frozenset()
+    device_after: frozenset[int] = frozenset()
 
     def lane(self, lane: Lane) -> Iterator[Op]:
         """The ops of one lane, in order."""
@@ -155,7 +176,7 @@ class Schedule:
 
     def to_text(self) -> str:
         """One line per anchor and per op, in issue order: what golden tests compare and people read."""
-        lines = [f"resident {' '.join(map(str, sorted(self.resident_before))) or '-'}"]
+        lines = self._held(self.resident_before, self.device_before)
         ops = iter(self.ops)
         op = next(ops, None)
         for index, anchor in enumerate(self.anchors):
@@ -164,5 +185,9 @@ class Schedule:
             while op is not None and op.at == index:
                 lines.append(f"    {op}")
                 op = next(ops, None)
-        lines.append(f"resident {' '.join(map(str, sorted(self.resident_after))) or '-'}")
+        lines += self._held(self.resident_after, self.device_after)
         return "\n".join(lines) + "\n"
+
+    def _held(self, resident: frozenset[int], device: frozenset[int]) -> list[str]:
+        rows = {"resident": resident} | ({"device": device} if self.device_before or self.device_after else {})
+        return [f"{name} {' '.join(map(str, sorted(blocks))) or '-'}" for name, blocks in rows.items()]

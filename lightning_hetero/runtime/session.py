@@ -23,9 +23,9 @@ from lightning_hetero._native import BlockGeometry, file_bytes
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.lowering.budget import HostShares, check_device, host_needs, share_out
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.anchors import observe, observe_gradient
-from lightning_hetero.runtime.budget import HostShares, check_device, host_needs, share_out
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
