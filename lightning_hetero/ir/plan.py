@@ -123,6 +123,8 @@ class Plan:
         objective_s: The planner's own formula at its optimum, seconds of one step.
         decisions: The planner's own variables at the optimum.
         predicted: The simulator's view of the plan.
+        origin: The model and the machine that it was made for, as the command line names them: keys such as ``"preset_model"``,
+            ``"batch"``, ``"device"``; files relative to the plan's own.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Plan:
     objective_s: float | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
     predicted: Prediction | None = None
+    origin: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("prefetch_depth", "gradient_depth", "micro_batches"):
@@ -182,6 +185,8 @@ class Plan:
             head["decisions"] = dict(self.decisions)
         if self.predicted is not None:
             head["predicted"] = asdict(self.predicted)
+        if self.origin:
+            head["origin"] = dict(self.origin)
         rows = ",\n".join("    " + json.dumps(_row(b)) for b in self.blocks)
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
@@ -217,6 +222,9 @@ class Plan:
             data["objective_s"] = number(data["objective_s"], key="objective_s", where=source)
         if not isinstance(data.get("decisions", {}), dict):
             raise ConfigError(f"{source}: decisions={data['decisions']!r}; expected an object.")
+        origin = data.get("origin", {})
+        if not isinstance(origin, dict) or not all(isinstance(v, str | int) for v in origin.values()):
+            raise ConfigError(f"{source}: origin={origin!r}; expected an object of texts and whole numbers.")
         if data.get("predicted") is not None:
             data["predicted"] = _prediction_from(data["predicted"], f"{source}: predicted")
         return cls(**{"name": source, **data, "blocks": blocks})
