@@ -343,6 +343,15 @@ class Engine(Handle):
         check(functions()["engine_get_stats"](self.pointer, ctypes.byref(out)))
         return EngineStats(*(getattr(out, name) for name in EngineStats._fields))
 
+    def resize_staging(self, staging_bytes: int) -> None:
+        """Changes the size of the staging memory; every task must be done.
+
+        Raises:
+            ConfigError: less than three chunks.
+            HeteroError: a task is not done.
+        """
+        self.check(functions()["engine_resize_staging"](self.pointer, check_range("staging_bytes", staging_bytes, low=0, high=_INT63)))
+
     def close(self) -> None:
         """Waits for running tasks and joins all threads; raises the first error that the engine met."""
         try:

@@ -162,6 +162,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "engine_create": (_PTR, (POINTER(CEngineOptions),)),
     "engine_destroy": (_I32, (_PTR,)),
     "engine_io_backend": (_I32, (_PTR,)),
+    "engine_resize_staging": (_I32, (_PTR, _I64)),
     "engine_error": (_I32, (_PTR,)),
     "engine_get_stats": (_I32, (_PTR, POINTER(CStats))),
     "submit_fetch": (_I64, (_PTR, _PTR, _TASK)),

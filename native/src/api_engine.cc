@@ -146,6 +146,14 @@ int32_t hetero_engine_io_backend(hetero_engine* engine) {
   return code != 0 ? code : FromHandle(engine)->io_backend();
 }
 
+int32_t hetero_engine_resize_staging(hetero_engine* engine, int64_t staging_bytes) {
+  return Report(Guarded([&] {
+    HETERO_RETURN_IF_ERROR(NeedEngine(engine));
+    if (staging_bytes < 0) return Fail(HETERO_EINVAL, "staging_bytes is %lld", static_cast<ll>(staging_bytes));
+    return FromHandle(engine)->ResizeStaging(staging_bytes);
+  }));
+}
+
 int32_t hetero_engine_error(hetero_engine* engine) {
   const int32_t code = Report(NeedEngine(engine));
   return code != 0 ? code : Report(FromHandle(engine)->first_error());

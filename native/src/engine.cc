@@ -234,6 +234,15 @@ hetero_engine_stats Engine::Stats() {
   return stats;
 }
 
+Status Engine::ResizeStaging(int64_t bytes) {
+  const Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
+  if (num_open_ > 0)
+    return Fail(HETERO_ESTATE, "staging cannot be resized while %lld tasks are open; wait for them first",
+                static_cast<long long>(num_open_));
+  return staging_.Resize(bytes);
+}
+
 Status Engine::first_error() {
   const Lock lock(mutex_);
   return first_error_;

@@ -58,6 +58,7 @@ class Engine {
   Status Release(int64_t ticket);
   Status Times(int64_t ticket, hetero_times* out);
   hetero_engine_stats Stats();
+  Status ResizeStaging(int64_t bytes);
   Status first_error();
   // The block of an update that waits to be armed, for the validation of segments; ESTATE when the ticket is none.
   Status FindUpdateBlock(int64_t ticket, const Block** block);

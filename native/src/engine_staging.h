@@ -1,13 +1,15 @@
-// Staging memory: equal page-aligned buffers cut from one huge-page reservation. It never grows.
+// Staging memory: equal page-aligned buffers cut from one huge-page reservation. It grows and shrinks only while all are free.
 //
 // Ownership: owns the reservation; a buffer belongs to who acquired it until it is released. Thread-safety: none, the engine's
-// mutex guards it. Failure: Create gives ENOMEM/EINVAL; Acquire gives null when all buffers are in use.
+// mutex guards it. Failure: Create and Resize give ENOMEM/EINVAL and change nothing; Acquire gives null when all buffers are in
+// use.
 #ifndef HETERO_ENGINE_STAGING_H_
 #define HETERO_ENGINE_STAGING_H_
 
 #include <stdint.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "memory.h"
@@ -45,6 +47,16 @@ class Staging {
     if (base_ == nullptr)
       return Fail(HETERO_ENOMEM, "no address space for %lld bytes of staging", static_cast<long long>(total_bytes_));
     for (int64_t i = count; i-- > 0;) free_.push_back(base_ + i * buffer_bytes_);
+    return Status::Ok();
+  }
+
+  // All buffers are free. The peak so far stays.
+  Status Resize(int64_t bytes) {
+    Staging other;
+    HETERO_RETURN_IF_ERROR(other.Create(bytes, buffer_bytes_));
+    std::swap(base_, other.base_);
+    std::swap(total_bytes_, other.total_bytes_);
+    free_.swap(other.free_);
     return Status::Ok();
   }
 

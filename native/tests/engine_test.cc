@@ -450,6 +450,38 @@ TEST(destroy_never_hangs_on_unarmed_updates_and_waiting_tasks) {
   CHECK_EQ(step, 1);
 }
 
+TEST(staging_is_resized_between_tasks_only) {
+  std::mt19937 random(12);
+  const TempDirectory directory;
+  TestBlock block;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
+  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096 * 9 + 16, true, true);
+  REQUIRE(block.Open(run.store, g, &random));
+  const hetero_engine_options options = EngineOptions(hetero_block_staged_bytes(&g), 8, 2);
+  const int64_t chunk = options.chunk_bytes_max;
+  REQUIRE(run.StartEngine(options));
+  REQUIRE_EQ(run.StoreModel(block, 1), 0);
+  int64_t step = 1;
+  for (const int64_t buffers : {3, 20, 4}) {
+    CHECK_EQ(run.Complete(run.Commit(step)), 0);
+    const int64_t ticket = run.OpenUpdate(block, false);
+    CHECK_EQ(hetero_engine_resize_staging(run.engine, buffers * chunk), HETERO_ESTATE);
+    const TestGradients gradients = RandomGradients(g.num_elements, ++step, &random);
+    REQUIRE_EQ(run.Arm(ticket, gradients, step), 0);
+    ApplyToModel(gradients, &block);
+    CHECK_EQ(run.Complete(ticket), 0);
+    CHECK_EQ(hetero_engine_resize_staging(run.engine, 2 * chunk), HETERO_EINVAL);
+    CHECK_EQ(hetero_engine_resize_staging(run.engine, buffers * chunk), 0);
+    hetero_engine_stats stats{};
+    CHECK_EQ(hetero_engine_get_stats(run.engine, &stats), 0);
+    CHECK_EQ(stats.staging_bytes, buffers * chunk);
+    CHECK(run.Holds(block));
+  }
+  CHECK_EQ(run.StopEngine(), 0);
+  block.Close();
+}
+
 TEST(several_threads_use_one_engine) {
   std::mt19937 random(10);
   const TempDirectory directory;

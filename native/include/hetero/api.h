@@ -166,6 +166,8 @@ HETERO_API hetero_engine* hetero_engine_create(const hetero_engine_options* opti
 // Waits for running tasks, joins all threads. Returns the first error the engine met, or 0.
 HETERO_API int32_t hetero_engine_destroy(hetero_engine* engine);
 HETERO_API int32_t hetero_engine_io_backend(hetero_engine* engine);  // the one in use
+// Another size of the staging memory, rules as for options.staging_bytes. ESTATE while a task is not DONE.
+HETERO_API int32_t hetero_engine_resize_staging(hetero_engine* engine, int64_t staging_bytes);
 // The error that poisoned the engine: its own code, its text in hetero_last_error(). 0 while there is none.
 HETERO_API int32_t hetero_engine_error(hetero_engine* engine);
 
