@@ -1,0 +1,170 @@
+"""How fast each kind of work runs on a machine, and which links it draws on.
+
+[Note: Links]
+A link is a bandwidth that lanes share (architecture.md, section 3). Host DRAM is one: copies, CPU updates and disk transfers
+compete for it. The directions of the PCIe link are two. A disk that is not duplex is one link whose capacity is time: one
+second a second, of which a byte read takes ``1 / disk_read_bytes_per_s`` and a byte written ``1 / disk_write_bytes_per_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.schedule import Lane
+
+_UPDATE_BYTES = 28  # a parameter: see cpu_update_bytes
+
+
+class Work(IntEnum):
+    """A kind of work; its unit is what :attr:`Demand.speed` counts."""
+
+    COMPUTE = 0  # forward or backward; seconds of it alone
+    DEVICE_UPDATE = 1  # parameters; on shared memory, where the device is the host's CPU, bytes as for CPU_UPDATE
+    H2D = 2  # bytes
+    D2H = 3  # bytes
+    CPU_UPDATE = 4  # bytes of host memory that the kernel moves
+    DISK_READ = 5  # bytes
+    DISK_WRITE = 6  # bytes
+    COLLECTIVE = 7  # bytes
+
+
+LANES: Mapping[Work, Lane] = {
+    Work.COMPUTE: Lane.COMPUTE,
+    Work.DEVICE_UPDATE: Lane.COMPUTE,
+    Work.H2D: Lane.H2D,
+    Work.D2H: Lane.D2H,
+    Work.CPU_UPDATE: Lane.CPU,
+    Work.DISK_READ: Lane.DISK_READ,
+    Work.DISK_WRITE: Lane.DISK_WRITE,
+    Work.COLLECTIVE: Lane.NET,
+}
+
+# The names that HardwareProfile.contention uses.
+_CONTENDER: Mapping[Work, str] = {
+    Work.COMPUTE: "compute",
+    Work.DEVICE_UPDATE: "compute",
+    Work.H2D: "copy",
+    Work.D2H: "copy",
+    Work.CPU_UPDATE: "update",
+    Work.DISK_READ: "disk",
+    Work.DISK_WRITE: "disk",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one kind of work draws.
+
+    Attributes:
+        speed: Units a second with nothing beside it.
+        uses: Links, and how much of each one unit takes.
+    """
+
+    speed: float
+    uses: Mapping[str, float]
+
+
+class Rates:
+    """The rates of one machine.
+
+    Args:
+        hardware: The machine.
+
+    Attributes:
+        hardware: The machine.
+        capacity: Links and what each can do in a second; see [Note: Links].
+    """
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.hardware = hardware
+        h = hardware
+        update = float(h.cpu_update_params_per_s * _UPDATE_BYTES)
+        self.capacity: dict[str, float] = {"dram": h.host_dram_bytes_per_s, "h2d": h.link_h2d_bytes_per_s}
+        self.capacity |= {"d2h": h.link_d2h_bytes_per_s, "cpu": update, "net": h.collective_bytes_per_s, "disk": 1.0}
+        # What stands in the profile for each kind of work, and the rate that follows from it.
+        self._speeds: dict[Work, tuple[str, float]] = {
+            Work.COMPUTE: ("device_flop_per_s", 1.0),
+            Work.DEVICE_UPDATE: ("device_update_params_per_s", h.device_update_params_per_s),
+            Work.H2D: ("link_h2d_bytes_per_s", h.link_h2d_bytes_per_s),
+            Work.D2H: ("link_d2h_bytes_per_s", h.link_d2h_bytes_per_s),
+            Work.CPU_UPDATE: ("cpu_update_params_per_s", update),
+            Work.DISK_READ: ("disk_read_bytes_per_s", h.disk_read_bytes_per_s),
+            Work.DISK_WRITE: ("disk_write_bytes_per_s", h.disk_write_bytes_per_s),
+            Work.COLLECTIVE: ("collective_bytes_per_s", h.collective_bytes_per_s),
+        }
+        if h.shared_memory:  # the same native threads run it, after backward instead of beside it
+            self._speeds[Work.DEVICE_UPDATE] = self._speeds[Work.CPU_UPDATE]
+        self._demands: dict[Work, Demand] = {}
+
+    def demand(self, work: Work) -> Demand:
+        """What a kind of work draws.
+
+        Raises:
+            ConfigError: The machine cannot do it: the profile has no rate for it.
+        """
+        if work not in self._demands:
+            key, speed = self._speeds[work]
+            if speed <= 0:
+                raise ConfigError(
+                    f"hardware profile {self.hardware.name!r} has {key}=0, so this machine cannot run the plan's work on lane "
+                    f"{LANES[work].value!r}. Measure or give {key}, or choose a plan without that work."
+                )
+            self._demands[work] = Demand(speed=speed, uses=self._uses(work))
+        return self._demands[work]
+
+    def _uses(self, work: Work) -> dict[str, float]:
+        shared = self.hardware.shared_memory
+        match work:
+            case Work.H2D:
+                return {"h2d": 1.0, "dram": 1.0}
+            case Work.D2H:
+                return {"d2h": 1.0, "dram": 1.0}
+            case Work.CPU_UPDATE:
+                return {"cpu": 1.0, "dram": 1.0}
+            case Work.DEVICE_UPDATE:
+                return {"cpu": 1.0, "dram": 1.0} if shared else {}
+            case Work.DISK_READ | Work.DISK_WRITE:
+                disk = {} if self.hardware.disk_duplex else {"disk": 1.0 / self._speeds[work][1]}
+                return disk | {"dram": 1.0}
+            case Work.COLLECTIVE:
+                return {"net": 1.0}
+            case _:
+                return {}
+
+    def speed(self, work: Work, beside: Iterable[Work]) -> float:
+        """Units a second while other kinds of work run, by ``hardware.contention``; what links allow is not counted.
+
+        Work on links slows down by what it measured beside each *kind* of other work; several kinds multiply.
+        """
+        speed = self.demand(work).speed
+        mine = self._contender(work)
+        for other in {self._contender(o) for o in beside} - {mine}:
+            speed /= max(1.0, self.hardware.contention.get(f"{mine}|{other}", 1.0))
+        return speed
+
+    def _contender(self, work: Work) -> str:
+        if work is Work.DEVICE_UPDATE and self.hardware.shared_memory:
+            return "update"
+        return _CONTENDER.get(work, "")
+
+    def alone_s(self, work: Work, amount: float) -> float:
+        """Seconds of ``amount`` units with nothing beside them."""
+        if amount <= 0:
+            return 0.0
+        demand = self.demand(work)
+        return amount / min([demand.speed, *(self.capacity[link] / use for link, use in demand.uses.items())])
+
+
+def cpu_update_bytes(num_params: float) -> float:
+    """Host memory traffic of Adam on the CPU, bytes: 28 a parameter.
+
+    It reads and writes exp_avg, exp_avg_sq and the fp32 weights (24 bytes). Full precision also reads an fp32 gradient (4);
+    16 bit reads a 16-bit gradient and writes the 16-bit weights (2 + 2).
+
+    Source: ../shared/design/evidence.md, section "The update kernel" (28 bytes each, 96 % of a loop that only moves them).
+    """
+    return num_params * _UPDATE_BYTES

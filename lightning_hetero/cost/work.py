@@ -1,0 +1,74 @@
+"""How much work an op is: its kind and its amount, from the plan and the model's profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.cost.rates import Rates, Work, cpu_update_bytes
+from lightning_hetero.ir.activations import recomputed_share
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind
+
+_COPIES = {
+    Lane.H2D: Work.H2D,
+    Lane.D2H: Work.D2H,
+    Lane.DISK_READ: Work.DISK_READ,
+    Lane.DISK_WRITE: Work.DISK_WRITE,
+    Lane.NET: Work.COLLECTIVE,
+}
+_FREE = (OpKind.RELEASE, OpKind.COMMIT)  # pages handed back, and one small record: no work worth counting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """Some work.
+
+    Attributes:
+        work: Its kind.
+        units: How much, in the kind's unit.
+        num_bytes: Bytes that it moves, or state that it updates.
+    """
+
+    work: Work
+    units: float
+    num_bytes: int
+
+    def alone_s(self, rates: Rates) -> float:
+        """Seconds with nothing beside it."""
+        return rates.alone_s(self.work, self.units)
+
+
+def backward_s(block: BlockProfile, placed: BlockPlan) -> float:
+    """Seconds of a block's backward under a plan: its own, and what of the forward it computes again."""
+    return block.backward_s + recomputed_share(block, placed) * block.forward_s
+
+
+def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) -> int:
+    """Bytes that one update writes to the block's file: the arrays that live there."""
+    weights = block.num_params * model.compute_itemsize if placed.weights is Tier.DISK else 0
+    state = block.num_trainable_params * model.state_itemsize if placed.state is Tier.DISK else 0
+    return weights + state
+
+
+def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool) -> Amount | None:
+    """The work of one op; ``None`` for those that take no time worth counting.
+
+    Args:
+        op: The op.
+        plan: The resolved plan it was lowered from.
+        model: The model.
+        shared_memory: As in the hardware's profile.
+    """
+    if op.kind in _FREE or op.block == NO_BLOCK:
+        return None
+    block, placed = model.blocks[op.block], plan.blocks[op.block]
+    if op.kind is OpKind.UPDATE:
+        num_bytes = block.num_trainable_params * model.state_itemsize
+        if op.lane is Lane.CPU:
+            return Amount(work=Work.CPU_UPDATE, units=cpu_update_bytes(block.num_trainable_params), num_bytes=num_bytes)
+        params = block.num_trainable_params
+        units = cpu_update_bytes(params) if shared_memory else float(params)
+        return Amount(work=Work.DEVICE_UPDATE, units=units, num_bytes=num_bytes)
+    num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
+    return Amount(work=_COPIES[op.lane], units=float(num_bytes), num_bytes=num_bytes)

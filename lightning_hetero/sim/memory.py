@@ -1,0 +1,134 @@
+"""Occupancy of the tiers: what each job of a step takes as it starts and gives back as it ends.
+
+What is counted: the model's constant bytes; weights and state by their tier; staging; weights that are fetched or uploaded, until
+they are released; gradients from a block's backward until its update; saved activations from a block's forward until its
+backward, less what is swapped or recomputed meanwhile; transient bytes while a block computes. See [Note: Devices] in
+``ir.schedule`` for who holds what while it moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.ir.activations import saved_bytes
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule
+
+Effect = tuple[int, int]  # bytes on the device, bytes on the host
+NOTHING: Effect = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory over one step.
+
+    Attributes:
+        device_peak_bytes: Most device memory at any moment.
+        host_peak_bytes: The same for host memory. On shared memory there is one pool, and both report it.
+        timeline: Seconds since the step began, bytes on the device, bytes on the host, at each change; empty unless asked for.
+    """
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    timeline: tuple[tuple[float, int, int], ...] = ()
+
+
+class Occupancy:
+    """Says what the jobs of one step take and give back; fed with anchors and ops in the order of the schedules.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+        shared_memory: Device and host are one pool; it is counted as host memory.
+        staging_bytes: Host memory through which state on disk streams.
+    """
+
+    def __init__(self, plan: Plan, model: ModelProfile, *, shared_memory: bool, staging_bytes: int) -> None:
+        self._plan, self._model, self._shared = plan, model, shared_memory
+        self._shapes = model.shape().blocks
+        self._staging_bytes = staging_bytes
+        self._on_device: set[int] = set()  # blocks whose gradients exist there
+        self._on_host: set[int] = set()
+
+    def constant(self, schedule: Schedule) -> Effect:
+        """What is there before the first job of the first schedule."""
+        device, host = self._model.constant_device_bytes, self._model.constant_host_bytes + self._staging_bytes
+        for index, (shape, placed) in enumerate(zip(self._shapes, self._plan.blocks, strict=True)):
+            weights = shape.weight_bytes
+            device += weights if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
+            # A CPU update writes the weights in host memory, whatever their tier.
+            copied = placed.weights is Tier.DEVICE and placed.update is UpdateLane.CPU and not self._shared
+            host += weights if placed.weights is Tier.HOST or index in schedule.resident_before or copied else 0
+            device += shape.state_bytes if placed.state is Tier.DEVICE else 0
+            host += shape.state_bytes if placed.state is Tier.HOST else 0
+        return self._pooled(device, host)
+
+    def anchor(self, phase: Phase, index: int, *, training: bool) -> tuple[Effect, Effect]:
+        """What the compute of one anchor takes and gives back."""
+        block, shape, placed = self._model.blocks[index], self._shapes[index], self._plan.blocks[index]
+        recomputed = saved_bytes(block, placed).recomputed
+        if phase is Phase.FORWARD:
+            taken = block.activation_bytes + block.transient_bytes
+            return self._pooled(taken, 0), self._pooled(-(block.transient_bytes + recomputed) if training else -taken, 0)
+        taken = recomputed + block.transient_bytes
+        given = block.activation_bytes + block.transient_bytes
+        if index not in self._on_device:
+            self._on_device.add(index)
+            taken += shape.gradient_bytes
+        return self._pooled(taken, 0), self._pooled(-given, 0)
+
+    def op(self, op: Op) -> tuple[Effect, Effect]:
+        """What one op takes and gives back."""
+        size, placed = op.num_bytes, self._plan.blocks[op.block] if op.block >= 0 else None
+        match op.kind, op.payload, op.lane:
+            case OpKind.FETCH, Payload.WEIGHTS, _:
+                return self._pooled(0, size), NOTHING
+            case OpKind.RELEASE, _, Lane.H2D:
+                return NOTHING, self._pooled(-size, 0)
+            case OpKind.RELEASE, _, _:
+                return NOTHING, self._pooled(0, -size)
+            case OpKind.UPLOAD, _, _ if placed is not None and placed.weights is not Tier.DEVICE:
+                return self._pooled(size, 0), NOTHING
+            case OpKind.GRAD, _, _:
+                return self._gradients(op.block)
+            case OpKind.UPDATE, _, _:
+                return NOTHING, self._updated(op.block)
+            case (OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H):
+                return self._pooled(0, size), self._pooled(-size, 0)
+            case (OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.DISK_WRITE):
+                return NOTHING, self._pooled(0, -size)
+            case (OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ):
+                return self._pooled(0, size), NOTHING
+            case (OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.H2D):
+                return self._pooled(size, 0), self._pooled(0, -size)
+            case (OpKind.SWAP_IN, Payload.STATE, _):
+                return self._pooled(size, 0), NOTHING
+            case (OpKind.SWAP_OUT, Payload.STATE, _):
+                return NOTHING, self._pooled(-size, 0)
+        return NOTHING, NOTHING
+
+    def end(self) -> Effect:
+        """Gradients that no update has used up: the next step begins without them."""
+        device = sum(self._shapes[b].gradient_bytes for b in self._on_device)
+        host = sum(self._shapes[b].gradient_bytes for b in self._on_host)
+        return self._pooled(-device, -host)
+
+    def _gradients(self, block: int) -> tuple[Effect, Effect]:
+        """A copy to the host; those of a later micro-batch are added to what is there."""
+        size = self._shapes[block].gradient_bytes
+        taken = 0 if block in self._on_host else size
+        given = size if block in self._on_device else 0
+        self._on_host.add(block)
+        self._on_device.discard(block)
+        return self._pooled(0, taken), self._pooled(-given, 0)
+
+    def _updated(self, block: int) -> Effect:
+        size = self._shapes[block].gradient_bytes
+        device, host = size * (block in self._on_device), size * (block in self._on_host)
+        self._on_device.discard(block)
+        self._on_host.discard(block)
+        return self._pooled(-device, -host)
+
+    def _pooled(self, device: int, host: int) -> Effect:
+        return (0, device + host) if self._shared else (device, host)

@@ -1,0 +1,203 @@
+"""A plan's step in steady state: its time, its memory, what binds it, and its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_hetero.cost import LANES, Rates, Work
+from lightning_hetero.ir.activations import saved_bytes
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Prediction, Tier
+from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
+from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.sim.engine import Engine, Step, Usage, busy_s
+from lightning_hetero.sim.links import SharedRates
+from lightning_hetero.sim.memory import Memory
+from lightning_hetero.sim.program import Program, Role, compile_step
+
+_DISK = "disk"  # as a bottleneck, where reads and writes share one link
+_WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane in Lane}
+
+
+class HasStaging(Protocol):
+    """What the simulator needs of ``lowering.Rooms``."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory through which state on disk streams."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One optimizer step of a plan in steady state.
+
+    Attributes:
+        prediction: Times, peaks and bottlenecks.
+        trace: Every step that was simulated, on a clock that begins at 0; empty unless asked for.
+        busy: Lanes and the share of the iteration in which they work.
+        waits: What compute waits for (``"UPDATE"``, ``"FETCH"``, ``"SWAP_IN activations"``), seconds of one iteration.
+        memory: Peaks of the step and, if asked for, every change.
+        iterations_s: Seconds of each step that was simulated; the last one is reported.
+        steady: The last two steps were the same.
+    """
+
+    prediction: Prediction
+    trace: Trace
+    busy: Mapping[str, float]
+    waits: Mapping[str, float]
+    memory: Memory
+    iterations_s: tuple[float, ...]
+    steady: bool
+
+
+def simulate(
+    schedules: Sequence[Schedule],
+    plan: Plan,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    rooms: HasStaging,
+    steps: int = 4,
+    keep_trace: bool = False,
+) -> Simulation:
+    """Simulates a plan.
+
+    Args:
+        schedules: Of one optimizer step, in order: micro-batches that accumulate, then the one with updates. They have passed
+            ``lowering.check``. They are repeated, so the first one has to begin with what the last one leaves in memory.
+        plan: The resolved plan that they were lowered from.
+        model: The model's profile.
+        hardware: The machine's profile.
+        rooms: The memory that the plan leaves for staging.
+        steps: The most steps that are simulated; fewer where two consecutive ones are the same.
+        keep_trace: Keep spans and the timeline of memory, which take most of the time.
+
+    Returns:
+        The last step that was simulated.
+
+    Raises:
+        ConfigError: The plan needs work for which the hardware profile has no rate.
+    """
+    rates = Rates(hardware)
+    program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
+    engine = Engine(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
+    steady = engine.run(max(1, steps))
+    step = engine.steps[-1]
+    return Simulation(
+        prediction=_prediction(step, plan, model, hardware),
+        trace=_trace(engine, program, model) if keep_trace else Trace(spans=()),
+        busy=_busy(step),
+        waits=_waits(step, program),
+        memory=_memory(step, hardware),
+        iterations_s=tuple(s.iteration_s for s in engine.steps),
+        steady=steady,
+    )
+
+
+def _prediction(step: Step, plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
+    memory = _memory(step, hardware)
+    return Prediction(
+        iteration_s=step.iteration_s,
+        forward_s=step.forward_s,
+        backward_s=step.iteration_s - step.forward_s,
+        device_peak_bytes=memory.device_peak_bytes,
+        host_peak_bytes=memory.host_peak_bytes,
+        disk_bytes=disk_bytes(plan, model),
+        bottleneck={
+            "forward": _bottleneck(step.usage[Phase.FORWARD], duplex=hardware.disk_duplex),
+            "backward": _bottleneck(step.usage[Phase.BACKWARD], duplex=hardware.disk_duplex),
+        },
+    )
+
+
+def disk_bytes(plan: Plan, model: ModelProfile) -> int:
+    """Space that a resolved plan takes on disk: two slots of the state and weights there, and swapped activations."""
+    total = 0
+    for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
+        total += 2 * shape.weight_bytes * (placed.weights is Tier.DISK)
+        total += 2 * shape.state_bytes * (placed.state is Tier.DISK)
+        total += saved_bytes(block, placed).to_disk
+    return total
+
+
+def _bottleneck(usage: Usage, *, duplex: bool) -> str:
+    """The lane that is busy longest; of equals compute."""
+    works = {lane.value: mask for lane, mask in _WORKS.items()}
+    if not duplex:
+        works[_DISK] = works.pop(Lane.DISK_READ) | works.pop(Lane.DISK_WRITE)
+    return max(works, key=lambda lane: busy_s(usage, works[lane]))
+
+
+def _busy(step: Step) -> dict[str, float]:
+    seconds = {lane.value: sum(busy_s(usage, works) for usage in step.usage.values()) for lane, works in _WORKS.items()}
+    return {lane: busy / step.iteration_s for lane, busy in seconds.items() if busy}
+
+
+def _waits(step: Step, program: Program) -> dict[str, float]:
+    waits: dict[str, float] = {}
+    for job, seconds in step.waits.items():
+        source = program.source[job]
+        what = _what(source) if isinstance(source, Op) else "compute"
+        waits[what] = waits.get(what, 0.0) + seconds
+    return waits
+
+
+def _memory(step: Step, hardware: HardwareProfile) -> Memory:
+    shared = hardware.shared_memory  # one pool, which is counted as the host's
+    return Memory(
+        device_peak_bytes=step.host_peak_bytes if shared else step.device_peak_bytes,
+        host_peak_bytes=step.host_peak_bytes,
+        timeline=tuple((at - step.begin_s, host if shared else device, host) for at, device, host in step.timeline),
+    )
+
+
+# ---- the trace ------------------------------------------------------------------------------------------------------------
+
+
+def _what(op: Op) -> str:
+    """The op's kind, and its payload where an op of the kind may move another one."""
+    plain = op.payload in (Payload.WEIGHTS, Payload.NONE) or op.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
+    return op.kind.value if plain else f"{op.kind.value} {op.payload.value}"
+
+
+def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
+    """Spans with the names and lanes that ``runtime.recorder`` gives them; an op in pieces is one span, once all are done."""
+    spans: dict[tuple[int, int], Span] = {}
+    waits: list[Span] = []
+    size = len(program.source)
+    last = {group: index for index, group in enumerate(program.group)}
+    for job in sorted(engine.ended):
+        step, index = divmod(job, size)
+        source = program.source[index]
+        if isinstance(source, Op):
+            if program.role[index] == Role.ARM or job - index + last[program.group[index]] not in engine.ended:
+                continue
+            key = (step, program.group[index])
+            began, ended = engine.began[job], engine.ended[job]
+            lane = Lane.COMPUTE if source.kind is OpKind.RELEASE else source.lane
+            name = f"{_what(source)} {_name(source.block, model)}"
+            if key in spans:
+                began, ended = min(began, spans[key].start_s), max(ended, spans[key].end_s)
+            spans[key] = Span(step=step, name=name, lane=lane.value, start_s=began, end_s=ended, num_bytes=source.num_bytes)
+        elif isinstance(source, Anchor) and source.phase is not Phase.VERDICT:
+            name = f"{source.phase.value} {_name(source.block, model)}"
+            spans[step, program.group[index]] = _compute(step, name, engine.began[job], engine.ended[job])
+        if job in engine.arrived and engine.arrived[job][0] < engine.began[job]:
+            arrived, cause = engine.arrived[job]
+            waited = program.source[cause]
+            name = f"{source.phase.value} {_name(source.block, model)}" if isinstance(source, Anchor) else "V"
+            waited_for = f"{_what(waited)} {_name(waited.block, model)}" if isinstance(waited, Op) else ""
+            waits.append(_compute(step, f"wait {name}", arrived, engine.began[job], waited_for))
+    return Trace(spans=tuple(sorted([*spans.values(), *waits], key=lambda s: (s.start_s, s.end_s, s.lane, s.name))))
+
+
+def _compute(step: int, name: str, start_s: float, end_s: float, waited_for: str = "") -> Span:
+    return Span(step=step, name=name, lane=Lane.COMPUTE.value, start_s=start_s, end_s=end_s, waited_for=waited_for)
+
+
+def _name(block: int, model: ModelProfile) -> str:
+    return "" if block == NO_BLOCK else model.blocks[block].name
