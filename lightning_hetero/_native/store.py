@@ -277,6 +277,14 @@ class Block(Handle):
         address: int | None = functions()["block_state"](self.pointer, array)
         return address
 
+    def discard(self) -> None:
+        """Closes the block for good: its files may be removed, and later commit records do not name it.
+
+        Once the next one is there, another block may have its id.
+        """
+        check(functions()["block_discard"](self.pointer))
+        self._finalizer.detach()
+
     def slot(self) -> tuple[int, int]:
         """The newest slot (0 or 1) and the step that wrote it; step 0: only weights, state reads as zeros."""
         step = ctypes.c_int64()

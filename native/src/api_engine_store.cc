@@ -28,6 +28,12 @@ Status NoCommitPending(const Store* store) {
   return Fail(HETERO_ESTATE, "a commit of the store is not DONE; wait for it, or destroy the engine first");
 }
 
+Status Idle(const Block& block) {
+  if (block.pending > 0)
+    return Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them, or destroy the engine first", block.id());
+  return NoCommitPending(block.store());
+}
+
 }  // namespace
 
 hetero_store* hetero_store_open(const char* directory, const hetero_store_options* options) {
@@ -64,12 +70,17 @@ hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry
 
 int32_t hetero_block_close(hetero_block* handle) {
   if (handle == nullptr) return 0;
-  Block* block = FromHandle(handle);
-  if (block->pending > 0)
-    return Report(
-        Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them, or destroy the engine first", block->id()));
-  const int32_t code = Report(NoCommitPending(block->store()));
+  const int32_t code = Report(Idle(*FromHandle(handle)));
+  if (code == 0) delete FromHandle(handle);
+  return code;
+}
+
+int32_t hetero_block_discard(hetero_block* handle) {
+  if (handle == nullptr) return 0;
+  const Block* block = FromHandle(handle);
+  const int32_t code = Report(Idle(*block));
   if (code != 0) return code;
+  if (block->store() != nullptr) block->store()->Forget(block->id());
   delete block;
   return 0;
 }

@@ -97,6 +97,10 @@ void Store::Attach(Block* block) { blocks_[static_cast<size_t>(block->id())] = b
 
 void Store::Detach(Block* block) { blocks_[static_cast<size_t>(block->id())] = nullptr; }
 
+void Store::Forget(int32_t block) {
+  if (has_record()) committed_.blocks[static_cast<size_t>(block)] = CommittedBlock{};
+}
+
 Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out) {
   std::unique_ptr<Block> block(new Block);
   HETERO_RETURN_IF_ERROR(Layout::Make(geometry, &block->layout_));

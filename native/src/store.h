@@ -54,6 +54,8 @@ class Store {
   void Attach(Block* block);
   void Detach(Block* block);
   void SetCommitted(CommitRecord record) { committed_ = std::move(record); }
+  // No later record names the block.
+  void Forget(int32_t block);
 
   // The engine's, under its mutex: tickets of the writers since the last commit, and of that commit.
   std::vector<int64_t> writers;

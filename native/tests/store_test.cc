@@ -546,3 +546,30 @@ TEST(engine_options_are_checked) {
   CHECK(strstr(hetero_last_error(), "chunk_bytes_max") != nullptr);
   t.End();
 }
+
+TEST(the_id_of_a_discarded_block_serves_another_one) {
+  Trained t;
+  REQUIRE(t.Begin(StoreOptions(2)));
+  const hetero_block_geometry second = Geometry(1, HETERO_F32, kElements, true, false);
+  TestBlock other;
+  REQUIRE(other.Open(t.run.store, second, &t.random));
+  REQUIRE_EQ(t.run.StoreModel(other, 2), 0);
+  const int64_t commit = t.run.Commit(2);
+  CHECK_EQ(t.run.Wait(commit), 0);
+  CHECK_EQ(hetero_block_discard(std::exchange(t.block.handle, nullptr)), 0);
+  for (const char* name : {"block-00000.a", "block-00000.b"}) CHECK_EQ(unlink(t.directory.File(name).c_str()), 0);
+  CHECK_EQ(t.run.Complete(t.run.Commit(3)), 0);
+  const hetero_block_geometry first = Geometry(0, HETERO_F32, kElements * 2, true, true);
+  TestBlock heir;
+  REQUIRE(heir.Open(t.run.store, first, &t.random));
+  int64_t step = 0;
+  CHECK_EQ(hetero_block_slot(heir.handle, &step), HETERO_ESTATE);  // nothing of its predecessor
+  REQUIRE_EQ(t.run.StoreModel(heir, 4), 0);
+  CHECK_EQ(t.run.Complete(t.run.Commit(4)), 0);
+  CHECK(t.run.Holds(heir));
+  CHECK(t.run.Holds(other));
+  t.run.StopEngine();
+  heir.Close();
+  other.Close();
+  t.run.CloseStore();
+}

@@ -133,6 +133,9 @@ typedef struct hetero_block_geometry {
 // not later). A block with neither section needs no store (pass null).
 HETERO_API hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights);
 HETERO_API int32_t hetero_block_close(hetero_block* block);
+// Closes a block whose files the caller removes: later commit records do not name it, and once the next one is there (and the
+// files are gone) another block may have its id.
+HETERO_API int32_t hetero_block_discard(hetero_block* block);
 // The address of RAM state array k (null when it is on disk).
 HETERO_API float* hetero_block_state(hetero_block* block, int32_t array);
 // Bytes of one slot's file; 0 without file sections.
