@@ -1,0 +1,35 @@
+"""Machines and models that nobody here owns, from datasheets and the papers: so anyone can ask what they would do.
+
+Every figure has a source text. Unknown names raise ``ConfigError`` with near matches and all known names.
+"""
+
+from lightning_hetero.profiling.presets.devices import DEVICES, LINKS, Device, device
+from lightning_hetero.profiling.presets.disks import DISKS, Disk, disk
+from lightning_hetero.profiling.presets.hosts import HOSTS, Host, host
+from lightning_hetero.profiling.presets.machines import PAPER_MACHINES, PaperMachine, machine, paper_machine
+from lightning_hetero.profiling.presets.models import MODELS, gpt, llama, model
+from lightning_hetero.profiling.presets.transformers import Architecture, Gpt, Llama
+
+__all__ = [
+    "DEVICES",
+    "DISKS",
+    "HOSTS",
+    "LINKS",
+    "MODELS",
+    "PAPER_MACHINES",
+    "Architecture",
+    "Device",
+    "Disk",
+    "Gpt",
+    "Host",
+    "Llama",
+    "PaperMachine",
+    "device",
+    "disk",
+    "gpt",
+    "host",
+    "llama",
+    "machine",
+    "model",
+    "paper_machine",
+]

@@ -1,0 +1,211 @@
+"""Whole machines: put together from a device, a host and disks, or those of the papers.
+
+What belongs to the host (memory, its bandwidth, CPU rates, disks) is the machine's, shared by all its devices. What belongs to a
+device (memory, FLOP/s, its link, its update rate, collectives) is one device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.profiling.presets.devices import LINKS, Device
+from lightning_hetero.profiling.presets.devices import device as device_named
+from lightning_hetero.profiling.presets.disks import disk as disk_named
+from lightning_hetero.profiling.presets.figures import Figure, find
+from lightning_hetero.profiling.presets.hosts import host as host_named
+from lightning_hetero.units import GIB, format_bytes, parse_bytes
+
+_NONE = Figure(0.0, "none")
+_WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes")
+
+
+def machine(
+    *,
+    device: str,
+    host_memory: str | int,
+    disk: str | None = None,
+    count: int = 1,
+    host: str | None = None,
+    link: str | None = None,
+) -> HardwareProfile:
+    """A machine from presets, nothing of it measured here.
+
+    Args:
+        device: A name of ``devices.DEVICES``.
+        host_memory: Host memory that training may use, such as ``"256GiB"`` or a number of bytes.
+        disk: A name of ``disks.DISKS``, with ``x12`` for twelve; ``None``: no disk.
+        count: Devices that train together.
+        host: A name of ``hosts.HOSTS``; ``None``: one of the device's generation.
+        link: A name of ``devices.LINKS``; ``None``: the device's own.
+
+    Raises:
+        ConfigError: A name is unknown, a size is no size, ``count`` is not positive.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"count={count!r}; allowed: a whole number of devices, at least 1.")
+    chosen = device_named(device)
+    memory = parse_bytes(host_memory, name="host_memory")
+    assert memory is not None
+    figures = _figures(chosen, memory=memory, disk=disk, count=count, host=host, link=link)
+    devices = chosen.name if count == 1 else f"{count} x {chosen.name}"
+    name = ", ".join([devices, f"{format_bytes(memory)} host", *([disk] if disk is not None else [])])
+    return _profile(name, figures, duplex=disk is not None and disk_named(disk).duplex, count=count)
+
+
+def _figures(chosen: Device, *, memory: int, disk: str | None, count: int, host: str | None, link: str | None) -> dict[str, Figure]:
+    cpu = host_named(host if host is not None else chosen.host)
+    disks = disk_named(disk) if disk is not None else None
+    copies = find("link", LINKS, link if link is not None else chosen.link)
+    return {
+        "device_memory_bytes": chosen.memory_bytes,
+        "host_memory_bytes": Figure(memory, "given"),
+        "disk_capacity_bytes": disks.capacity_bytes if disks else _NONE,
+        "device_flop_per_s": chosen.flop_per_s,
+        "link_h2d_bytes_per_s": copies,
+        "link_d2h_bytes_per_s": copies,
+        "disk_read_bytes_per_s": disks.read_bytes_per_s if disks else _NONE,
+        "disk_write_bytes_per_s": disks.write_bytes_per_s if disks else _NONE,
+        "host_dram_bytes_per_s": cpu.dram_bytes_per_s,
+        "cpu_update_params_per_s": cpu.update_params_per_s,
+        "device_update_params_per_s": chosen.update_params_per_s,
+        "cpu_downcast_params_per_s": cpu.downcast_params_per_s,
+        "collective_bytes_per_s": _collective(chosen, copies, count),
+    }
+
+
+def _collective(chosen: Device, link: Figure, count: int) -> Figure:
+    if count == 1:
+        return _NONE
+    if chosen.peer_bytes_per_s.value > 0:
+        return chosen.peer_bytes_per_s.times(0.75, "0.75 (assumed)")
+    return link.times(0.5, "0.5 (assumed: through host memory, there and back)")
+
+
+def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: int) -> HardwareProfile:
+    values = {key: int(figure.value) if key in _WHOLE else figure.value for key, figure in figures.items()}
+    source = {key: figure.source for key, figure in figures.items()}
+    source["disk_duplex"] = "reads and writes share an SSD: LoHan, section IV-D" if figures["disk_capacity_bytes"].value else "none"
+    return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)  # type: ignore[arg-type]
+
+
+# ---- the papers' machines ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperMachine:
+    """A machine of one of the papers; see :func:`machine` for its parts.
+
+    Attributes:
+        where: The place in the paper that describes it.
+        device: Preset.
+        host: Preset.
+        host_gib: Host memory, GiB.
+        count: Devices that train together.
+        disk: Preset.
+        link: Preset; ``None``: the device's own.
+        figures: What the paper measured itself, by the profile's key.
+        most: What figures reach at most however many disks there are, as the paper measured.
+    """
+
+    where: str
+    device: str
+    host: str
+    host_gib: int
+    count: int = 1
+    disk: str | None = None
+    link: str | None = None
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    most: Mapping[str, Figure] = field(default_factory=dict)
+
+
+_LOHAN_LINK = Figure(22.9e9, "LoHan, section III-C: swapping 213 GiB of activations out takes 10 s")
+_LOHAN_DISKS = Figure(28e9, "LoHan, section III-C: 182 GB read and 182 GB written take 13 s with 12 disks, taken as equally fast")
+_DOS_V100 = "Deep Optimizer States, section 5.4"
+
+
+def _lohan(device: str) -> PaperMachine:
+    return PaperMachine(
+        where="LoHan, table III",
+        device=device,
+        host="xeon-5320x2",
+        host_gib=768,
+        disk="p5510x12",
+        figures={"link_h2d_bytes_per_s": _LOHAN_LINK, "link_d2h_bytes_per_s": _LOHAN_LINK},
+        most={"disk_read_bytes_per_s": _LOHAN_DISKS, "disk_write_bytes_per_s": _LOHAN_DISKS},
+    )
+
+
+PAPER_MACHINES: dict[str, PaperMachine] = {
+    # One GPU of three kinds in one server.
+    "lohan-rtx4090": _lohan("rtx4090"),
+    "lohan-rtx3090": _lohan("rtx3090"),
+    "lohan-rtx4080": _lohan("rtx4080"),
+    # Eight GPUs in the server; most results are with one.
+    "autohete-a100": PaperMachine(where="AutoHete, section 4.1", device="a100-40", host="epyc-7713", host_gib=1024),
+    "protrain-rtx3090": PaperMachine(
+        where="ProTrain, appendix C.2", device="rtx3090", host="xeon-4214rx2", host_gib=384, count=4, link="pcie3"
+    ),
+    "protrain-a100": PaperMachine(where="ProTrain, appendix C.2", device="a100-80", host="xeon-8480x2", host_gib=1024, count=4),
+    # What one of the four ranks measured, times four where they share the CPU.
+    "dos-h100": PaperMachine(
+        where="Deep Optimizer States, section 5.1",
+        device="h100",
+        host="xeon-8468x2",
+        host_gib=512,
+        count=4,
+        figures={
+            "collective_bytes_per_s": Figure(133e9, "Deep Optimizer States, section 5.1: 133 GB/s between devices"),
+            "cpu_downcast_params_per_s": Figure(
+                4 * 62e9 / 4, "Deep Optimizer States, table 1: 62 GB/s, taken as fp32 bytes and of one of 4 ranks"
+            ),
+        },
+    ),
+    "dos-v100": PaperMachine(
+        where=_DOS_V100,
+        device="v100",
+        host="xeon-6152x2",
+        host_gib=192,
+        count=4,
+        figures={
+            "device_update_params_per_s": Figure(35e9, f"{_DOS_V100}: U_g = 35e9"),
+            "cpu_update_params_per_s": Figure(4 * 2e9, f"{_DOS_V100}: U_c = 2e9 of one of 4 ranks"),
+            "cpu_downcast_params_per_s": Figure(4 * 8.7e9, f"{_DOS_V100}: D_c = 8.7e9 of one of 4 ranks"),
+            "host_dram_bytes_per_s": Figure(256e9, "nominal, two sockets: the CPU updates that the paper measured take 224 GB/s"),
+        },
+    ),
+}
+
+
+def paper_machine(
+    name: str, *, host_memory: str | int | None = None, disk: str | None = None, count: int | None = None
+) -> HardwareProfile:
+    """A machine of one of the papers, with what the paper measured of it in place of datasheet figures.
+
+    Args:
+        name: A name of :data:`PAPER_MACHINES`.
+        host_memory: Instead of the paper's; papers vary it.
+        disk: The same.
+        count: The same, of devices.
+
+    Raises:
+        ConfigError: The name, or what is given instead, is unknown.
+    """
+    paper = find("machine", PAPER_MACHINES, name)
+    world = paper.count if count is None else count
+    chosen = machine(
+        device=paper.device,
+        host_memory=paper.host_gib * GIB if host_memory is None else host_memory,
+        disk=paper.disk if disk is None else disk,
+        count=world,
+        host=paper.host,
+        link=paper.link,
+    )
+    figures = {key: Figure(getattr(chosen, key), chosen.source[key]) for key in chosen.source if key != "disk_duplex"}
+    if host_memory is None:
+        figures["host_memory_bytes"] = Figure(chosen.host_memory_bytes, paper.where)
+    figures |= {key: f for key, f in paper.figures.items() if key != "collective_bytes_per_s" or world > 1}
+    figures |= {key: min(most, figures[key], key=lambda f: f.value) for key, most in paper.most.items()}
+    return _profile(name, figures, duplex=chosen.disk_duplex, count=world)

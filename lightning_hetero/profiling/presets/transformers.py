@@ -1,0 +1,326 @@
+"""Transformers from their dimensions: exact parameter counts, saved bytes and FLOP per operator.
+
+[Note: What is counted]
+T tokens (batch x sequence) of ``itemsize`` e bytes an element, hidden size h, intermediate size i, sequence length s, a heads.
+
+FLOP are those of matrix products, 2 for each multiply and add, attention over the full square of the sequence, as
+``torch.utils.flop_counter`` counts them. Norms, activations and embeddings count 0.
+
+Saved bytes are what autograd keeps: the inputs of matrix products, norms and activations, queries, keys and values, dropout's masks
+of 1 byte. With dropout, GELU and 16 bit that is 34·T·h a block, and 5·a·s·T more where attention is not fused (Korthikanti et al.
+2022, equation 1). LoHan's 213 GiB of the 13B model at batch 32 are these 34·T·h. Statistics of norms and of fused attention
+(some 16 bytes a token) are left out.
+
+An operator's bytes are those of the output, or of what stands for it, that backward needs; its FLOP those of computing it again.
+An output that nothing keeps, such as that of an MLP's last product without dropout, is no operator of the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
+from lightning_hetero.units import GIB
+
+_ID_BYTES = 8  # a token's id
+_CONTEXT_BYTES = 1 * GIB  # assumed: a device's context, libraries' workspaces, the allocator's slack
+_PROCESS_BYTES = 2 * GIB  # assumed: Python, torch and its libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The shape of one micro-batch.
+
+    Attributes:
+        batch: Sequences on one device.
+        sequence: Tokens of each.
+        itemsize: Bytes of a weight and of an activation: 2 for 16 bit, 4 for fp32.
+    """
+
+    batch: int
+    sequence: int
+    itemsize: int = 2
+
+    def __post_init__(self) -> None:
+        for key in ("batch", "sequence"):
+            _positive("a batch", key, getattr(self, key))
+        if self.itemsize not in (2, 4):
+            raise ConfigError(f"itemsize={self.itemsize!r}; allowed: 2 (16 bit), 4 (fp32).")
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.batch * self.sequence
+
+
+class Architecture(Protocol):
+    """Something that has blocks once the batch and the machine are known."""
+
+    def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
+        """The blocks in the order of forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt:
+    """A decoder of the GPT-2 family: LayerNorms, biases, learned positions, an MLP of two products, a tied head.
+
+    Attributes:
+        layers: Transformer blocks.
+        hidden: h.
+        heads: Attention heads.
+        vocabulary: Tokens that it knows.
+        positions: Rows of the table of positions; ``None``: as many as the sequence is long.
+        extra_positions: Rows beyond those: OPT has two.
+        activation: ``"relu"`` keeps its output only; ``"gelu"`` its input too.
+        dropout: Dropout after attention, after the MLP and on the embeddings; attention's own where attention is not fused.
+        flash: Attention is fused: nothing of size s x s is kept.
+        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross entropy.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50257
+    positions: int | None = None
+    extra_positions: int = 0
+    activation: Literal["gelu", "relu"] = "gelu"
+    dropout: bool = True
+    flash: bool = True
+    head_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_dimensions("a GPT", self.layers, self.hidden, self.heads, self.vocabulary)
+        if self.activation not in ("gelu", "relu"):
+            raise ConfigError(f"activation={self.activation!r}; allowed: 'gelu', 'relu'.")
+
+    def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
+        """The embedding, the transformer blocks, the head.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of positions.
+        """
+        rows = shape.sequence if self.positions is None else self.positions
+        if shape.sequence > rows:
+            raise ConfigError(f"sequence={shape.sequence}; allowed: at most {rows}, the positions that the model has.")
+        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
+        embedding = _embedding(
+            (self.vocabulary + rows + self.extra_positions) * h, tokens, mask_bytes=tokens * h if self.dropout else 0
+        )
+        operators = self._operators(shape)
+        block = _Template(
+            num_params=12 * h * h + 13 * h,
+            operators=operators,
+            flop=24 * tokens * h * h + 4 * tokens * shape.sequence * h,
+            boundary_bytes=e * tokens * h,
+            transient_bytes=max(e * tokens * (h + 2 * 4 * h), self._attention_transient(shape)),
+        )
+        head = _head(h, self.vocabulary, 2 * h, shape, self.head_tokens)
+        return (embedding, *block.repeat(self.layers, flop_per_s), head.at("head", flop_per_s, pinned=True))
+
+    def _operators(self, shape: Shape) -> tuple[OperatorProfile, ...]:
+        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
+        hidden, wide, mask = e * tokens * h, e * tokens * 4 * h, tokens * h if self.dropout else 0
+        square = 0 if self.flash else self.heads * shape.sequence * tokens * (2 * e + 1 if self.dropout else e)
+        widening = 8 * tokens * h * h
+        gelu = (("mlp.c_fc", widening, wide), ("mlp.act", 0, wide))
+        return _operator_rows(
+            (
+                ("ln_1", 0, hidden),
+                ("attn.c_attn", 6 * tokens * h * h, 3 * hidden),
+                ("attn", 4 * tokens * shape.sequence * h, hidden + square),
+                ("attn.c_proj", 2 * tokens * h * h, hidden + mask),  # the sum with the residual, which ln_2 keeps
+                ("ln_2", 0, hidden),
+                *(gelu if self.activation == "gelu" else (("mlp.act", widening, wide),)),
+                ("mlp.c_proj", 8 * tokens * h * h, mask),
+            )
+        )
+
+    def _attention_transient(self, shape: Shape) -> int:
+        """Gradients in attention's backward: of the block's output, of attention's output, of queries, keys and values."""
+        square = 0 if self.flash else 2 * self.heads * shape.sequence * shape.tokens * shape.itemsize
+        return 5 * shape.itemsize * shape.tokens * self.hidden + square
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama:
+    """A decoder of the LLaMA family: RMSNorms, no biases, rotary positions, a gated MLP of three products.
+
+    Attributes:
+        layers: Transformer blocks.
+        hidden: h.
+        heads: Heads of the queries.
+        vocabulary: Tokens that it knows.
+        intermediate: i; ``None``: 8/3 of h rounded up to a multiple of 256, as in LLaMA.
+        kv_heads: Heads of keys and values; ``None``: as many as of the queries.
+        tied: The head shares the embedding's weights.
+        flash: Attention is fused: nothing of size s x s is kept.
+        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross entropy.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 32000
+    intermediate: int | None = None
+    kv_heads: int | None = None
+    tied: bool = False
+    flash: bool = True
+    head_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_dimensions("a LLaMA", self.layers, self.hidden, self.heads, self.vocabulary)
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ConfigError(f"kv_heads={self.kv_heads!r}; allowed: a divisor of heads={self.heads}.")
+
+    def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
+        """The embedding, the transformer blocks, the head."""
+        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
+        wide, narrow = self._wide(), self._narrow()
+        products = 2 * h * h + 2 * h * narrow + 3 * h * wide
+        embedding = _embedding(self.vocabulary * h, tokens, mask_bytes=0)
+        square = 0 if self.flash else 2 * self.heads * shape.sequence * tokens * e
+        block = _Template(
+            num_params=products + 2 * h,
+            operators=self._operators(shape),
+            flop=2 * tokens * products + 4 * tokens * shape.sequence * h,
+            boundary_bytes=e * tokens * h,
+            # Gradients in backward: of the residual and three wide ones, or of attention's outputs and inputs.
+            transient_bytes=max(e * tokens * (h + 3 * wide), e * tokens * (3 * h + 2 * narrow) + square),
+        )
+        head = _head(h, self.vocabulary, h + (0 if self.tied else self.vocabulary * h), shape, self.head_tokens)
+        return (embedding, *block.repeat(self.layers, flop_per_s), head.at("head", flop_per_s, pinned=True))
+
+    def _wide(self) -> int:
+        return -(-8 * self.hidden // (3 * 256)) * 256 if self.intermediate is None else self.intermediate
+
+    def _narrow(self) -> int:
+        """Elements of one token's keys, and of its values."""
+        return self.hidden if self.kv_heads is None else self.hidden // self.heads * self.kv_heads
+
+    def _operators(self, shape: Shape) -> tuple[OperatorProfile, ...]:
+        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
+        wide, narrow = self._wide(), self._narrow()
+        hidden, inner = e * tokens * h, e * tokens * wide
+        square = 0 if self.flash else self.heads * shape.sequence * tokens * e
+        return _operator_rows(
+            (
+                ("input_layernorm", 0, hidden),
+                ("self_attn.q_proj", 2 * tokens * h * h, hidden),
+                ("self_attn.k_proj", 2 * tokens * h * narrow, e * tokens * narrow),
+                ("self_attn.v_proj", 2 * tokens * h * narrow, e * tokens * narrow),
+                ("self_attn", 4 * tokens * shape.sequence * h, hidden + square),
+                ("self_attn.o_proj", 2 * tokens * h * h, hidden),  # the sum with the residual, which the next norm keeps
+                ("post_attention_layernorm", 0, hidden),
+                ("mlp.gate_proj", 2 * tokens * h * wide, inner),
+                ("mlp.up_proj", 2 * tokens * h * wide, inner),
+                ("mlp.act_fn", 0, inner),
+                ("mlp.gated", 0, inner),  # act_fn x up_proj, the input of down_proj
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Template:
+    """A block before it has a name and a time."""
+
+    num_params: int
+    operators: tuple[OperatorProfile, ...]
+    flop: int
+    boundary_bytes: int
+    transient_bytes: int
+
+    def at(self, name: str, flop_per_s: float, *, pinned: bool = False) -> BlockProfile:
+        seconds = self.flop / flop_per_s
+        return BlockProfile(
+            name=name,
+            num_params=self.num_params,
+            num_trainable_params=self.num_params,
+            forward_s=seconds,
+            backward_s=2 * seconds,
+            forward_flop=float(self.flop),
+            activation_bytes=self.boundary_bytes + sum(o.bytes for o in self.operators),
+            boundary_bytes=self.boundary_bytes,
+            transient_bytes=self.transient_bytes,
+            operators=self.operators,
+            pinned=pinned,
+        )
+
+    def repeat(self, layers: int, flop_per_s: float) -> Iterable[BlockProfile]:
+        return (self.at(f"layers.{i}", flop_per_s) for i in range(layers))
+
+
+def _operator_rows(rows: Sequence[tuple[str, int, int]]) -> tuple[OperatorProfile, ...]:
+    """Operators from name, FLOP and bytes; those of which nothing is kept are left out."""
+    return tuple(OperatorProfile(name=name, flop=float(flop), bytes=kept) for name, flop, kept in rows if kept)
+
+
+def _embedding(num_params: int, tokens: int, *, mask_bytes: int) -> BlockProfile:
+    """Looks rows up; keeps the ids, and the mask of dropout. Its output is the first block's boundary."""
+    operators = _operator_rows((("drop", 0, mask_bytes),))
+    template = _Template(num_params=num_params, operators=operators, flop=0, boundary_bytes=_ID_BYTES * tokens, transient_bytes=0)
+    return template.at("embedding", 1.0, pinned=True)
+
+
+def _head(h: int, vocabulary: int, num_params: int, shape: Shape, head_tokens: int | None) -> _Template:
+    """The last norm, the product with the vocabulary and the loss.
+
+    torch's cross entropy keeps fp32 log-probabilities; forward holds the logits and an fp32 copy beside them, backward two
+    gradients of these sizes. In chunks nothing of the vocabulary's size is kept, but the gradient of the hidden states is.
+    """
+    tokens, e = shape.tokens, shape.itemsize
+    hidden = e * tokens * h
+    logits = vocabulary * (tokens if head_tokens is None else min(head_tokens, tokens))
+    kept, copies = (4 * logits, 4) if head_tokens is None else (hidden, 8)
+    flop = 2 * tokens * h * vocabulary
+    return _Template(
+        num_params=num_params,
+        operators=_operator_rows((("norm", 0, hidden), ("lm_head", flop, kept))),
+        flop=flop,
+        boundary_bytes=hidden,
+        transient_bytes=(e + copies) * logits,
+    )
+
+
+def profile(
+    name: str, architecture: Architecture, *, batch: int, sequence: int, hardware: HardwareProfile, itemsize: int = 2
+) -> ModelProfile:
+    """The profile of an architecture at one batch shape on one machine.
+
+    Seconds are FLOP over ``hardware.device_flop_per_s``; backward takes twice forward.
+
+    Args:
+        name: For people.
+        architecture: What it is made of.
+        batch: Sequences of one micro-batch on one device.
+        sequence: Tokens of each.
+        hardware: The machine; its device's FLOP/s give the times.
+        itemsize: 2 for 16 bit, 4 for fp32.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+    shape = Shape(batch=batch, sequence=sequence, itemsize=itemsize)
+    return ModelProfile(
+        name=name,
+        tokens=shape.tokens,
+        compute_itemsize=itemsize,
+        constant_device_bytes=0 if hardware.shared_memory else _CONTEXT_BYTES,
+        constant_host_bytes=_PROCESS_BYTES,
+        blocks=architecture.blocks(shape, hardware.device_flop_per_s),
+    )
+
+
+def _positive(what: str, key: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{what} with {key}={value!r}; allowed: a whole number of at least 1.")
+
+
+def _check_dimensions(what: str, layers: int, hidden: int, heads: int, vocabulary: int) -> None:
+    for key, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("vocabulary", vocabulary)):
+        _positive(what, key, value)
+    if hidden % heads:
+        raise ConfigError(f"{what} with hidden={hidden} and heads={heads}; allowed: heads that divide hidden.")
