@@ -2,6 +2,8 @@
 
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
-from lightning_hetero.lowering.rooms import DeviceRoom, Rooms
+from lightning_hetero.lowering.needs import Needs, Purpose, needs_of
+from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, rooms
+from lightning_hetero.lowering.steady import steady, step_signatures
 
-__all__ = ["DeviceRoom", "Rooms", "check", "lower"]
+__all__ = ["DeviceRoom", "Needs", "Purpose", "Rooms", "check", "lower", "needs_of", "rooms", "steady", "step_signatures"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
-from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Tier
-from lightning_hetero.units import MIB, format_bytes
+from lightning_hetero.ir.model import ModelProfile, ModelShape
+from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
+from lightning_hetero.units import KIB, MIB, format_bytes
 
+_STAGED_CHUNKS, _CHUNK_ELEMENTS, _CHUNK_FOOTERS = 8, 256 * KIB, 4 * 4096  # store.tiers, which stages them
 _READ_AHEAD_BYTES = 512 * MIB  # the state of the largest block of most models, an embedding; more than that gains little
 
 
@@ -60,6 +61,7 @@ def host_needs(plan: Plan, model: ModelShape, *, staging: int, all_gradients: bo
         staging: Staging bytes of the engine.
         all_gradients: All gradients exist at once: updates wait for a verdict, or gradients accumulate over batches.
     """
+    all_gradients |= plan.update_order is UpdateOrder.AFTER_BACKWARD
     pairs = list(zip(model.blocks, plan.blocks, strict=True))
     gradients = sorted((b.gradient_bytes for b, _ in pairs), reverse=True)
     on_disk = [b.weight_bytes for b, p in pairs if p.weights is Tier.DISK]
@@ -107,9 +109,21 @@ def share_out(plan: Plan, needs: HostNeeds, *, host_memory: int, source: str) ->
             f"them up.",
             needed_bytes=needs.fixed + needs.smallest_cache,
         )
-    spare = host_memory - needs.fixed - needs.smallest_cache
-    read_ahead = min(spare // 4, _READ_AHEAD_BYTES, needs.streamed)
-    return HostShares(cache=min(host_memory - needs.fixed - read_ahead, needs.all_cached), read_ahead=read_ahead)
+    ahead = read_ahead(host_memory - needs.fixed - needs.smallest_cache, needs.streamed)
+    cache = min(host_memory - needs.fixed - ahead, needs.all_cached)
+    if plan.host_cache_bytes is not None:
+        cache = min(cache, max(plan.host_cache_bytes, needs.smallest_cache))
+    return HostShares(cache=cache, read_ahead=ahead)
+
+
+def read_ahead(spare: int, streamed: int) -> int:
+    """Bytes of staging beyond the least, of ``spare`` bytes that no need takes, for ``streamed`` bytes of state on disk."""
+    return min(spare // 4, _READ_AHEAD_BYTES, streamed)
+
+
+def least_staging(model: ModelProfile) -> int:
+    """The engine's staging for weights and state of a model as large as most are: eight chunks."""
+    return _STAGED_CHUNKS * (_CHUNK_ELEMENTS * (model.compute_itemsize + model.state_itemsize) + _CHUNK_FOOTERS)
 
 
 def check_device(plan: Plan, model: ModelShape, device_memory: int | None) -> None:

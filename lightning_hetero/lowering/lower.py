@@ -1,245 +1,202 @@
 """Plan → schedule: one fixed lowering, pure and deterministic.
 
-[Note: Residency]
-Weights on disk share ``capacity_bytes`` of host memory. A step uses blocks in a known order (forward, then backward in
-reverse), so eviction is Belady's: when memory is needed, the weights whose next use lies farthest ahead go. At the
-turn from forward to backward, and from backward to the next forward, this keeps the blocks that are used again at once.
-
-[Note: Chains]
-Ops of one block run one after the other: each follows the block's previous op of this step, or the STORE of an earlier one.
-RELEASEs run one after the other too, so a FETCH that follows the last of them may take over the memory of all.
+It walks the anchors of a step and asks three questions at each: which weights have to be where (``weights``), which activations
+(``activations``), and which gradients and updates follow (``updates``). See [Note: Residency] in ``cache`` for what is evicted,
+[Note: Chains] in ``chains`` for the order of ops, [Note: Swaps] in ``activations`` and [Note: Devices] in ``ir.schedule``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.ir.plan import Plan, Saved
+from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, OpKind, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.lowering.activations import ActivationMoves
+from lightning_hetero.lowering.cache import Cache, Uses
+from lightning_hetero.lowering.chains import Carried, Issue
+from lightning_hetero.lowering.placement import Placement, keeps_less, placements
+from lightning_hetero.lowering.rooms import DeviceRoom
+from lightning_hetero.lowering.updates import UpdateMoves, updates_in_backward
+from lightning_hetero.lowering.weights import WeightMoves
 from lightning_hetero.units import format_bytes
 
 
-def lower(plan: Plan, model: ModelShape, signature: StepSignature, *, resident: frozenset[int], capacity_bytes: int) -> Schedule:
+def lower(
+    plan: Plan,
+    model: ModelShape,
+    signature: StepSignature,
+    *,
+    resident: frozenset[int],
+    capacity_bytes: int,
+    device: DeviceRoom | None = None,
+) -> Schedule:
     """Lowers a resolved plan to the schedule of one step.
 
     Args:
         plan: A resolved plan: ``plan.blocks[i]`` places ``model.blocks[i]``.
         model: The blocks' sizes.
         signature: The step.
-        resident: Blocks with weights on disk whose weights are in memory as the step begins.
+        resident: Blocks with weights on disk whose weights are in host memory as the step begins.
         capacity_bytes: Host bytes for weights that live on disk.
+        device: What the device's own memory has room for; ``None``: the device is the host's own CPU.
 
     Raises:
-        ConfigError: A block whose weights must stay in memory has them on disk.
-        OutOfMemoryBudgetError: A block with weights on disk does not fit ``capacity_bytes``.
+        ConfigError: A block whose weights must stay in memory has them on disk, or the plan asks for what only a device with memory
+            of its own can do.
+        OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
-    for shape, placed in zip(model.blocks, plan.blocks, strict=True):
-        if placed.weights is Tier.DISK and shape.pinned:
-            raise ConfigError(
-                f"plan {plan.name!r} places the weights of block {shape.name!r} on 'disk'; they are used outside a repeated "
-                f"block, so they must stay in memory. Allowed: 'device', 'host'. Put a rule for this block before the one that "
-                f"matches it."
-            )
-        if placed.weights is Tier.DISK and shape.weight_bytes > capacity_bytes:
-            raise OutOfMemoryBudgetError(
-                f"block {shape.name!r} needs {format_bytes(shape.weight_bytes)} of host memory for its weights; "
-                f"{format_bytes(capacity_bytes)} are left for weights that live on disk. Raise host_memory, or choose smaller "
-                f"blocks with block_cls."
-            )
-    return _Lowering(plan, model, signature, set(resident), capacity_bytes).run()
+    placed = placements(plan, model, device=device is not None)
+    _check_plan(plan, placed, capacity_bytes, device)
+    return _Lowering(plan, signature, placed, resident, capacity_bytes, device).run()
 
 
-@dataclass
+def expected_anchors(signature: StepSignature) -> list[Anchor]:
+    """The anchors of a step, in order: forwards, and in training backwards in reverse and the verdict."""
+    anchors = [Anchor(phase=Phase.FORWARD, block=b) for b in signature.order]
+    if signature.training:
+        anchors += [Anchor(phase=Phase.BACKWARD, block=b) for b in reversed(signature.order)]
+        anchors.append(Anchor(phase=Phase.VERDICT, block=NO_BLOCK))
+    return anchors
+
+
+def last_step(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Carried]:
+    """All that the updates of an earlier step end with, for a forward that waits for all of it (``Plan.priority`` is false)."""
+    for block in dict.fromkeys(order):
+        row = placed[block]
+        if row.trainable:
+            yield OpKind.UPDATE, block
+        if row.stored:
+            yield OpKind.STORE, block
+        if row.renewed:
+            yield OpKind.UPLOAD, block
+        if row.state_moves or row.weights_return:
+            yield OpKind.SWAP_OUT, block
+
+
 class _Lowering:
-    plan: Plan
-    model: ModelShape
-    signature: StepSignature
-    resident: set[int]
-    capacity_bytes: int
-    ops: list[Op] = field(default_factory=list)
-    last: dict[int, int] = field(default_factory=dict)  # block -> its latest op
-    last_release: int | None = None
-    fetched: dict[int, int] = field(default_factory=dict)  # block -> FETCH op of its weights
-    opened: set[int] = field(default_factory=set)  # blocks whose state has a FETCH op
-    updated: dict[int, int] = field(default_factory=dict)  # block -> UPDATE op, in the order of issue
+    def __init__(
+        self,
+        plan: Plan,
+        signature: StepSignature,
+        placed: Sequence[Placement],
+        resident: frozenset[int],
+        capacity_bytes: int,
+        device: DeviceRoom | None,
+    ) -> None:
+        self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
+        self._anchors = expected_anchors(signature)
+        uses = Uses([None if a.phase is Phase.VERDICT else a.block for a in self._anchors], signature.order)
+        if signature.updates is not Updates.NONE and not updates_in_backward(plan, signature):
+            for block in dict.fromkeys(signature.order):
+                if placed[block].weights_return:
+                    uses.add(len(self._anchors) - 1, block)
+        self._issue = Issue(placed, device=device is not None)
+        sizes = [p.shape.weight_bytes for p in placed]
+        self._host = Cache(sizes, capacity_bytes=capacity_bytes, held=resident, uses=uses)
+        self._device: Cache | None = None
+        self._activations: ActivationMoves | None = None
+        if device is not None:
+            sizes = [p.shape.weight_bytes if p.below_device else 0 for p in placed]
+            self._device = Cache(sizes, capacity_bytes=device.capacity_bytes, held=device.resident, uses=uses)
+            self._activations = ActivationMoves(placed, self._issue, signature.order, depth=plan.prefetch_depth)
+        self._weights = WeightMoves(placed, self._issue, uses, host=self._host, device=self._device, depth=plan.prefetch_depth)
+        self._updates = UpdateMoves(plan, signature, placed, self._issue, uses, self._weights, self._activations)
 
     def run(self) -> Schedule:
-        before = frozenset(self.resident)
-        self.anchors = self._expected_anchors()
-        self.uses = [None if a.phase is Phase.VERDICT else a.block for a in self.anchors]
-        self.positions: dict[int, list[int]] = {}
-        for index, use in enumerate([*self.uses, *self.signature.order]):
-            self.positions.setdefault(NO_BLOCK if use is None else use, []).append(index)
-        self.last_use = {block: index for index, block in enumerate(self.uses)}
-        anchors = tuple(self._begin(index, anchor) for index, anchor in enumerate(self.anchors))
+        anchors = [self._begin(index, anchor) for index, anchor in enumerate(self._anchors)]
+        if not self._plan.priority and self._signature.order:
+            edges = dict.fromkeys((*anchors[0].carried, *last_step(self._placed, self._signature.order)))
+            anchors[0] = replace(anchors[0], carried=tuple(edges))
         return Schedule(
-            signature=self.signature,
-            anchors=anchors,
-            ops=tuple(self.ops),
-            resident_before=before,
-            resident_after=frozenset(self.resident),
+            signature=self._signature,
+            anchors=tuple(anchors),
+            ops=tuple(self._issue.ops),
+            resident_before=self._resident,
+            resident_after=frozenset(self._host.held),
+            device_before=frozenset() if self._room is None else self._room.resident,
+            device_after=frozenset() if self._device is None else frozenset(self._device.held),
         )
-
-    def _expected_anchors(self) -> list[Anchor]:
-        order = self.signature.order
-        anchors = [Anchor(phase=Phase.FORWARD, block=b) for b in order]
-        if self.signature.training:
-            anchors += [Anchor(phase=Phase.BACKWARD, block=b) for b in reversed(order)]
-            anchors.append(Anchor(phase=Phase.VERDICT, block=NO_BLOCK))
-        return anchors
 
     def _begin(self, index: int, anchor: Anchor) -> Anchor:
         """Issues everything that one anchor issues; returns the anchor with what it waits for."""
-        if index and self.anchors[index - 1].phase is Phase.BACKWARD:
-            self._close(index, self.anchors[index - 1].block)
+        self._issue.at = index
+        if index:
+            self._end(index, self._anchors[index - 1])
         if anchor.phase is Phase.VERDICT:
-            self._verdict(index)
+            self._updates.verdict(index)
             return anchor
-        block = anchor.block
-        if self._on_disk(block) and block not in self.resident:
-            self._fetch(index, block, keep={block})
-        needs = [self.fetched[block]] if block in self.fetched else []
-        # Weights that stayed in memory may still be waiting for their update of the step before.
-        pending = anchor.phase is Phase.FORWARD and not needs and self.model.blocks[block].num_trainable_params
-        self._prefetch(index)
+        needs = [self._weights.need(index, anchor.block)]
+        carried = self._pending(anchor) if needs == [None] else ()
+        swaps = self._activations if self._signature.training else None
+        use = index if anchor.phase is Phase.FORWARD else len(self._anchors) - 2 - index
+        if swaps is not None and anchor.phase is Phase.BACKWARD:
+            needs.append(swaps.need(use))
+        self._weights.prefetch(index)
+        if swaps is not None:
+            if use == len(self._signature.order) - 1 or anchor.phase is Phase.BACKWARD:
+                swaps.prefetch(use if anchor.phase is Phase.BACKWARD else use + 1)
+            needs += swaps.space()
         if anchor.phase is Phase.BACKWARD:
-            self._open(index)
-            # Gradients of this block become host memory: the oldest of those that wait must have been used up.
-            issued = list(self.updated.values())
-            needs += issued[-self.plan.gradient_depth :][:1] if len(issued) >= self.plan.gradient_depth else []
-        return replace(anchor, needs=tuple(needs), carried=((OpKind.UPDATE, block),) if pending else ())
+            needs += self._updates.backward_begins(index)
+        return replace(anchor, needs=tuple(dict.fromkeys(n for n in needs if n is not None)), carried=carried)
 
-    def _close(self, index: int, block: int) -> None:
-        """The backward of ``block`` has ended: its last one issues the update."""
-        in_backward = self.signature.updates is Updates.IN_BACKWARD and self.plan.blocks[block].update is UpdateLane.CPU
-        if in_backward and self.last_use[block] < index:
-            self._update(index, block)
+    def _end(self, index: int, anchor: Anchor) -> None:
+        """The anchor before ``index`` has ended."""
+        if anchor.phase is Phase.BACKWARD:
+            self._updates.backward_ended(index, anchor.block)
+        elif self._activations is not None and self._signature.training:
+            self._activations.forward_ended(index - 1)
 
-    def _verdict(self, index: int) -> None:
-        if self.signature.updates is Updates.NONE:
-            return
-        for block in dict.fromkeys(self.signature.order):
-            if block not in self.updated:
-                self._update(index, block)
-        stores = tuple(op.id for op in self.ops if op.kind is OpKind.STORE)
-        if stores:
-            self._emit(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, index, after=stores)
+    def _pending(self, anchor: Anchor) -> tuple[Carried, ...]:
+        """Weights that are in place may still be waiting for their update of the step before."""
+        placed = self._placed[anchor.block]
+        if anchor.phase is not Phase.FORWARD or not placed.trainable:
+            return ()
+        if placed.renewed:
+            return ((OpKind.UPLOAD, anchor.block),)
+        # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for that update.
+        return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
 
-    def _update(self, index: int, block: int) -> None:
-        shape, placed = self.model.blocks[block], self.plan.blocks[block]
-        if not shape.num_trainable_params:
-            return
-        if placed.state is Tier.DISK and block not in self.opened:
-            self._open_state(index, block)
-        lane = Lane.COMPUTE if placed.update is UpdateLane.DEVICE else Lane.CPU
-        self.updated[block] = self._emit(OpKind.UPDATE, block, lane, index, Payload.STATE, shape.state_bytes)
-        if self._is_stored(block):
-            payload = Payload.STATE if placed.state is Tier.DISK else Payload.WEIGHTS
-            stored = shape.weight_bytes + (shape.state_bytes if placed.state is Tier.DISK else 0)
-            commit = ((OpKind.COMMIT, NO_BLOCK),)
-            self._emit(OpKind.STORE, block, Lane.DISK_WRITE, index, payload, stored, carried=commit)
 
-    def _open(self, index: int) -> None:
-        """State of the blocks whose backward comes next may stream towards the host already.
-
-        An opened block keeps its weights until it is updated, and only memory that no use needs before may be kept: so
-        blocks open in the order of their last use, up to the first one whose weights have yet to come.
-        """
-        if self.signature.updates is not Updates.IN_BACKWARD:
-            return
-        for ahead, block in enumerate(self.uses[index:], index):
-            if block is None or (self._on_disk(block) and block not in self.resident):
-                return
-            due = self.last_use[block] == ahead and block not in self.opened and self.model.blocks[block].num_trainable_params
-            if due and self.plan.blocks[block].state is Tier.DISK:
-                self._open_state(index, block)
-
-    def _open_state(self, index: int, block: int) -> None:
-        self._emit(OpKind.FETCH, block, Lane.DISK_READ, index, Payload.STATE, self.model.blocks[block].state_bytes)
-        self.opened.add(block)
-
-    def _prefetch(self, index: int) -> None:
-        """Fetches the weights of the next uses, as many as the plan's depth and the memory allow."""
-        ahead = dict.fromkeys(b for b in self.uses[index + 1 :] if b is not None and b != self.uses[index] and self._on_disk(b))
-        keep = {b for b in (self.uses[index],) if b is not None}
-        for block in list(ahead)[: self.plan.prefetch_depth]:
-            keep.add(block)
-            if block not in self.resident and not self._fetch(index, block, keep):
-                return
-
-    def _fetch(self, index: int, block: int, keep: set[int]) -> bool:
-        """Brings weights into memory, in place of those outside ``keep`` whose next use is farthest.
-
-        False, and nothing issued, if that is not enough.
-        """
-        size = self.model.blocks[block].weight_bytes
-        excess = sum(self.model.blocks[b].weight_bytes for b in self.resident) + size - self.capacity_bytes
-        victims = []
-        for victim in sorted(self.resident - keep, key=lambda b: (self._next_use(index, b), b), reverse=True):
-            if excess <= 0:
-                break
-            victims.append(victim)
-            excess -= self.model.blocks[victim].weight_bytes
-        if excess > 0:
-            return False
-        for victim in victims:
-            self._release(index, victim)
-        self.fetched[block] = self._emit(OpKind.FETCH, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release())
-        self.resident.add(block)
-        return True
-
-    def _release(self, index: int, block: int) -> None:
-        size = self.model.blocks[block].weight_bytes
-        self.last_release = self._emit(OpKind.RELEASE, block, Lane.DISK_READ, index, Payload.WEIGHTS, size, self._after_release())
-        self.resident.remove(block)
-        self.fetched.pop(block, None)
-
-    def _after_release(self) -> tuple[int, ...]:
-        return () if self.last_release is None else (self.last_release,)
-
-    def _next_use(self, index: int, block: int) -> int:
-        """The anchor that uses ``block`` next, counting into the next step."""
-        positions = self.positions.get(block, [])
-        following = bisect_left(positions, index)
-        return positions[following] if following < len(positions) else len(self.anchors) * 2
-
-    def _on_disk(self, block: int) -> bool:
-        return self.plan.blocks[block].weights is Tier.DISK
-
-    def _is_stored(self, block: int) -> bool:
-        trainable = self.model.blocks[block].num_trainable_params > 0
-        return trainable and Tier.DISK in (self.plan.blocks[block].weights, self.plan.blocks[block].state)
-
-    def _emit(
-        self,
-        kind: OpKind,
-        block: int,
-        lane: Lane,
-        at: int,
-        payload: Payload = Payload.NONE,
-        num_bytes: int = 0,
-        after: tuple[int, ...] = (),
-        carried: tuple[tuple[OpKind, int], ...] = (),
-    ) -> int:
-        if block in self.last:
-            after = tuple(sorted({*after, self.last[block]}))
-        elif block != NO_BLOCK and self._is_stored(block):
-            carried = ((OpKind.STORE, block), *carried)
-        op = Op(
-            id=len(self.ops),
-            kind=kind,
-            block=block,
-            lane=lane,
-            at=at,
-            payload=payload,
-            num_bytes=num_bytes,
-            after=after,
-            carried=carried,
+def _check_plan(plan: Plan, placed: Sequence[Placement], capacity_bytes: int, device: DeviceRoom | None) -> None:
+    if device is None and plan.micro_batches > 1:
+        raise ConfigError(
+            f"plan {plan.name!r}: micro_batches={plan.micro_batches}; where the device is the host's own CPU a batch is not split. "
+            f"Allowed: 1. Use the Trainer's accumulate_grad_batches."
         )
-        self.ops.append(op)
-        if block != NO_BLOCK:
-            self.last[block] = op.id
-        return op.id
+    for row in placed:
+        name, size = row.shape.name, row.shape.weight_bytes
+        if row.on_disk and row.shape.pinned:
+            raise ConfigError(
+                f"plan {plan.name!r} places the weights of block {name!r} on 'disk'; they are used outside a repeated "
+                f"block, so they must stay in memory. Allowed: 'device', 'host'. Put a rule for this block before the one that "
+                f"matches it."
+            )
+        if device is None and keeps_less(row.plan):
+            _refuse_swaps(plan, row)
+        if row.on_disk and size > capacity_bytes:
+            raise OutOfMemoryBudgetError(
+                f"block {name!r} needs {format_bytes(size)} of host memory for its weights; "
+                f"{format_bytes(capacity_bytes)} are left for weights that live on disk. Raise host_memory, or choose smaller "
+                f"blocks with block_cls."
+            )
+        if device is not None and row.below_device and size > device.capacity_bytes:
+            raise OutOfMemoryBudgetError(
+                f"block {name!r} needs {format_bytes(size)} of device memory for its weights; "
+                f"{format_bytes(device.capacity_bytes)} are left for weights that live below the device. Raise device_memory, keep "
+                f"less of other blocks on the device, or choose smaller blocks with block_cls."
+            )
+
+
+def _refuse_swaps(plan: Plan, placed: Placement) -> NoReturn:
+    rule = placed.plan
+    knobs = {"saved": rule.saved, "boundary": rule.boundary} | {f"operators[{k!r}]": v for k, v in rule.operators.items()}
+    knob, value = next((k, v) for k, v in knobs.items() if v is not Saved.KEEP)
+    raise ConfigError(
+        f"plan {plan.name!r}: block {rule.name!r} has {knob}={value.value!r}; where the device is the host's own CPU, activations "
+        f"stay in memory. Allowed: 'keep'. Give the block saved='keep', or use a machine whose device has memory of its own."
+    )

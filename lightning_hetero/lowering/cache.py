@@ -1,0 +1,96 @@
+"""A tier's memory for weights that live below it.
+
+[Note: Residency]
+Weights that live below a tier share ``capacity_bytes`` of its memory: those on disk share host memory, those on the host or on
+disk share device memory. A step uses blocks in a known order (forward, then backward in reverse), so eviction is Belady's: when
+memory is needed, the weights whose next use lies farthest ahead go. At the turn from forward to backward, and from backward to
+the next forward, this keeps the blocks that are used again at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Sequence
+
+
+class Uses:
+    """When each block's weights are used: at anchors of this step, and at those of the next one's forward.
+
+    Args:
+        anchors: The block that each anchor of the step uses; ``None`` where it uses none.
+        following: The same for the next step's forward.
+    """
+
+    def __init__(self, anchors: Sequence[int | None], following: Sequence[int]) -> None:
+        self.anchors = anchors
+        self.last = {block: index for index, block in enumerate(anchors) if block is not None}
+        self._positions: dict[int, list[int]] = {}
+        for index, block in enumerate([*anchors, *following]):
+            if block is not None:
+                self._positions.setdefault(block, []).append(index)
+
+    def add(self, index: int, block: int) -> None:
+        """Anchor ``index`` uses ``block`` too: it issues an update on the device."""
+        insort(self._positions.setdefault(block, []), index)
+
+    def following(self, index: int, block: int) -> int:
+        """The first anchor from ``index`` on that uses ``block``, counting into the next step."""
+        positions = self._positions.get(block, [])
+        place = bisect_left(positions, index)
+        return positions[place] if place < len(positions) else len(self.anchors) * 2
+
+
+class Cache:
+    """The weights that one tier holds though they live below it; see [Note: Residency].
+
+    Args:
+        sizes: Bytes of each block's weights; 0 for blocks whose weights have a place of their own on the tier.
+        capacity_bytes: What the weights that it holds may take together.
+        held: Blocks that it holds as the step begins.
+        uses: When weights are used.
+
+    Attributes:
+        arriving: Block → the op of this step that brings its weights.
+        last_release: The latest RELEASE of this step. Each follows the one before, so what follows it may take over the memory
+            of all.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, capacity_bytes: int, held: Collection[int], uses: Uses) -> None:
+        self.held = set(held)
+        self.arriving: dict[int, int] = {}
+        self.last_release: int | None = None
+        self._sizes, self._capacity_bytes, self._uses = sizes, capacity_bytes, uses
+        self._used_bytes = sum(sizes[b] for b in self.held)
+
+    def victims(self, index: int, block: int, *, keep: Collection[int]) -> list[int] | None:
+        """What anchor ``index`` must release to make room for ``block``: weights outside ``keep`` whose next use is farthest.
+
+        ``None`` if that is not enough.
+        """
+        excess = self._used_bytes + self._sizes[block] - self._capacity_bytes
+        if excess <= 0 or not self._sizes[block]:
+            return []
+        candidates = [b for b in self.held if b not in keep and self._sizes[b]]
+        candidates.sort(key=lambda b: (self._uses.following(index, b), b), reverse=True)
+        for count, victim in enumerate(candidates, 1):
+            excess -= self._sizes[victim]
+            if excess <= 0:
+                return candidates[:count]
+        return None
+
+    def add(self, block: int, op: int) -> None:
+        """``op`` brings the block's weights."""
+        self.held.add(block)
+        self.arriving[block] = op
+        self._used_bytes += self._sizes[block]
+
+    def remove(self, block: int, op: int | None = None) -> None:
+        """``op`` releases the block's weights; ``None``: they are outdated, and nothing is given back."""
+        self.held.remove(block)
+        self.arriving.pop(block, None)
+        self._used_bytes -= self._sizes[block]
+        self.last_release = op if op is not None else self.last_release
+
+    def after_release(self) -> tuple[int, ...]:
+        """What an op that takes memory waits for."""
+        return () if self.last_release is None else (self.last_release,)

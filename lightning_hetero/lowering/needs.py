@@ -1,0 +1,190 @@
+"""What a plan needs of each tier.
+
+[Note: Needs]
+The most that is in memory at once, whatever overlaps. Walk the backward of one micro-batch from the last block to the first; at
+block ``u`` a device with memory of its own holds
+
+- the constant part, and the weights and state that live there;
+- *activations*: what blocks up to ``u`` keep; what ``u`` and the ``prefetch_depth`` swapped blocks before it swap (those are on
+  their way, [Note: Swaps]); what ``u`` recomputes, and its transient bytes. Forward passes through the same sums upwards;
+- *gradients*: those for the CPU of the last ``DEVICE_GRADIENTS`` blocks. Those for updates on the device: of ``u`` alone where
+  updates run during backward, else of all blocks from ``u`` on, and over several micro-batches of all;
+- *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the device. After backward it
+  takes the place of the activations, as in Deep Optimizer States;
+- the cache: at least the largest block whose weights live below the device.
+
+The host holds the constant part; the weights that live there, and a copy of those on the device that the CPU updates; the state
+that lives there; the gradients of the ``gradient_depth`` largest blocks where updates run during backward, else of all blocks from
+``u`` on; the activations that blocks up to ``u`` swap to the host, and those of one more than twice ``prefetch_depth`` blocks
+on their way to the disk; staging for what streams from disk; and the cache: at least the largest block whose weights live on disk.
+
+Where the device is the host's own CPU the two are one pool, and nothing is there twice.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
+from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering.budget import least_staging
+from lightning_hetero.lowering.placement import Placement, placements
+
+DEVICE_GRADIENTS = 2
+"""Blocks whose gradients for the CPU are on the device at a time: of the one that computes, and of one on its way down."""
+
+DEVICE_STATES = 2
+"""Blocks whose state from the host is on the device at a time: one comes or is updated while one goes (Deep Optimizer States,
+section 4.3)."""
+
+
+class Purpose(StrEnum):
+    """What memory is for."""
+
+    CONSTANT = "the constant part"
+    WEIGHTS = "weights that live there"
+    STATE = "optimizer state that lives there"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    MOVING = "state on its way"
+    STAGING = "staging for what streams from disk"
+    CACHE = "the cache for weights from below"
+
+
+Rows = Mapping[Purpose, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a plan needs of each tier at the moment when it needs most there; see [Note: Needs].
+
+    Attributes:
+        device: Bytes by purpose, the cache left out; empty where the device is the host's own CPU.
+        host: The same for the host.
+        disk: The same for the disk: two slots of all files, and activations.
+        device_caches: Bytes of the weights of each block that lives below the device.
+        host_caches: The same of each block that lives on disk.
+        streamed_bytes: State that lives on disk.
+    """
+
+    device: Rows
+    host: Rows
+    disk: Rows
+    device_caches: tuple[int, ...]
+    host_caches: tuple[int, ...]
+    streamed_bytes: int
+
+
+def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: Updates = Updates.IN_BACKWARD) -> Needs:
+    """Adds up what a resolved plan needs, as [Note: Needs] says.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+        shared_memory: The device is the host's own CPU.
+        updates: When updates may run: during backward, or only once all gradients are known.
+    """
+    placed = placements(plan, model.shape(), device=not shared_memory)
+    in_backward = updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
+    moments = list(_moments(plan, model, placed, in_backward=in_backward, shared=shared_memory))
+    device, host = _held(model, placed)
+    if shared_memory:
+        device, host = {}, _sum(device, host)
+    return Needs(
+        device={**device, **_largest(d for d, _ in moments)},
+        host={**host, **_largest(h for _, h in moments)},
+        disk={
+            Purpose.WEIGHTS: sum(2 * p.shape.weight_bytes for p in placed if p.on_disk),
+            Purpose.STATE: sum(2 * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
+            Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
+        },
+        device_caches=tuple(p.shape.weight_bytes for p in placed if p.below_device),
+        host_caches=tuple(p.shape.weight_bytes for p in placed if p.on_disk),
+        streamed_bytes=sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
+    )
+
+
+def total_bytes(rows: Rows) -> int:
+    """All purposes together."""
+    return sum(rows.values())
+
+
+def _largest(moments: Iterable[Rows]) -> Rows:
+    return max(moments, key=total_bytes)
+
+
+def _sum(a: Rows, b: Rows) -> Rows:
+    return {purpose: a.get(purpose, 0) + b.get(purpose, 0) for purpose in (*a, *b)}
+
+
+def _held(model: ModelProfile, placed: Sequence[Placement]) -> tuple[Rows, Rows]:
+    """What is in memory all the time, on the device and on the host."""
+    device = {
+        Purpose.CONSTANT: model.constant_device_bytes,
+        Purpose.WEIGHTS: sum(p.shape.weight_bytes for p in placed if p.plan.weights is Tier.DEVICE),
+        Purpose.STATE: sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DEVICE),
+    }
+    on_disk = any(Tier.DISK in (p.plan.weights, p.plan.state) for p in placed)
+    host = {
+        Purpose.CONSTANT: model.constant_host_bytes,
+        Purpose.WEIGHTS: sum(p.shape.weight_bytes for p in placed if p.plan.weights is Tier.HOST or p.renewed),
+        Purpose.STATE: sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.HOST),
+        Purpose.STAGING: least_staging(model) if on_disk else 0,
+    }
+    return device, host
+
+
+def _moments(
+    plan: Plan, model: ModelProfile, placed: Sequence[Placement], *, in_backward: bool, shared: bool
+) -> Iterator[tuple[Rows, Rows]]:
+    """What comes and goes, on the device and on the host, at each backward and after the last one."""
+    state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
+    activations = list(_activations(plan, model.blocks, placed))
+    gradients = list(_gradients(plan, placed, in_backward=in_backward, shared=shared))
+    for (on_device, on_host), (stay, down) in zip(reversed(activations), gradients, strict=True):
+        device = {Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state if in_backward else 0}
+        host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down}
+        yield ({}, _sum(device, host)) if shared else (device, host)
+    stay, down = gradients[-1]
+    if not shared:
+        yield {Purpose.GRADIENTS: stay, Purpose.MOVING: state}, {Purpose.GRADIENTS: down}
+
+
+def _activations(plan: Plan, blocks: Sequence[BlockProfile], placed: Sequence[Placement]) -> Iterator[tuple[int, int]]:
+    """Activations while each block computes, on the device and on the host."""
+    depth, kept, to_host = plan.prefetch_depth, 0, 0
+    swapped: list[int] = []
+    to_disk: list[int] = []
+    for block, row in zip(blocks, placed, strict=True):
+        kept += row.saved.kept
+        to_host += row.saved.to_host
+        others = swapped[-depth:]
+        if row.swapped_bytes:
+            swapped.append(row.swapped_bytes)
+        if row.saved.to_disk:
+            to_disk.append(row.saved.to_disk)
+        here = row.swapped_bytes + row.saved.recomputed + block.transient_bytes
+        yield kept + sum(others) + here, to_host + sum(to_disk[-2 * depth - 1 :])
+
+
+def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, shared: bool) -> Iterator[tuple[int, int]]:
+    """Gradients while each block's backward runs, from the last block to the first, on the device and on the host."""
+    accumulate = plan.micro_batches > 1
+    sizes = [(p.shape.gradient_bytes * p.on_cpu, p.shape.gradient_bytes * (not p.on_cpu)) for p in reversed(placed)]
+    for_cpu = [size for size, _ in sizes] if accumulate else []
+    for_device = [size for _, size in sizes] if accumulate else []
+    for index, (cpu, own) in enumerate(sizes):
+        if not accumulate:
+            insort(for_cpu, cpu)
+            for_device.append(own)
+        all_wait = accumulate or not in_backward
+        down = sum(for_cpu if all_wait else for_cpu[-plan.gradient_depth :])
+        if shared:  # one place for both; an update in the place of the device's follows the verdict there
+            yield sum(for_device), down
+        else:
+            passing = sum(size for size, _ in sizes[max(0, index + 1 - DEVICE_GRADIENTS) : index + 1])
+            yield passing + (sum(for_device) if all_wait else own), down

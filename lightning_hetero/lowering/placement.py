@@ -1,0 +1,84 @@
+"""What a block's place in the plan means for the ops of a step: read off once, used by lowering, check and rooms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.ir.activations import SavedBytes, saved_bytes
+from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One block under one plan on one kind of machine.
+
+    Attributes:
+        shape: Its sizes.
+        plan: Its rule.
+        trainable: It has gradients and updates.
+        on_disk: Its weights live on disk: a FETCH brings them to the host.
+        below_device: Its weights live below a device with memory of its own: an UPLOAD brings them there.
+        stored: Its UPDATE is followed by a STORE.
+        on_cpu: The CPU updates it.
+        renewed: Its weights live on such a device and the CPU updates it: an UPLOAD brings the new ones.
+        state_moves: Such a device updates it and its state lives on the host: it comes up before the UPDATE and goes back after.
+        weights_return: The same for its weights: the new ones go back to the host.
+        saved: What becomes of what its forward saves; all of it is kept where the device is the host.
+    """
+
+    shape: BlockShape
+    plan: BlockPlan
+    trainable: bool
+    on_disk: bool
+    below_device: bool
+    stored: bool
+    on_cpu: bool
+    renewed: bool
+    state_moves: bool
+    weights_return: bool
+    saved: SavedBytes
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Activations that leave the device after forward, wherever they go."""
+        return self.saved.to_host + self.saved.to_disk
+
+
+def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placement, ...]:
+    """Reads a resolved plan.
+
+    Args:
+        plan: ``plan.blocks[i]`` places ``model.blocks[i]``.
+        model: The blocks' sizes.
+        device: The device has memory of its own.
+    """
+    return tuple(_placement(s, p, device) for s, p in zip(model.blocks, plan.blocks, strict=True))
+
+
+def _placement(shape: BlockShape, plan: BlockPlan, device: bool) -> Placement:
+    trainable = shape.num_trainable_params > 0
+    on_cpu = trainable and plan.update is UpdateLane.CPU
+    on_device = device and trainable and not on_cpu
+    return Placement(
+        shape=shape,
+        plan=plan,
+        trainable=trainable,
+        on_disk=plan.weights is Tier.DISK,
+        below_device=device and plan.weights is not Tier.DEVICE,
+        stored=trainable and Tier.DISK in (plan.weights, plan.state),
+        on_cpu=on_cpu,
+        renewed=device and on_cpu and plan.weights is Tier.DEVICE,
+        state_moves=on_device and plan.state is Tier.HOST,
+        weights_return=on_device and plan.weights is Tier.HOST,
+        saved=saved_bytes(shape, plan) if keeps_less(plan) else _kept(shape),
+    )
+
+
+def keeps_less(plan: BlockPlan) -> bool:
+    """Whether anything that the block's forward saves does not just stay on the device."""
+    return any(policy is not Saved.KEEP for policy in (plan.saved, plan.boundary, *plan.operators.values()))
+
+
+def _kept(shape: BlockShape) -> SavedBytes:
+    return SavedBytes(kept=shape.activation_bytes, to_host=0, to_disk=0, recomputed=0)

@@ -1,0 +1,173 @@
+"""Gradients on their way down, updates, and what updates need and leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
+from lightning_hetero.lowering.activations import ActivationMoves
+from lightning_hetero.lowering.cache import Uses
+from lightning_hetero.lowering.chains import Issue
+from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
+from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.weights import WeightMoves
+
+
+def updates_in_backward(plan: Plan, signature: StepSignature) -> bool:
+    """Whether a block's update follows its own backward; else all follow the verdict."""
+    return signature.updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
+
+
+class UpdateMoves:
+    """Issues the updates of one training step.
+
+    Args:
+        plan: The resolved plan.
+        signature: The step.
+        placed: The blocks.
+        issue: Issues ops.
+        uses: When weights are used.
+        weights: Where they are.
+        activations: Where those are; ``None`` where the device is the host.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        signature: StepSignature,
+        placed: Sequence[Placement],
+        issue: Issue,
+        uses: Uses,
+        weights: WeightMoves,
+        activations: ActivationMoves | None,
+    ) -> None:
+        self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
+        self._uses, self._weights, self._activations = uses, weights, activations
+        self._in_backward = updates_in_backward(plan, signature)
+        self._opened: set[int] = set()  # blocks whose state has been sent for
+        self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
+        self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
+        self._down: list[int] = []  # SWAP_OUTs of state
+        self._num_up = 0  # SWAP_INs of state
+        self._behind: tuple[int, ...] = ()  # the end of the update before, where one begins only then
+        self._stores: list[int] = []
+
+    def backward_ended(self, index: int, block: int) -> None:
+        """Anchor ``index`` begins after a backward of ``block``: the last one completes its gradients."""
+        placed = self._placed[block]
+        if self._uses.last[block] >= index or not placed.trainable:
+            return
+        if self._signature.updates is not Updates.NONE:
+            self._weights.outdate(block)
+        if self._activations is not None and placed.on_cpu:
+            self._grad(block)
+        if self._in_backward and (self._activations is not None or placed.on_cpu):
+            self._update(index, block)
+
+    def backward_begins(self, index: int) -> Iterator[int]:
+        """Sends for the state of updates to come; yields the ops whose memory the gradients of this backward take over."""
+        if self._in_backward and self._plan.update_order is UpdateOrder.OVERLAPPED:
+            self._open_ahead(index)
+        depth = self._plan.gradient_depth
+        if self._activations is None:
+            waiting = list(self._updated.values())  # gradients become host memory: the oldest must have been used up
+            yield from waiting[-depth:][:1] if len(waiting) >= depth else []
+        elif len(self._grads) >= DEVICE_GRADIENTS:
+            grad, _, over = self._grads[-DEVICE_GRADIENTS]
+            if over is not None and self._placed[over].renewed:
+                self._weights.renew(over)  # its update is over once this GRAD has been waited for, so it holds nothing up
+            yield grad
+
+    def verdict(self, index: int) -> None:
+        """Issues the updates that are left, in forward order, and the COMMIT.
+
+        Updates on the device of state from the host alternate with the others as Deep Optimizer States' Algorithm 1 has them:
+        the way up of the next one and the way down of the one before overlap with the CPU's updates.
+        """
+        if self._signature.updates is Updates.NONE:
+            return
+        if not self._plan.priority:
+            for block in self._updated:
+                self._renew(block)
+        left = [b for b in dict.fromkeys(self._signature.order) if b not in self._updated and self._placed[b].trainable]
+        moving = iter([b for b in left if self._placed[b].state_moves and b not in self._opened])
+        for block in left:
+            while self._num_up - len(self._down) < DEVICE_STATES and (following := next(moving, None)) is not None:
+                self._open(following)
+            self._update(index, block)
+            if not self._plan.priority:
+                self._renew(block)
+        if self._stores:
+            self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
+
+    def _renew(self, block: int) -> None:
+        """Where the next forward waits for all updates anyway, new weights go up in their order; else it sends for them itself."""
+        device = self._weights.device
+        if device is not None and self._placed[block].renewed and block not in device.held:
+            self._weights.renew(block)
+
+    def _grad(self, block: int) -> None:
+        depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes
+        over = self._grads[-depth][1] if self._in_backward and len(self._grads) >= depth else None
+        after = () if over is None else (self._updated[over],)
+        self._grads.append((self._issue(OpKind.GRAD, block, Lane.D2H, Payload.GRADIENTS, size, after=after), block, over))
+
+    def _update(self, index: int, block: int) -> None:
+        shape, placed = self._placed[block].shape, self._placed[block]
+        if placed.weights_return:
+            self._weights.need(index, block)
+        behind = self._behind if placed.on_cpu else ()
+        if block not in self._opened and (placed.plan.state is Tier.DISK or placed.state_moves):
+            self._open(block, after=behind)
+        lane = Lane.COMPUTE if placed.plan.update is UpdateLane.DEVICE else Lane.CPU
+        last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind)
+        self._updated[block] = last
+        if placed.weights_return:
+            last = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.WEIGHTS, shape.weight_bytes)
+        if placed.state_moves:
+            last = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.STATE, shape.state_bytes)
+            self._down.append(last)
+        if placed.stored:
+            with_state = placed.plan.state is Tier.DISK
+            payload = Payload.STATE if with_state else Payload.WEIGHTS
+            size = shape.weight_bytes + (shape.state_bytes if with_state else 0)
+            last = self._issue(OpKind.STORE, block, Lane.DISK_WRITE, payload, size, carried=((OpKind.COMMIT, NO_BLOCK),))
+            self._stores.append(last)
+        if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
+            self._behind = (last,)
+
+    def _open_ahead(self, index: int) -> None:
+        """State of the blocks whose backward comes next may be on its way already.
+
+        Blocks open in the order of their last use, up to the first one that has yet to be sent for something from the disk: the
+        disk reads in order, and state that waits for staging must not hold up what backward needs to use that staging up. And an
+        opened block keeps its weights until it is updated, so only memory that no use needs before may be kept.
+        """
+        for ahead, block in enumerate(self._uses.anchors[index:], index):
+            if block is None or not self._is_under_way(ahead, block):
+                return
+            placed = self._placed[block]
+            if self._uses.last[block] != ahead or block in self._opened or not placed.trainable:
+                continue
+            if placed.plan.state is Tier.DISK or (placed.state_moves and self._num_up - len(self._down) < DEVICE_STATES):
+                self._open(block)
+
+    def _is_under_way(self, ahead: int, block: int) -> bool:
+        device = self._weights.device
+        weights = not self._placed[block].on_disk or block in self._weights.host.held
+        if device is None or self._activations is None:
+            return weights
+        use = len(self._uses.anchors) - 2 - ahead  # the last anchor is the verdict
+        return (weights or block in device.held) and self._activations.on_the_way(use)
+
+    def _open(self, block: int, *, after: tuple[int, ...] = ()) -> None:
+        """Sends for the block's state: from disk, or from the host to the device in place of the state that left before."""
+        size = self._placed[block].shape.state_bytes
+        if self._placed[block].state_moves:
+            over = self._down[self._num_up - DEVICE_STATES :][:1] if self._num_up >= DEVICE_STATES else []
+            self._issue(OpKind.SWAP_IN, block, Lane.H2D, Payload.STATE, size, after=(*after, *over))
+            self._num_up += 1
+        else:
+            self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.STATE, size, after=after)
+        self._opened.add(block)

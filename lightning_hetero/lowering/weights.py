@@ -1,0 +1,123 @@
+"""Weights on their way up: from disk to the host, from the host to the device, ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from lightning_hetero.ir.schedule import Lane, OpKind, Payload
+from lightning_hetero.lowering.cache import Cache, Uses
+from lightning_hetero.lowering.chains import Issue
+from lightning_hetero.lowering.placement import Placement
+
+
+class WeightMoves:
+    """Brings the weights of blocks to where they compute.
+
+    Args:
+        placed: The blocks.
+        issue: Issues ops.
+        uses: When weights are used.
+        host: Host memory for weights that live on disk.
+        device: Device memory for weights that live below the device, and which of the weights that live on the device are valid
+            there; ``None`` where the device is the host.
+        depth: Blocks whose weights are brought ahead of their use, on each tier.
+    """
+
+    def __init__(
+        self, placed: Sequence[Placement], issue: Issue, uses: Uses, *, host: Cache, device: Cache | None, depth: int
+    ) -> None:
+        self.host, self.device = host, device
+        self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
+
+    def need(self, index: int, block: int) -> int | None:
+        """Brings the weights for anchor ``index``, whatever else has to go; returns the op to wait for, if any of this step."""
+        if self.device is not None:
+            self._up(index, block, keep=(block,))
+            return self.device.arriving.get(block)
+        if self._placed[block].on_disk:
+            self._fetch(index, block, keep=(block,))
+        return self.host.arriving.get(block)
+
+    def prefetch(self, index: int) -> None:
+        """Brings the weights of the uses after anchor ``index``, as many as depth and memory allow."""
+        current = self._uses.anchors[index]
+        assert current is not None, "the verdict uses no weights"
+        ahead: Sequence[int] = [b for b in dict.fromkeys(self._uses.anchors[index + 1 :]) if b is not None and b != current]
+        if self.device is not None:
+            ahead = self._prefetch_to_device(index, ahead, current)
+        self._prefetch_to_host(index, ahead, () if self.device is not None else (current,))
+
+    def _prefetch_to_device(self, index: int, ahead: Sequence[int], current: int) -> Sequence[int]:
+        """Brings the next ``depth`` blocks to the device; returns those after them.
+
+        Weights that live on the device take no memory there: outdated ones are renewed on the way, all of them if none that
+        take memory come between.
+        """
+        assert self.device is not None
+        held = self.device.held
+        ahead = [b for b in ahead if self._placed[b].below_device or (self._placed[b].renewed and b not in held)]
+        keep, up = {current}, 0
+        for place, block in enumerate(ahead):
+            keep.add(block)
+            if up == self._depth or not self._up(index, block, keep=keep):
+                return ahead[place:]
+            up += self._placed[block].below_device
+        return ()
+
+    def _prefetch_to_host(self, index: int, ahead: Sequence[int], keep: Collection[int]) -> None:
+        keep = set(keep)
+        for block in [b for b in ahead if self._placed[b].on_disk][: self._depth]:
+            keep.add(block)
+            if not self._fetch(index, block, keep=keep):
+                return
+
+    def _up(self, index: int, block: int, *, keep: Collection[int]) -> bool:
+        """Brings weights to the device; false, and nothing issued, if there is no room there or on the way."""
+        assert self.device is not None
+        placed = self._placed[block]
+        if block in self.device.held or not (placed.below_device or placed.renewed):
+            return True
+        victims = self.device.victims(index, block, keep=keep)
+        if victims is None or (placed.on_disk and not self._fetch(index, block, keep=(block,))):
+            return False
+        for victim in victims:
+            self.release(self.device, victim)
+        self._upload(block, after=self.device.after_release() if placed.below_device else ())
+        return True
+
+    def _upload(self, block: int, *, after: Sequence[int] = ()) -> None:
+        assert self.device is not None
+        size = self._placed[block].shape.weight_bytes
+        self.device.add(block, self._issue(OpKind.UPLOAD, block, Lane.H2D, Payload.WEIGHTS, size, after=after))
+
+    def renew(self, block: int) -> None:
+        """Brings the weights that an UPDATE of this step has made to their place on the device."""
+        self._upload(block)
+
+    def outdate(self, block: int) -> None:
+        """The block's last use in this step is over, and an update will make what the device holds of its weights useless."""
+        if self.device is None or block not in self.device.held or not self._placed[block].on_cpu:
+            return
+        if self._placed[block].below_device:
+            self.release(self.device, block)
+        else:
+            self.device.remove(block)
+
+    def _fetch(self, index: int, block: int, *, keep: Collection[int]) -> bool:
+        """Brings weights from disk to the host; false, and nothing issued, if there is no room."""
+        if block in self.host.held:
+            return True
+        victims = self.host.victims(index, block, keep=keep)
+        if victims is None:
+            return False
+        for victim in victims:
+            self.release(self.host, victim)
+        size, after = self._placed[block].shape.weight_bytes, self.host.after_release()
+        self.host.add(block, self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.WEIGHTS, size, after=after))
+        return True
+
+    def release(self, cache: Cache, block: int) -> None:
+        """Gives the memory of a block's weights on one tier back."""
+        size = self._placed[block].shape.weight_bytes
+        lane = Lane.DISK_READ if cache is self.host else Lane.H2D
+        cache.remove(block, self._issue(OpKind.RELEASE, block, lane, Payload.WEIGHTS, size, after=cache.after_release()))
