@@ -1,0 +1,85 @@
+"""What a plan is worth on a machine: lowered as the runtime lowers it, checked, and simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Prediction
+from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering import check, rooms, steady, step_signatures
+from lightning_hetero.sim import Simulation, simulate
+from lightning_hetero.units import format_bytes
+
+
+def simulation(
+    plan: Plan,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    updates: Updates = Updates.IN_BACKWARD,
+    keep_trace: bool = False,
+    prove: bool = False,
+) -> Simulation:
+    """Simulates a plan in steady state.
+
+    Args:
+        plan: The plan; patterns are resolved.
+        model: The model's profile.
+        hardware: The machine's profile.
+        updates: When updates may run: during backward, or only once all gradients are known.
+        keep_trace: Keep spans and the timeline of memory.
+        prove: Prove the schedules' invariants first.
+
+    Raises:
+        PlanError: A tier is too small for the plan.
+        ConfigError: The plan does not fit the model.
+        ScheduleError: A bug of ours in the lowering, found by ``prove``.
+    """
+    shape = model.shape()
+    plan = plan.resolve(b.name for b in model.blocks)
+    space = rooms(plan, model, hardware, updates=updates)
+    schedules = steady(plan, shape, step_signatures(plan, updates=updates), rooms=space)
+    if prove:
+        for schedule in schedules:
+            check(schedule, plan, shape, capacity_bytes=space.host_cache_bytes)
+    return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
+
+
+def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
+    """The resolved plan with its prediction, after every invariant of its schedules has been proved.
+
+    Raises:
+        PlanError: A tier is too small for it.
+        ConfigError: The plan does not fit the model.
+        ScheduleError: A bug of ours in the lowering.
+    """
+    predicted = simulation(plan, model, hardware, updates=updates, prove=True).prediction
+    _check_peaks(plan, predicted, hardware)
+    return replace(plan.resolve(b.name for b in model.blocks), predicted=predicted)
+
+
+def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -> None:
+    """Refuses what exceeds a tier at some moment although its rooms fit."""
+    remedies = {
+        "device": "place weights or state on the host, recompute or swap activations, or use a smaller batch",
+        "host": "add host memory, or place state or weights on disk",
+        "disk": "add disks, or place state on the host",
+    }
+    device = hardware.host_memory_bytes if hardware.shared_memory else hardware.device_memory_bytes
+    tiers = (
+        ("device", predicted.device_peak_bytes, device),
+        ("host", predicted.host_peak_bytes, hardware.host_memory_bytes),
+        ("disk", predicted.disk_bytes, hardware.disk_capacity_bytes),
+    )
+    over = [(need - have, tier, need, have) for tier, need, have in tiers if need > have]
+    if over:
+        short, tier, need, have = max(over)
+        raise PlanError(
+            f"plan {plan.name!r} needs {format_bytes(need)} of {tier} memory at its peak; {hardware.name!r} has "
+            f"{format_bytes(have)}: {format_bytes(short)} too little. To make it fit, {remedies[tier]}.",
+            tier=tier,
+            shortfall_bytes=short,
+        )
