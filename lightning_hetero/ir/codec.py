@@ -32,7 +32,7 @@ def check_format(data: dict[str, Any], name: str, version: int, *, what: str, so
         ConfigError: They are those of something else.
     """
     got = data.pop("format", name), data.pop("version", version)
-    if got != (name, version):
+    if got != (name, version) or isinstance(got[1], bool):
         raise ConfigError(f"{source} is not a {what}: got format {got[0]!r}, version {got[1]!r}, expected {name!r}, {version}.")
 
 

@@ -97,7 +97,7 @@ class HardwareProfile:
                 raise ConfigError(f"{source}: {key}={values[key]!r}; allowed: true, false.")
         for key, kind in (("contention", (int, float)), ("source", (str,))):
             table = values.get(key, {})
-            if not isinstance(table, dict) or not all(isinstance(v, kind) for v in table.values()):
+            if not isinstance(table, dict) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in table.values()):
                 raise ConfigError(f"{source}: {key}={table!r}; expected an object of {'text' if kind == (str,) else 'numbers'}.")
         if not isinstance(values["name"], str):
             raise ConfigError(f"{source}: name={values['name']!r}; expected text.")

@@ -211,6 +211,8 @@ class Plan:
         if not isinstance(rows, list) or not rows:
             raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
         blocks = tuple(_block_from(row, f"{source}: blocks[{i}]") for i, row in enumerate(rows))
+        if not isinstance(data.get("name", source), str):
+            raise ConfigError(f"{source}: name={data['name']!r}; expected text.")
         if "update_order" in data:
             data["update_order"] = _member(UpdateOrder, data["update_order"], "update_order", source)
         if not isinstance(data.get("priority", True), bool):
@@ -223,7 +225,7 @@ class Plan:
         if not isinstance(data.get("decisions", {}), dict):
             raise ConfigError(f"{source}: decisions={data['decisions']!r}; expected an object.")
         origin = data.get("origin", {})
-        if not isinstance(origin, dict) or not all(isinstance(v, str | int) for v in origin.values()):
+        if not isinstance(origin, dict) or not all(isinstance(v, str | int) and not isinstance(v, bool) for v in origin.values()):
             raise ConfigError(f"{source}: origin={origin!r}; expected an object of texts and whole numbers.")
         if data.get("predicted") is not None:
             data["predicted"] = _prediction_from(data["predicted"], f"{source}: predicted")
@@ -276,6 +278,6 @@ def _prediction_from(row: Any, where: str) -> Prediction:
     values: dict[str, Any] = {k: number(row[k], key=k, where=where) for k in ("iteration_s", "forward_s", "backward_s")}
     sizes = ("device_peak_bytes", "host_peak_bytes", "disk_bytes")
     values |= {k: number(row[k], key=k, where=where, whole=True) for k in sizes}
-    if not isinstance(row["bottleneck"], dict):
-        raise ConfigError(f"{where}: bottleneck={row['bottleneck']!r}; expected an object.")
+    if not isinstance(row["bottleneck"], dict) or not all(isinstance(lane, str) for lane in row["bottleneck"].values()):
+        raise ConfigError(f"{where}: bottleneck={row['bottleneck']!r}; expected an object of text.")
     return Prediction(**values, bottleneck=row["bottleneck"])
