@@ -1,0 +1,176 @@
+"""The commands and their options. Each body imports what it needs: ``--help`` loads no planner, and ``plan`` no torch."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lightning_hetero.cli import options as o
+from lightning_hetero.cli.output import print_json
+from lightning_hetero.cli.planning import DEFAULT, described
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError, UnsupportedError
+
+OK, PROBLEM, IMPOSSIBLE = 0, 1, 2
+_IMPOSSIBLE = (ConfigError, PlanError, OutOfMemoryBudgetError, UnsupportedError)
+
+
+class Commands(TyperGroup):
+    """Turns errors into exit codes, and into JSON where JSON was asked for."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs the command and exits; without ``standalone_mode`` returns, and leaves errors to the caller."""
+        given = sys.argv[1:] if args is None else list(args)
+        if not standalone_mode:
+            return super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+        sys.exit(self._code(given, prog_name))
+
+    def _code(self, args: list[str], prog_name: str | None) -> int:
+        as_json = "--json" in args
+        try:
+            result = super().main(args, prog_name, standalone_mode=False)
+            return result if isinstance(result, int) else OK
+        except typer.TyperException as error:
+            context = getattr(error, "ctx", None)
+            hint = f"\nTry '{context.command_path} --help'." if context else ""
+            return _fail({"error": error.format_message()}, IMPOSSIBLE, as_json=as_json, hint=hint)
+        except _IMPOSSIBLE as error:
+            return _fail(described(error), IMPOSSIBLE, as_json=as_json)
+        except HeteroError as error:
+            return _fail(described(error), PROBLEM, as_json=as_json)
+        except Exception as error:
+            traceback.print_exc()  # a bug of ours, or the machine's: the place matters
+            return _fail({"error": f"{type(error).__name__}: {error}"}, PROBLEM, as_json=as_json)
+
+
+def _fail(out: dict[str, Any], code: int, *, as_json: bool, hint: str = "") -> int:
+    typer.echo(f"error: {out['error']}{hint}", err=True)
+    if as_json:
+        print_json(out)
+    return code
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="lightning-hetero",
+    help="Measure a machine, plan for a model, and explain the plan.",
+    epilog="Exit codes: 0 all is well; 1 a problem was found; 2 the request is wrong or impossible.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (JSON).")]
+
+
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Option(metavar="DIR", help="Where the disk tier would go.")] = Path(),
+    as_json: o.Json = False,
+) -> None:
+    """Checks this machine. Versions, native library, memory limits, disk, device; exits 1 if something is wrong."""
+    from lightning_hetero.cli import doctor as command
+
+    if command.run(path, as_json=as_json):
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def profile(
+    path: Annotated[Path | None, typer.Option(metavar="DIR", help="A directory on the disk to measure.  [default: .]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the hardware profile here.")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew instead of reading what was measured before.")] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Measures this machine. Links, disk, update kernels, memory, and how much they slow each other."""
+    from lightning_hetero.cli import profile as command
+
+    command.run(path, out=out, refresh=refresh, as_json=as_json)
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    model_profile: o.ModelFile = None,
+    preset_model: o.PresetModel = None,
+    batch: o.Batch = None,
+    sequence: o.Sequence = None,
+    precision: o.Precision = None,
+    hardware_profile: o.HardwareFile = None,
+    machine: o.Machine = None,
+    device: o.Device = None,
+    host_memory: o.HostMemory = None,
+    disk: o.Disk = None,
+    devices: o.Devices = None,
+    link: o.Link = None,
+    planner: Annotated[str, typer.Option(metavar="NAME", help='The planner, or "all" to compare them.')] = DEFAULT,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the planner; may repeat.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here; of all planners' the fastest.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Plans a model on a machine. Says what lives where, and how long a step will take."""
+    from lightning_hetero.cli import plan as command
+
+    command.run(o.Request.of(context), planner=planner, options=option or [], out=out, as_json=as_json)
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    plan: PlanFile,
+    model_profile: o.ModelFile = None,
+    preset_model: o.PresetModel = None,
+    batch: o.Batch = None,
+    sequence: o.Sequence = None,
+    precision: o.Precision = None,
+    hardware_profile: o.HardwareFile = None,
+    machine: o.Machine = None,
+    device: o.Device = None,
+    host_memory: o.HostMemory = None,
+    disk: o.Disk = None,
+    devices: o.Devices = None,
+    link: o.Link = None,
+    as_json: o.Json = False,
+) -> None:
+    """Explains a plan. What is where and why, what binds, what other planners would do, what more hardware would bring."""
+    from lightning_hetero.cli import explain as command
+
+    command.run(plan, o.Request.of(context), as_json=as_json)
+
+
+@app.command()
+def simulate(
+    context: typer.Context,
+    plan: PlanFile,
+    model_profile: o.ModelFile = None,
+    preset_model: o.PresetModel = None,
+    batch: o.Batch = None,
+    sequence: o.Sequence = None,
+    precision: o.Precision = None,
+    hardware_profile: o.HardwareFile = None,
+    machine: o.Machine = None,
+    device: o.Device = None,
+    host_memory: o.HostMemory = None,
+    disk: o.Disk = None,
+    devices: o.Devices = None,
+    link: o.Link = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto.")] = None,
+    timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture (PNG, SVG or PDF) of one step.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Simulates a plan. Predicts one step, and writes its trace and its timeline."""
+    from lightning_hetero.cli import simulate as command
+
+    command.run(plan, o.Request.of(context), trace=trace, timeline=timeline, as_json=as_json)

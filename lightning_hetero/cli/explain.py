@@ -1,0 +1,263 @@
+"""``lightning-hetero explain``: what a plan does, why, what binds it, and what else could be had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.cli import planning, reasons
+from lightning_hetero.cli.options import Request, load_plan
+from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
+from lightning_hetero.cli.plan import comparison, describe, print_refusals
+from lightning_hetero.cli.planning import Outcome
+from lightning_hetero.cli.simulate import lanes, tiers, waits
+from lightning_hetero.ir.activations import saved_bytes
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier
+from lightning_hetero.sim import Simulation
+from lightning_hetero.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FULL = 0.95  # of a tier's capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Everything that is said of a plan.
+
+    Attributes:
+        plan: The resolved plan, judged anew.
+        model: The model.
+        hardware: The machine.
+        simulation: The plan's step.
+        influences: What a faster resource brings.
+        alternatives: What another placement of one block brings.
+        others: The other planners' plans, fastest first.
+        planner: Who plans the what-ifs.
+        what_ifs: Other models and machines, and the plans for them.
+    """
+
+    plan: Plan
+    model: ModelProfile
+    hardware: HardwareProfile
+    simulation: Simulation
+    influences: Sequence[reasons.Influence]
+    alternatives: Sequence[reasons.Alternative]
+    others: Sequence[Outcome]
+    planner: str
+    what_ifs: Sequence[tuple[reasons.Scenario, Outcome]]
+
+    @property
+    def predicted(self) -> Prediction:
+        """The plan's step, as :func:`judged` found it."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
+
+    @property
+    def use(self) -> dict[str, dict[str, int]]:
+        """Peak and capacity of each tier."""
+        return tiers(self.simulation, self.hardware)
+
+
+def run(path: Path, request: Request, *, as_json: bool) -> None:
+    """Explains a plan file.
+
+    Raises:
+        ConfigError: The plan or the request is wrong.
+        PlanError: The plan does not fit the machine.
+    """
+    explanation = explain(*load_plan(path, request))
+    if as_json:
+        print_json(to_json(explanation))
+    else:
+        _print(explanation)
+
+
+def explain(plan: Plan, request: Request) -> Explanation:
+    """Simulates the plan, its neighbours, its rivals and the same for other machines.
+
+    Raises:
+        ConfigError: The request is wrong.
+        PlanError: The plan does not fit the machine.
+    """
+    from lightning_hetero.planners.judge import judged, simulation
+
+    model, hardware = request.profiles()
+    planners = planning.planners(planning.ALL)
+    planner = plan.name if plan.name in planners else planning.DEFAULT
+    options = planning.stored_options(plan) if plan.name in planners else {}
+    with working("simulating"):
+        plan = judged(plan, model, hardware)
+        simulated = simulation(plan, model, hardware)
+        influences = reasons.influences(plan, model, hardware)
+        alternatives = reasons.alternatives(plan, model, hardware)
+    with working("planning with the other planners"):
+        rivals = {name: chosen for name, chosen in planners.items() if name != plan.name}
+        others = planning.run(rivals, model, hardware, {})
+    anew = reasons.Scenario(change="as it is, planned anew", model=model, hardware=hardware)
+    with working("planning for other machines"):
+        what_ifs = [
+            (scenario, planning.run({planner: planners[planner]}, scenario.model, scenario.hardware, options)[0])
+            for scenario in (anew, *reasons.scenarios(request, model, hardware))
+        ]
+    return Explanation(
+        plan=plan,
+        model=model,
+        hardware=hardware,
+        simulation=simulated,
+        influences=influences,
+        alternatives=alternatives,
+        others=sorted(others, key=lambda o: o.iteration_s),
+        planner=planner,
+        what_ifs=what_ifs,
+    )
+
+
+def to_json(e: Explanation) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "planner": e.plan.name,
+        "objective_s": e.plan.objective_s,
+        "decisions": e.plan.decisions,
+        "predicted": e.predicted,
+        "placement": [_placement(group, e.plan, e.model) for group in reasons.groups(e.plan)],
+        "where": where(e.plan, e.model),
+        "tiers": e.use,
+        "lanes": e.simulation.busy,
+        "waits_s": e.simulation.waits,
+        "binding": {"influences": e.influences, "full_tiers": full(e.use)},
+        "alternatives": e.alternatives,
+        "runner_ups": [outcome.to_json() for outcome in e.others],
+        "what_if_planner": e.planner,
+        "what_ifs": [{"change": s.change, "tokens": s.model.tokens, **outcome.to_json()} for s, outcome in e.what_ifs],
+    }
+
+
+def _print(e: Explanation) -> None:
+    screen, p = console(), e.predicted
+    step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
+    screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step}))
+    screen.print(_placements(e.plan, e.model))
+    screen.print(_where(e.plan, e.model, e.use))
+    screen.print(_alternatives(e.alternatives, p.iteration_s))
+    screen.print(lanes(e.simulation))
+    if e.simulation.waits:
+        screen.print(waits(e.simulation))
+    screen.print(_binding(e.influences, full(e.use), e.use), markup=False)
+    this = Outcome(planner=e.plan.name, plan=e.plan)
+    ranked = sorted([this, *e.others], key=lambda o: o.iteration_s)
+    screen.print(comparison("\nThis plan and the other planners'", ranked, this=this))
+    print_refusals(e.others)
+    screen.print(_what_ifs(e.what_ifs, e.plan, e.model, e.planner))
+
+
+def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
+    """Bytes of weights, optimizer state and saved activations, by where they live. On shared memory the device is the host."""
+    out = {what: {tier.value: 0 for tier in Tier} for what in ("weights", "state", "activations")}
+    out["activations"]["recomputed"] = 0
+    for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
+        out["weights"][placed.weights.value] += shape.weight_bytes
+        out["state"][placed.state.value] += shape.state_bytes
+        saved = saved_bytes(block, placed)
+        for key, value in (
+            ("device", saved.kept),
+            ("host", saved.to_host),
+            ("disk", saved.to_disk),
+            ("recomputed", saved.recomputed),
+        ):
+            out["activations"][key] += value
+    return out
+
+
+def full(use: dict[str, dict[str, int]]) -> list[str]:
+    """Tiers whose peak comes close to what they hold."""
+    return [tier for tier, row in use.items() if row["capacity_bytes"] and row["peak_bytes"] >= _FULL * row["capacity_bytes"]]
+
+
+def _placement(group: reasons.Group, plan: Plan, model: ModelProfile) -> dict[str, Any]:
+    placed = group.placed
+    return {
+        "blocks": [plan.blocks[index].name for index in group.indices],
+        "num_params": sum(model.blocks[index].num_params for index in group.indices),
+        "weights": placed.weights,
+        "state": placed.state,
+        "update": placed.update,
+        "saved": placed.saved,
+        "boundary": placed.boundary,
+        "operators": placed.operators,
+    }
+
+
+def _placements(plan: Plan, model: ModelProfile) -> Table:
+    rows = [
+        (
+            group.names(plan),
+            str(len(group.indices)),
+            count(sum(model.blocks[index].num_params for index in group.indices)),
+            group.placed.weights.value,
+            group.placed.state.value,
+            group.placed.update.value,
+            _activations(group.placed),
+        )
+        for group in reasons.groups(plan)
+    ]
+    columns = ("blocks", "count", "parameters", "weights", "state", "update", "activations")
+    return table("What is where", columns, rows, right=("count", "parameters"))
+
+
+def _activations(placed: BlockPlan) -> str:
+    parts = [placed.saved.value]
+    if placed.boundary is not Saved.KEEP:
+        parts.append(f"input {placed.boundary.value}")
+    for policy, number in Counter(placed.operators.values()).items():
+        parts.append(f"{number} operator{'s' if number > 1 else ''} {policy.value}")
+    return ", ".join(parts).replace("_", " to ")
+
+
+def _where(plan: Plan, model: ModelProfile, use: dict[str, dict[str, int]]) -> Table:
+    columns = ("device", "host", "disk", "recomputed")
+    rows = [(what, *(format_bytes(row[c]) if row.get(c) else "" for c in columns)) for what, row in where(plan, model).items()]
+    for key, label in (("peak_bytes", "peak of a step"), ("capacity_bytes", "capacity")):
+        rows.append((label, *(format_bytes(use[c][key]) if c in use else "" for c in columns)))
+    return table("Bytes by tier", ("", *columns), rows, right=columns)
+
+
+def _alternatives(found: Sequence[reasons.Alternative], iteration_s: float) -> Table:
+    rows = []
+    for a in found:
+        if a.iteration_s is None:
+            effect = f"does not fit: {format_bytes(a.shortfall_bytes)} of {a.tier} memory missing"
+        else:
+            effect = change(a.iteration_s, iteration_s)
+        rows.append((a.block, a.change, effect))
+    return table("Why not otherwise: one block changed, and what becomes of the step", ("block", "change", "step"), rows)
+
+
+def _binding(influences: Sequence[reasons.Influence], full_tiers: Sequence[str], use: dict[str, dict[str, int]]) -> str:
+    first = influences[0]
+    lines = [f"Binding: {first.resource}. A tenth faster, it shortens the step by {percent(first.saved_share)}."]
+    rest = [f"{i.resource} {percent(i.saved_share)}" for i in influences[1:] if i.saved_share > 0.0005]
+    lines.append(f"The same for the others: {', '.join(rest)}." if rest else "No other resource shortens it.")
+    for tier in full_tiers:
+        lines.append(f"Full: {tier}, {format_bytes(use[tier]['peak_bytes'])} of {format_bytes(use[tier]['capacity_bytes'])}.")
+    return "\n".join(lines)
+
+
+def _what_ifs(found: Sequence[tuple[reasons.Scenario, Outcome]], plan: Plan, model: ModelProfile, planner: str) -> Table:
+    assert plan.predicted is not None
+    before = plan.predicted.iteration_s / model.tokens
+    rows = []
+    for scenario, outcome in found:
+        if outcome.plan is None:
+            rows.append((scenario.change, "no plan", "", str(outcome.error)))
+            continue
+        per_token = outcome.iteration_s / scenario.model.tokens
+        rows.append((scenario.change, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), change(before, per_token)))
+    columns = ("change", "step", "throughput", "against this plan")
+    return table(f"What if (planned by {planner})", columns, rows, right=columns[1:3])

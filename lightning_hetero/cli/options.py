@@ -1,0 +1,209 @@
+"""The options that several commands share, and what they ask for: one model on one machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lightning_hetero.cli.output import working
+from lightning_hetero.cli.planning import OPTIONS
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+
+_MODEL, _MACHINE = "The model", "The machine"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ModelFile = Annotated[
+    Path | None, typer.Option("--model-profile", metavar="FILE", help="A model profile (JSON).", rich_help_panel=_MODEL)
+]
+PresetModel = Annotated[
+    str | None,
+    typer.Option(
+        "--preset-model", metavar="NAME", help='A known model, or "gpt:..." / "llama:..."; see docs.', rich_help_panel=_MODEL
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences per step and device.", rich_help_panel=_MODEL)]
+Sequence = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL)]
+Precision = Annotated[
+    Literal["16", "32"] | None,
+    typer.Option(help="Bits of a weight that computes.  [default: 16]", rich_help_panel=_MODEL),
+]
+HardwareFile = Annotated[
+    Path | None, typer.Option("--hardware-profile", metavar="FILE", help="A hardware profile (JSON).", rich_help_panel=_MACHINE)
+]
+Machine = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A machine of a paper, such as lohan-rtx4090.", rich_help_panel=_MACHINE),
+]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="A known device, such as rtx4090.", rich_help_panel=_MACHINE)]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory, such as 256GiB.", rich_help_panel=_MACHINE)]
+Disk = Annotated[str | None, typer.Option(metavar="NAME", help="Known drives, such as p5510x12.", rich_help_panel=_MACHINE)]
+Devices = Annotated[int | None, typer.Option(min=1, metavar="N", help="Devices that train together.", rich_help_panel=_MACHINE)]
+Link = Annotated[str | None, typer.Option(metavar="NAME", help="Its link to the host, such as pcie5.", rich_help_panel=_MACHINE)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One model on one machine, as the options say it; what is ``None`` was not given.
+
+    Attributes:
+        model_profile: File of a model profile.
+        preset_model: Name of a known model.
+        batch: Sequences per step and device, for ``preset_model``.
+        sequence: Tokens per sequence, for ``preset_model``.
+        precision: Bits of a weight, ``"16"`` or ``"32"``, for ``preset_model``.
+        hardware_profile: File of a hardware profile. With nothing that names a machine it is this one, as ``profile`` measured it.
+        machine: Name of a paper's machine.
+        device: Name of a known device.
+        host_memory: Host memory of the machine with that device, or instead of the paper's.
+        disk: Its drives.
+        devices: How many devices train together.
+        link: Its link to the host.
+    """
+
+    model_profile: Path | None = None
+    preset_model: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    precision: str | None = None
+    hardware_profile: Path | None = None
+    machine: str | None = None
+    device: str | None = None
+    host_memory: str | None = None
+    disk: str | None = None
+    devices: int | None = None
+    link: str | None = None
+
+    @classmethod
+    def of(cls, context: typer.Context) -> Request:
+        """What the options of a command say."""
+        return cls(**{f.name: context.params[f.name] for f in fields(cls)})
+
+    @classmethod
+    def from_origin(cls, origin: Any, *, folder: Path) -> Request:
+        """What :meth:`origin` wrote into a plan whose file is in ``folder``.
+
+        Raises:
+            ConfigError: It holds an unknown key, or a value of the wrong type.
+        """
+        wrong = {k: v for k, v in origin.items() if not isinstance(v, int if k in _COUNTS else str)}
+        if wrong or (wrong := {k: v for k, v in origin.items() if k not in {f.name for f in fields(cls)}}):
+            raise ConfigError(f"the plan's origin has {wrong!r}; allowed keys: {', '.join(f.name for f in fields(cls))}.")
+        return cls(**{k: folder / v if k.endswith("_profile") else v for k, v in origin.items()})
+
+    def origin(self, *, folder: Path) -> dict[str, str | int]:
+        """What a plan whose file is in ``folder`` keeps of the request: files relative to there, so that they move together."""
+        out: dict[str, str | int] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                out[f.name] = os.path.relpath(value, folder) if isinstance(value, Path) else value
+        return out
+
+    def or_else(self, other: Request) -> Request:
+        """The same, completed with what the other says: a file replaces its whole model or machine, other options single keys."""
+        values: dict[str, Any] = {}
+        for file, *names in (_MODEL_KEYS, _MACHINE_KEYS):
+            if getattr(self, file) is not None:
+                values |= {k: getattr(self, k) for k in (file, *names)}
+            elif self._names(names):
+                values |= {k: getattr(other, k) if getattr(self, k) is None else getattr(self, k) for k in names}
+            else:
+                values |= {k: getattr(other, k) for k in (file, *names)}
+        if self.machine is not None:  # a paper's machine and a device exclude each other
+            values |= {"device": self.device, "link": self.link}
+        elif self.device is not None:
+            values["machine"] = None
+        return Request(**values)
+
+    def _names(self, keys: Iterable[str]) -> bool:
+        return any(getattr(self, key) is not None for key in keys)
+
+    def profiles(self) -> tuple[ModelProfile, HardwareProfile]:
+        """The model and the machine.
+
+        Raises:
+            ConfigError: Options are missing or contradict each other, a file cannot be read, a name is unknown.
+        """
+        self._check()
+        hardware = self.hardware()
+        return self.model(hardware), hardware
+
+    def _check(self) -> None:
+        if (self.model_profile is None) == (self.preset_model is None):
+            got = "neither" if self.model_profile is None else "both"
+            raise ConfigError(f"which model? Got {got} of --model-profile and --preset-model; give one of them.")
+        if self.preset_model is not None and (self.batch is None or self.sequence is None):
+            raise ConfigError(f"--preset-model {self.preset_model} needs --batch and --sequence, such as 8 and 1024.")
+        if self.model_profile is not None and self._names(_MODEL_KEYS[1:]):
+            raise ConfigError("--model-profile was measured at one batch; --batch, --sequence, --precision go with --preset-model.")
+        _, *parts = _MACHINE_KEYS
+        if self.hardware_profile is not None and self._names(parts):
+            raise ConfigError(f"--hardware-profile is a whole machine; {_flags(parts)} go without it.")
+        if self.machine is not None and self._names(("device", "link")):
+            raise ConfigError(f"--machine {self.machine} has its device and its link; --device and --link go without it.")
+        if self.machine is None and self._names(parts) and (self.device is None or self.host_memory is None):
+            raise ConfigError("a machine needs --device and --host-memory, such as --device rtx4090 --host-memory 256GiB.")
+
+    def hardware(self) -> HardwareProfile:
+        """The machine; this one, as ``profile`` measured it, if none is named."""
+        if self.hardware_profile is not None:
+            return HardwareProfile.load(self.hardware_profile)
+        from lightning_hetero.profiling import presets
+
+        if self.machine is not None:
+            return presets.paper_machine(self.machine, host_memory=self.host_memory, disk=self.disk, count=self.devices)
+        if self.device is None or self.host_memory is None:
+            return _this_machine()
+        return presets.machine(
+            device=self.device, host_memory=self.host_memory, disk=self.disk, count=self.devices or 1, link=self.link
+        )
+
+    def model(self, hardware: HardwareProfile) -> ModelProfile:
+        """The model; a known one's times are those of the machine's device."""
+        if self.model_profile is not None:
+            return ModelProfile.load(self.model_profile)
+        from lightning_hetero.profiling import presets
+
+        assert self.preset_model is not None
+        assert self.batch is not None
+        assert self.sequence is not None
+        itemsize = int(self.precision or 16) // 8
+        return presets.model(self.preset_model, batch=self.batch, sequence=self.sequence, hardware=hardware, itemsize=itemsize)
+
+
+def _this_machine() -> HardwareProfile:
+    from lightning_hetero.profiling.hardware import measure
+
+    with working("measuring this machine, once"):
+        return measure()
+
+
+_COUNTS = ("batch", "sequence", "devices")
+_MODEL_KEYS = ("model_profile", "preset_model", "batch", "sequence", "precision")
+_MACHINE_KEYS = ("hardware_profile", "machine", "device", "host_memory", "disk", "devices", "link")
+
+
+def _flags(keys: Iterable[str]) -> str:
+    return ", ".join("--" + key.replace("_", "-") for key in keys)
+
+
+def load_plan(path: Path, request: Request) -> tuple[Plan, Request]:
+    """A plan file, and the request completed with the plan's own origin.
+
+    Raises:
+        ConfigError: The file is not a plan, or neither it nor the options say for what model it is.
+    """
+    plan = Plan.load(path)
+    origin = {key: value for key, value in plan.origin.items() if key != OPTIONS}
+    complete = request.or_else(Request.from_origin(origin, folder=path.absolute().parent))
+    if complete.model_profile is None and complete.preset_model is None:
+        raise ConfigError(f"{path} does not say for what model it is; give --model-profile or --preset-model.")
+    return plan, complete

@@ -1,0 +1,169 @@
+"""``lightning-hetero plan``: one planner's plan, or all planners side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.cli import planning
+from lightning_hetero.cli.options import Request
+from lightning_hetero.cli.output import console, count, pairs, plain, print_json, seconds, table, write_text
+from lightning_hetero.cli.planning import Outcome
+from lightning_hetero.errors import PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def run(request: Request, *, planner: str, options: Iterable[str], out: Path | None, as_json: bool) -> None:
+    """Plans, prints, and writes the plan to ``out``: of all planners' plans the fastest.
+
+    Raises:
+        ConfigError: The request is wrong.
+        PlanError: The planner, or every one of them, finds no plan that fits.
+    """
+    chosen = planning.planners(planner)
+    model, hardware = request.profiles()
+    given = planning.parse_options(options)
+    outcomes = planning.run(chosen, model, hardware, given)
+    best = min(outcomes, key=lambda o: o.iteration_s)
+    if best.plan is None:
+        raise _refusal(outcomes)
+    if out is not None:
+        origin = request.origin(folder=out.absolute().parent)
+        if given:
+            origin[planning.OPTIONS] = json.dumps(given)
+        write_text(out, replace(best.plan, origin=origin).to_json())
+    if as_json:
+        rows = [outcome.to_json() for outcome in outcomes]
+        print_json(rows if planner == planning.ALL else rows[0])
+        return
+    _print(outcomes if planner == planning.ALL else [best], best.plan, model, hardware, out=out)
+
+
+def _refusal(outcomes: Sequence[Outcome]) -> Exception:
+    """Why there is no plan; of several reasons the one that lacks the fewest bytes."""
+    reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if len(reasons) == 1:
+        return reasons[0]
+    closest = min(reasons, key=lambda e: getattr(e, "shortfall_bytes", 0) or float("inf"))
+    return PlanError(
+        f"none of {len(outcomes)} planners finds a plan that fits. The closest: {closest}",
+        tier=getattr(closest, "tier", ""),
+        shortfall_bytes=getattr(closest, "shortfall_bytes", 0),
+    )
+
+
+def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardware: HardwareProfile, *, out: Path | None) -> None:
+    screen = console()
+    screen.print(pairs("", describe(model, hardware)))
+    if len(outcomes) == 1:
+        screen.print(pairs(f"Plan of {best.name}", _details(outcomes[0], model)))
+    else:
+        screen.print(comparison("Plans, fastest first", sorted(outcomes, key=lambda o: o.iteration_s)))
+        print_refusals(outcomes)
+    if out is not None:
+        screen.print(f"Wrote {best.name}'s plan to {out}.", markup=False)
+
+
+def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
+    """The model and the machine in two lines."""
+    params = sum(b.num_params for b in model.blocks)
+    bits = 8 * model.compute_itemsize
+    memory = f"{format_bytes(hardware.device_memory_bytes)} device memory, {format_bytes(hardware.host_memory_bytes)} host memory"
+    disk = f"disk {format_bytes(hardware.disk_read_bytes_per_s)}/s" if hardware.disk_read_bytes_per_s else "no disk"
+    return {
+        "model": f"{model.name}: {count(params)} parameters, {len(model.blocks)} blocks, {bits} bit, {model.tokens} tokens a step",
+        "machine": f"{hardware.name}: {memory}, {disk}",
+    }
+
+
+def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
+    assert outcome.plan is not None
+    plan = outcome.plan
+    rows = {}
+    if plan.predicted is not None:
+        p = plan.predicted
+        rows = {
+            "iteration": f"{seconds(p.iteration_s)}, {count(model.tokens / p.iteration_s, 'tokens/s')}",
+            "forward": f"{seconds(p.forward_s)}, bound by {p.bottleneck.get('forward', '?')}",
+            "backward": f"{seconds(p.backward_s)}, bound by {p.bottleneck.get('backward', '?')}",
+            "device memory": format_bytes(p.device_peak_bytes),
+            "host memory": format_bytes(p.host_peak_bytes),
+            "disk space": format_bytes(p.disk_bytes),
+        }
+    rows["objective"] = "none" if plan.objective_s is None else f"{seconds(plan.objective_s)} by the planner's own formula"
+    rows |= {name.replace("_", " "): _decision(name, value) for name, value in plan.decisions.items()}
+    return rows | {"planned in": seconds(outcome.planning_s)}
+
+
+def _decision(name: str, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        shown = ", ".join(map(str, value[:6]))
+        return f"{shown}, … ({len(value)})" if len(value) > 6 else shown or "none"
+    if value is None:
+        return "none"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if name.endswith("_bytes"):
+            return format_bytes(value)
+        if name.endswith("_s"):
+            return seconds(value)
+        return f"{value:g}" if isinstance(value, float) else f"{value:,}"
+    return str(plain(value))
+
+
+def comparison(title: str, outcomes: Sequence[Outcome], *, this: Outcome | None = None) -> Table:
+    """A table of plans side by side; ``this``, or else the first one, stands out."""
+    fastest = min(o.iteration_s for o in outcomes)
+    columns = (
+        "planner",
+        "step",
+        "x best",
+        "forward, bound by",
+        "backward, bound by",
+        "device",
+        "host",
+        "disk",
+        "objective",
+        "planned in",
+    )
+    rows = []
+    for outcome in outcomes:
+        took = seconds(outcome.planning_s) if outcome.planning_s else ""
+        if outcome.plan is None or outcome.plan.predicted is None:
+            rows.append((outcome.planner, "no plan", *[""] * 7, took))
+            continue
+        p = outcome.plan.predicted
+        rows.append(
+            (
+                outcome.planner,
+                seconds(p.iteration_s),
+                f"{p.iteration_s / fastest:.2f}",
+                f"{seconds(p.forward_s)} {p.bottleneck.get('forward', '')}",
+                f"{seconds(p.backward_s)} {p.bottleneck.get('backward', '')}",
+                format_bytes(p.device_peak_bytes),
+                format_bytes(p.host_peak_bytes),
+                format_bytes(p.disk_bytes),
+                "" if outcome.plan.objective_s is None else seconds(outcome.plan.objective_s),
+                took,
+            )
+        )
+    shown = [outcome.planner for outcome in outcomes]
+    return table(
+        title, columns, rows, right=("step", "x best", *columns[5:]), best=0 if this is None else shown.index(this.planner)
+    )
+
+
+def print_refusals(outcomes: Sequence[Outcome]) -> None:
+    """Why some planners have no plan."""
+    screen = console()
+    for outcome in outcomes:
+        if outcome.error is not None:
+            screen.print(f"No plan by {outcome.planner}: {outcome.error}", markup=False)

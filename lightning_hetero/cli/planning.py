@@ -1,0 +1,143 @@
+"""Runs planners by name, with options from the command line, and keeps what came of each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.errors import ConfigError, HeteroError, PlanError, UnsupportedError
+from lightning_hetero.ir.codec import parse_object
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+
+DEFAULT = "holistic"
+ALL = "all"
+OPTIONS = "options"  # key of a plan's origin: the planner's options as JSON text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one planner: a plan, or the reason why there is none.
+
+    Attributes:
+        planner: Its name.
+        plan: The plan, with ``predicted``.
+        error: The reason.
+        planning_s: Seconds that it took.
+    """
+
+    planner: str
+    plan: Plan | None = None
+    error: HeteroError | None = None
+    planning_s: float = 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """Predicted seconds of one step; infinite without a plan."""
+        return self.plan.predicted.iteration_s if self.plan is not None and self.plan.predicted is not None else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints of it."""
+        if self.plan is None:
+            return {"planner": self.planner, "planning_s": self.planning_s, **described(self.error)}
+        return {
+            "planner": self.planner,
+            "objective_s": self.plan.objective_s,
+            "decisions": self.plan.decisions,
+            "predicted": self.plan.predicted,
+            "planning_s": self.planning_s,
+        }
+
+
+def described(error: Exception | None) -> dict[str, Any]:
+    """An error as JSON: its text and, where a plan does not fit, the tightest tier and what is missing there."""
+    out: dict[str, Any] = {"error": str(error)}
+    if isinstance(error, PlanError) and error.tier:
+        out |= {"tier": error.tier, "shortfall_bytes": error.shortfall_bytes}
+    return out
+
+
+def parse_options(texts: Iterable[str]) -> dict[str, Any]:
+    """``["k=3", "mode=fast"]`` as ``{"k": 3, "mode": "fast"}``: values are JSON, or else text.
+
+    Raises:
+        ConfigError: An option without ``=``.
+    """
+    out: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--option {text!r}; allowed: KEY=VALUE, such as --option fragmentation=1.1.")
+        try:
+            out[key] = json.loads(value)
+        except json.JSONDecodeError:
+            out[key] = value
+    return out
+
+
+def stored_options(plan: Plan) -> dict[str, Any]:
+    """The options that a plan was made with.
+
+    Raises:
+        ConfigError: Its origin holds something else there.
+    """
+    return parse_object(str(plan.origin.get(OPTIONS, "{}")), what="planner's options", source=f"the origin of plan {plan.name!r}")
+
+
+def planners(name: str) -> dict[str, Callable[..., Plan]]:
+    """The planner of that name, or all of them.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from lightning_hetero.planners import PLANNERS
+
+    if name == ALL:
+        return dict(PLANNERS)
+    if name not in PLANNERS:
+        raise ConfigError(f"--planner {name!r}; allowed: {', '.join(sorted(PLANNERS))}, all.")
+    return {name: PLANNERS[name]}
+
+
+def run(
+    chosen: Mapping[str, Callable[..., Plan]], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
+) -> list[Outcome]:
+    """Runs planners one after the other; each takes the options that it knows.
+
+    Raises:
+        ConfigError: None of them knows one of the options.
+    """
+    known = {name: _options_of(name, planner) if options else set() for name, planner in chosen.items()}
+    if strangers := sorted(set(options).difference(*known.values())):
+        allowed = "; ".join(f"{name}: {', '.join(sorted(keys)) or 'none'}" for name, keys in known.items())
+        raise ConfigError(f"unknown planner options {strangers}; allowed: {allowed}.")
+    return [
+        run_one(name, planner, model, hardware, {k: v for k, v in options.items() if k in known[name]})
+        for name, planner in chosen.items()
+    ]
+
+
+def run_one(
+    name: str, planner: Callable[..., Plan], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
+) -> Outcome:
+    """Runs one planner. Only what the request cannot have is an outcome; anything else is a fault and goes up."""
+    start = time.perf_counter()
+    try:
+        plan = planner(model, hardware, **options)
+    except (PlanError, ConfigError, UnsupportedError) as error:
+        return Outcome(planner=name, error=error, planning_s=time.perf_counter() - start)
+    return Outcome(planner=name, plan=plan, planning_s=time.perf_counter() - start)
+
+
+def _options_of(name: str, planner: Callable[..., Plan]) -> set[str]:
+    parameters = inspect.signature(planner).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):  # imported when it is asked to plan
+        parameters = inspect.signature(importlib.import_module(f"lightning_hetero.planners.{name}").plan).parameters
+    bound = getattr(planner, "keywords", {})
+    return {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in bound}

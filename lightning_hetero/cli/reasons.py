@@ -1,0 +1,256 @@
+"""Why a plan is as it is: what one change would cost, which resource binds, and what another machine or batch would bring.
+
+Every answer is a simulation of the changed plan, model or machine; nothing is guessed from the plan's text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_hetero.cli.options import Request
+from lightning_hetero.errors import ConfigError, PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.units import GIB
+
+MORE_HOST_BYTES = 32 * GIB
+FASTER = 1.1  # how much faster a resource becomes when its influence is asked for
+_UP = {Tier.DISK: Tier.HOST, Tier.HOST: Tier.DEVICE}
+_DRIVE = "nvme-gen4"  # what "+1 SSD" is on a machine without one
+_MOST_GROUPS = 8  # beyond these, reasons repeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Blocks that are placed alike.
+
+    Attributes:
+        indices: Which ones.
+        placed: How, with the first one's name.
+    """
+
+    indices: tuple[int, ...]
+    placed: BlockPlan
+
+    def names(self, plan: Plan) -> str:
+        """The blocks' names, runs of neighbours as first and last."""
+        runs: list[list[int]] = []
+        for index in self.indices:
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        texts = [plan.blocks[r[0]].name + (f" … {plan.blocks[r[-1]].name}" if len(r) > 1 else "") for r in runs]
+        return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]}, …, {texts[-1]}"
+
+
+def groups(plan: Plan) -> list[Group]:
+    """The blocks of a resolved plan by placement, in the order of their first one."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, block in enumerate(plan.blocks):
+        key = (block.weights, block.state, block.update, block.saved, block.boundary, tuple(sorted(block.operators.items())))
+        found.setdefault(key, []).append(index)
+    return [Group(indices=tuple(indices), placed=plan.blocks[indices[0]]) for indices in found.values()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One block placed otherwise.
+
+    Attributes:
+        block: The block.
+        change: What is changed.
+        iteration_s: Predicted seconds of one step; ``None`` if the plan does not fit then.
+        tier: The tier that is too small then.
+        shortfall_bytes: What is missing there.
+    """
+
+    block: str
+    change: str
+    iteration_s: float | None = None
+    tier: str = ""
+    shortfall_bytes: int = 0
+
+
+def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Alternative]:
+    """What it would cost to place one block of each group otherwise; changes that no plan may make are left out."""
+    from lightning_hetero.planners.judge import judged
+
+    out = []
+    for group in sorted(groups(plan), key=lambda g: -len(g.indices))[:_MOST_GROUPS]:
+        index = group.indices[0]
+        for change, values in _changes(group.placed, shared=hardware.shared_memory):
+            block = plan.blocks[index].name
+            try:
+                placed = replace(plan.blocks[index], **values)
+                changed = replace(plan, blocks=(*plan.blocks[:index], placed, *plan.blocks[index + 1 :]))
+                predicted = judged(changed, model, hardware).predicted
+            except PlanError as error:
+                found = Alternative(block=block, change=change, tier=error.tier, shortfall_bytes=error.shortfall_bytes)
+            except ConfigError:
+                continue  # the machine or the plan format rules it out
+            else:
+                assert predicted is not None
+                found = Alternative(block=block, change=change, iteration_s=predicted.iteration_s)
+            out.append(found)
+    return out
+
+
+def _changes(block: BlockPlan, *, shared: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes of one block, as text and as values: a nearer tier, the other lane, other activations."""
+    for key, tier in (("weights", block.weights), ("state", block.state)):
+        up = _UP.get(tier)
+        if up is None or (shared and up is Tier.DEVICE):  # on shared memory the device is the host
+            continue
+        lane = {"update": UpdateLane.DEVICE} if key == "state" and up is Tier.DEVICE else {}
+        yield f"{key} on {up.value}", {key: up} | lane
+    if block.state is Tier.HOST:
+        other = UpdateLane.CPU if block.update is UpdateLane.DEVICE else UpdateLane.DEVICE
+        yield f"update on {other.value}", {"update": other}
+    for saved in (Saved.KEEP, Saved.RECOMPUTE):
+        if not shared and (block.saved is not saved or block.operators):
+            yield f"activations: {saved.value} all", {"saved": saved, "operators": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Influence:
+    """How much a step gains from one resource.
+
+    Attributes:
+        resource: What becomes :data:`FASTER`.
+        saved_share: The share of the step that this saves.
+    """
+
+    resource: str
+    saved_share: float
+
+
+def influences(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Influence]:
+    """The same plan on machines on which one resource is a tenth faster; the most influential first."""
+    from lightning_hetero.planners.judge import simulation
+
+    before = simulation(plan, model, hardware).prediction.iteration_s
+    found = []
+    for resource, (faster_model, faster_hardware) in _faster(model, hardware).items():
+        after = simulation(plan, faster_model, faster_hardware).prediction.iteration_s
+        found.append(Influence(resource=resource, saved_share=1 - after / before))
+    return sorted(found, key=lambda i: -i.saved_share)
+
+
+def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[ModelProfile, HardwareProfile]]:
+    def scaled(*keys: str) -> tuple[ModelProfile, HardwareProfile]:
+        return model, replace(hardware, **{key: getattr(hardware, key) * FASTER for key in keys})
+
+    quicker = replace(
+        model,
+        blocks=tuple(replace(b, forward_s=b.forward_s / FASTER, backward_s=b.backward_s / FASTER) for b in model.blocks),
+    )
+    device = replace(hardware, device_update_params_per_s=hardware.device_update_params_per_s * FASTER)
+    out = {"compute": (quicker, device)}
+    if not hardware.shared_memory:
+        out["link host → device"] = scaled("link_h2d_bytes_per_s")
+        out["link device → host"] = scaled("link_d2h_bytes_per_s")
+    if hardware.disk_read_bytes_per_s:
+        out["disk"] = scaled("disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    out["host memory bandwidth"] = scaled("host_dram_bytes_per_s")
+    out["CPU updates"] = scaled("cpu_update_params_per_s", "cpu_downcast_params_per_s")
+    if hardware.world_size > 1:
+        out["collectives"] = scaled("collective_bytes_per_s")
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Another model or machine to plan for.
+
+    Attributes:
+        change: What is changed.
+        model: The model then.
+        hardware: The machine then.
+    """
+
+    change: str
+    model: ModelProfile
+    hardware: HardwareProfile
+
+
+def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) -> Sequence[Scenario]:
+    """What one might buy or try: more host memory, one more drive, twice the batch, a faster link."""
+    more = hardware.host_memory_bytes + MORE_HOST_BYTES
+    device = more if hardware.shared_memory else hardware.device_memory_bytes
+    found = [
+        Scenario(
+            change="+32 GiB host memory",
+            model=model,
+            hardware=replace(hardware, host_memory_bytes=more, device_memory_bytes=device),
+        )
+    ]
+    found.append(Scenario(change="+1 SSD", model=model, hardware=with_one_more_drive(request, hardware)))
+    found.append(Scenario(change="2x batch", model=_twice_the_batch(request, model, hardware), hardware=hardware))
+    if not hardware.shared_memory:
+        h2d, d2h = hardware.link_h2d_bytes_per_s, hardware.link_d2h_bytes_per_s
+        faster = replace(hardware, link_h2d_bytes_per_s=2 * h2d, link_d2h_bytes_per_s=2 * d2h)
+        found.append(Scenario(change="2x link", model=model, hardware=faster))
+    return found
+
+
+def with_one_more_drive(request: Request, hardware: HardwareProfile) -> HardwareProfile:
+    """The machine with one drive more of its kind, or with one good drive where it has none.
+
+    A hardware profile does not say how many drives it was measured with: it counts as one.
+    """
+    from lightning_hetero.profiling import presets
+
+    if request.hardware_profile is None and (request.device is not None or request.machine is not None):
+        paper = presets.PAPER_MACHINES.get(request.machine or "")
+        spec = request.disk or (paper.disk if paper is not None else None)
+        name, drives = _split(presets.disk(spec).name) if spec is not None else (_DRIVE, 0)
+        return replace(request, disk=f"{name}x{drives + 1}").hardware()
+    if not hardware.disk_read_bytes_per_s:
+        drive = presets.disk(_DRIVE)
+        return replace(
+            hardware,
+            disk_read_bytes_per_s=drive.read_bytes_per_s.value,
+            disk_write_bytes_per_s=drive.write_bytes_per_s.value,
+            disk_capacity_bytes=int(drive.capacity_bytes.value),
+        )
+    return replace(
+        hardware,
+        disk_read_bytes_per_s=2 * hardware.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=2 * hardware.disk_write_bytes_per_s,
+        disk_capacity_bytes=2 * hardware.disk_capacity_bytes,
+    )
+
+
+def _split(name: str) -> tuple[str, int]:
+    """``("p5510", 12)`` of ``"p5510x12"``."""
+    match = re.fullmatch(r"(.+)x(\d+)", name)
+    return (match.group(1), int(match.group(2))) if match else (name, 1)
+
+
+def _twice_the_batch(request: Request, model: ModelProfile, hardware: HardwareProfile) -> ModelProfile:
+    if request.preset_model is not None and request.batch is not None:
+        return replace(request, batch=2 * request.batch).model(hardware)
+    return scaled_batch(model, 2)
+
+
+def scaled_batch(model: ModelProfile, factor: int) -> ModelProfile:
+    """A model whose tokens, times and activations grow with the batch; its weights and constant parts stay as they are."""
+    blocks = tuple(
+        replace(
+            b,
+            forward_s=b.forward_s * factor,
+            backward_s=b.backward_s * factor,
+            forward_flop=b.forward_flop * factor,
+            activation_bytes=b.activation_bytes * factor,
+            boundary_bytes=b.boundary_bytes * factor,
+            transient_bytes=b.transient_bytes * factor,
+            operators=tuple(replace(o, flop=o.flop * factor, bytes=o.bytes * factor) for o in b.operators),
+        )
+        for b in model.blocks
+    )
+    return replace(model, tokens=model.tokens * factor, blocks=blocks)

@@ -1,0 +1,105 @@
+"""``lightning-hetero simulate``: one step of a plan, as numbers, as a Chrome trace and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_hetero.cli.options import Request, load_plan
+from lightning_hetero.cli.output import console, pairs, percent, print_json, seconds, table, write_text
+from lightning_hetero.cli.plan import describe
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.sim import Simulation
+from lightning_hetero.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | None, as_json: bool) -> None:
+    """Simulates, prints, and writes ``trace`` and ``timeline``.
+
+    Raises:
+        ConfigError: The plan or the request is wrong.
+        PlanError: The plan does not fit the machine.
+    """
+    from lightning_hetero.planners.judge import simulation as simulated
+
+    plan, request = load_plan(path, request)
+    model, hardware = request.profiles()
+    plan = plan.resolve(block.name for block in model.blocks)
+    simulation = simulated(plan, model, hardware, keep_trace=trace is not None or timeline is not None)
+    if trace is not None:
+        write_text(trace, simulation.trace.to_chrome())
+    if timeline is not None:
+        from lightning_hetero.cli.timeline import draw
+
+        draw(timeline, simulation, plan, model.name, hardware)
+    if as_json:
+        print_json(
+            {
+                "plan": plan.name,
+                "predicted": simulation.prediction,
+                "busy": simulation.busy,
+                "waits_s": simulation.waits,
+                "memory": tiers(simulation, hardware),
+                "iterations_s": simulation.iterations_s,
+                "steady": simulation.steady,
+                "trace": trace,
+                "timeline": timeline,
+            }
+        )
+        return
+    _print(simulation, hardware, {"plan": plan.name, **describe(model, hardware)})
+    for name, written in (("trace", trace), ("timeline", timeline)):
+        if written is not None:
+            console().print(f"Wrote the {name} to {written}.", markup=False)
+
+
+def _print(simulation: Simulation, hardware: HardwareProfile, head: dict[str, str]) -> None:
+    screen, p = console(), simulation.prediction
+    step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
+    screen.print(pairs("", head | {"step": step + ("" if simulation.steady else "; not steady yet")}))
+    screen.print(lanes(simulation))
+    if simulation.waits:
+        screen.print(waits(simulation))
+    rows = [
+        (
+            tier,
+            format_bytes(use["peak_bytes"]),
+            format_bytes(use["capacity_bytes"]),
+            percent(use["peak_bytes"] / use["capacity_bytes"]),
+        )
+        for tier, use in tiers(simulation, hardware).items()
+        if use["capacity_bytes"]
+    ]
+    screen.print(table("Memory", ("tier", "peak", "of", "used"), rows, right=("peak", "of", "used")))
+
+
+def lanes(simulation: Simulation) -> Table:
+    """How busy each lane is."""
+    total = simulation.prediction.iteration_s
+    ranked = sorted(simulation.busy.items(), key=lambda item: -item[1])
+    rows = [(lane, percent(share), seconds(share * total), "█" * round(40 * share)) for lane, share in ranked]
+    return table("Lanes", ("lane", "busy", "time", ""), rows, right=("busy", "time"))
+
+
+def waits(simulation: Simulation) -> Table:
+    """What compute waits for."""
+    total = simulation.prediction.iteration_s
+    ranked = sorted(simulation.waits.items(), key=lambda item: -item[1])
+    rows = [(what, seconds(waited), percent(waited / total)) for what, waited in ranked]
+    return table("Compute waits for", ("what", "time", "of the step"), rows, right=("time", "of the step"))
+
+
+def tiers(simulation: Simulation, hardware: HardwareProfile) -> dict[str, dict[str, int]]:
+    """What each tier holds at most, and what it could hold, bytes."""
+    p = simulation.prediction
+    rows = {
+        "device": {"peak_bytes": p.device_peak_bytes, "capacity_bytes": hardware.device_memory_bytes},
+        "host": {"peak_bytes": p.host_peak_bytes, "capacity_bytes": hardware.host_memory_bytes},
+        "disk": {"peak_bytes": p.disk_bytes, "capacity_bytes": hardware.disk_capacity_bytes},
+    }
+    if hardware.shared_memory:
+        del rows["device"]  # it is the host's
+    return rows
