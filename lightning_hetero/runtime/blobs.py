@@ -67,6 +67,13 @@ class StateBlobs:
             source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
             optimizer.state[entry.param][entry.key] = OffloadedTensor(source)
 
+    def drop(self, part: Part, optimizer: Optimizer) -> None:
+        """Brings the part's state into memory for good and removes its blob."""
+        self.load(part, optimizer)
+        blob, _ = self._blobs.pop(part, (None, ()))
+        if blob is not None:
+            self._store.discard(blob)
+
     def _blob(self, part: Part, entries: list[_Entry], num_bytes: int) -> Part:
         known = self._blobs.get(part)
         if known is not None and known[1] == entries:

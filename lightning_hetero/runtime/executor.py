@@ -19,7 +19,7 @@ from torch import nn
 from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, UpdateLane
+from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import lower
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
@@ -80,6 +80,9 @@ class Executor:
         recorder: Records spans; may be off.
         heap: Gives free memory back when the process exceeds its budget.
         poison: Fill released memory with NaN instead of only dropping it (tests).
+
+    Attributes:
+        serial: Nothing overlaps: compute waits for whatever it issues to be done. For measuring compute alone.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Executor:
         self.deferred = deferred
         self.recorder = recorder
         self.heap = heap
+        self.serial = False
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
@@ -118,6 +122,7 @@ class Executor:
         self._held: set[int] = set()
         self._releases: list[Ticket] = []
         self._in_flight: list[Ticket] = []
+        self._updates: list[Ticket] = []  # of the block that was updated last
 
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
@@ -128,13 +133,7 @@ class Executor:
     def begin_step(self, *, training: bool) -> None:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
         self._learn()
-        self._in_backward = False
-        self._close_backward()
-        self._held.clear()
-        for block in self.blocks:
-            while block.uses:  # held, or left open by an exception
-                self.shut(block)
-        self.updater.cancel_opened(self.blocks)
+        self._close_all()
         self._training = training
         self._seen = []
         self._cursor = self._issued = 0
@@ -146,6 +145,35 @@ class Executor:
             for block in self.blocks:
                 block.grads_left = {id(p) for p in block.params() if p.requires_grad}
                 block.early_unsafe = False
+
+    def _close_all(self) -> None:
+        """What the last batch left open is closed."""
+        self._in_backward = False
+        self._close_backward()
+        self._held.clear()
+        for block in self.blocks:
+            while block.uses:  # held, or left open by an exception
+                self.shut(block)
+        self.updater.cancel_opened(self.blocks)
+
+    def rest(self) -> None:
+        """Between two batches: no block is in use, nothing is under way, and all that was written is committed."""
+        self._learn()
+        self._seen = []
+        self._close_all()
+        self.drain()
+        for block in self.blocks:
+            for part in block.parts:
+                self.store.barrier(part)
+        self.store.commit()
+        self.store.wait_for_commit()
+        self._schedule = None
+        self._tickets = {}
+
+    def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool) -> None:
+        """Goes on with another plan, while the executor rests; the blocks are where it wants them."""
+        self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
+        self._schedules.clear()
 
     def forward_begins(self, block: Block) -> None:
         """Observer: issues what the anchor triggers and waits for the block's weights."""
@@ -182,8 +210,9 @@ class Executor:
     def backward_starts(self) -> None:
         """Backward writes gradients: whatever still reads those of the last step must be over."""
         self._in_backward = True
-        self._wait_in_flight()
-        self.heap.backward_begins()
+        with self.recorder.waiting("V"):
+            self._wait_in_flight()
+            self.heap.backward_begins()
 
     def backward_ends(self) -> None:
         """The last block has been left."""
@@ -210,7 +239,10 @@ class Executor:
         self.recorder.watch("COMMIT", "", [t for t in (self.store.commit(),) if t is not None])
         self.updater.begin_step()
         self.recorder.end_step()
-        if not self._overlaps():
+        if self.serial:
+            self._wait_in_flight(DONE)
+            self.store.wait_for_commit()
+        elif not self._overlaps():
             self._wait_in_flight()
 
     # ---- anchors ----------------------------------------------------------------------------------------------------------
@@ -245,7 +277,10 @@ class Executor:
         while self._issued < len(ops) and ops[self._issued].at <= index:
             op = ops[self._issued]
             self._issued += 1
-            self._tickets[op.id] = self._issue(op)
+            self._tickets[op.id] = tickets = self._issue(op)
+            if self.serial:
+                for ticket in tickets:
+                    ticket.wait(DONE)
 
     def _issue(self, op: Op) -> list[Ticket]:
         """Runs one op; an op that reality has overtaken does nothing."""
@@ -254,7 +289,9 @@ class Executor:
                 block = self.blocks[op.block]
                 return self._fetch(block, []) if self._fits(block) else []
             case OpKind.FETCH, Payload.STATE:
-                return self.updater.open(self.blocks[op.block])
+                # One update after the other: its state is read when its turn comes.
+                one_by_one = self.serial or self.plan.update_order is UpdateOrder.NAIVE
+                return [] if one_by_one else self.updater.open(self.blocks[op.block])
             case OpKind.RELEASE, _:
                 return self.release(self.blocks[op.block])
             case OpKind.UPDATE, _:
@@ -392,22 +429,24 @@ class Executor:
             for part in block.parts:
                 self.settle(part)
             self.open(block)
+        behind = self._updates if self.plan.update_order is UpdateOrder.NAIVE else []
         try:
-            tickets = self.updater.update(block, binding)
+            tickets = self.updater.update(block, binding, after=behind)
         finally:
             if in_python:
                 self.shut(block)
         if tickets:
             self.hide(block)
             self._in_flight += tickets
+            self._updates = tickets
         return self.recorder.watch("UPDATE", block.name, tickets)
 
     def _overlaps(self) -> bool:
-        return all(b.plan.update is UpdateLane.CPU for b in self.blocks) and not self.updater.waits
+        return self.plan.priority and all(b.plan.update is UpdateLane.CPU for b in self.blocks) and not self.updater.waits
 
-    def _wait_in_flight(self) -> None:
+    def _wait_in_flight(self, what: int = READY) -> None:
         for ticket in self._in_flight:
-            ticket.wait(READY)
+            ticket.wait(what)
         self._in_flight.clear()
 
     def finish(self) -> None:

@@ -40,6 +40,10 @@ class OptimizerBinding:
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Called before the state is looked at; waits for updates under way.
         on_zero: Called before gradients are zeroed in place.
+
+    Attributes:
+        capability: The rule that the optimizer allows wherever its state lives.
+        rule: The rule that the plan asks for: an optimizer that could run block by block runs whole where nothing is on disk.
     """
 
     def __init__(
@@ -53,9 +57,10 @@ class OptimizerBinding:
         blockwise.check_supported(optimizer)
         self.optimizer = optimizer
         if adam.supports(optimizer):
-            self.rule = Rule.NATIVE
+            self.capability = Rule.NATIVE
         else:
-            self.rule = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
+            self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
+        self.rule = self.capability
         self._on_step, self._on_read, self._on_zero = on_step, on_read, on_zero
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._store: TierStore | None = None
@@ -64,13 +69,18 @@ class OptimizerBinding:
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
         """Says where the parameters live; state that the optimizer already has moves there."""
-        if self.rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params()):
-            self._intercept()
+        self.choose(self.rule)
         self._store = store
         self._homes = {param: (part, index) for param, part, index in homes}
         existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
         if self.rule is Rule.NATIVE and existing:
             self._import(existing)
+
+    def choose(self, rule: Rule) -> None:
+        """Runs by this rule from the next step on; once ``step`` hands over it goes on doing so."""
+        self.rule = rule
+        if not self._replaced and (rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params())):
+            self._intercept()
 
     def _intercept(self) -> None:
         optimizer = self.optimizer

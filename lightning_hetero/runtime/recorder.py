@@ -18,11 +18,15 @@ class Recorder:
     Args:
         enabled: Whether anything is recorded.
         steps: Optimizer steps that are kept, the latest ones; bounds memory.
+
+    Attributes:
+        waited_s: Seconds that compute has spent in the runtime, issuing and waiting, since the start; counted even while disabled.
     """
 
     def __init__(self, *, enabled: bool, steps: int = 16) -> None:
         self.enabled = enabled
         self.step = 0
+        self.waited_s = 0.0
         self._keep = steps
         self._spans: list[Span] = []
         self._watched: list[tuple[int, str, str, Ticket]] = []
@@ -30,14 +34,16 @@ class Recorder:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """A span on the compute lane for the time that compute spends issuing and waiting at an anchor."""
-        if not self.enabled:
-            yield
-            return
         start = time.monotonic()
-        yield
-        self._spans.append(
-            Span(step=self.step, name=f"wait {name}", lane="compute", start_s=start, end_s=time.monotonic(), waited_for=name)
-        )
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            self.waited_s += end - start
+            if self.enabled:
+                self._spans.append(
+                    Span(step=self.step, name=f"wait {name}", lane="compute", start_s=start, end_s=end, waited_for=name)
+                )
 
     @contextmanager
     def span(self, name: str, lane: str = "compute") -> Iterator[None]:

@@ -8,77 +8,40 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hetero._native import BlockGeometry, file_bytes
-from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import Plan, Tier
-from lightning_hetero.lowering.budget import HostShares, check_device, host_needs, share_out
-from lightning_hetero.optim import adam
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
-from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.optimizers import OptimizerBinding
+from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, native_state
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
-from lightning_hetero.store.directory import StoreDirectory
-from lightning_hetero.store.partition import BlockCls, partition
-from lightning_hetero.store.tiers import EngineOptions, TierStore, chunk_bytes, geometry_of, staging_bytes
+from lightning_hetero.store.directory import DiskLimits, StoreDirectory
+from lightning_hetero.store.moves import move
+from lightning_hetero.store.partition import partition
+from lightning_hetero.store.tiers import TierStore, geometry_of
 from lightning_hetero.units import format_bytes
 
+__all__ = ["Session", "SessionOptions", "StepRules"]
+
 log = logging.getLogger(__name__)
-
-_UNKNOWN_STATE_BYTES = 8  # per element, for optimizers whose state is known only after their first step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """What the user may choose; see ``HeteroOffloadStrategy``."""
-
-    plan: Callable[[ModelShape], Plan]
-    block_cls: BlockCls | None = None
-    host_memory: int | None = None
-    device_memory: int | None = None
-    disk_path: Path | None = None
-    disk_capacity: int | None = None
-    allow_tmpfs: bool = False
-    allow_rotational: bool = False
-    trace: bool = False
-    poison: bool = False
-    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
-    engine: EngineOptions = field(default_factory=EngineOptions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRules:
-    """How the training loop uses gradients, which decides when updates may run.
-
-    Attributes:
-        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
-        accumulates: Gradients live through several batches.
-        keep_gradients: ``param.grad`` stays after the step.
-        waits: ``optimizer.step()`` waits for the updates.
-        clip_value: Clip by value at this, during backward.
-    """
-
-    deferred: str = ""
-    accumulates: bool = False
-    keep_gradients: bool = False
-    waits: bool = False
-    clip_value: float | None = None
 
 
 class Session:
@@ -103,6 +66,8 @@ class Session:
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
+        self._rules = StepRules()
+        self._default_root = Path()
         self._started = False
         self._disk_bytes = 0
         self._final_report: dict[str, int] = {}
@@ -125,162 +90,165 @@ class Session:
         """
         if optimizers is not None:
             self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
-        owners = {id(p): b for b in self.bindings for p in b.params()}
-        model = self.shape(owners)
-        plan = self._fitting(self.options.plan(model).resolve(b.name for b in model.blocks), model)
-        self._check_rules(plan, owners)
-        for block, placed in zip(self.blocks, plan.blocks, strict=True):
+        self._rules = rules
+        placer = self._placer()
+        parked = self.executor
+        plans = self.options.plans
+        if parked is not None and optimizers is None:
+            plans = (lambda _: parked.plan,)  # everything is where that plan has put it
+        placement = placer.first_that_fits(plans, present_bytes=self._present_bytes())
+        for block, placed in zip(self.blocks, placement.plan.blocks, strict=True):
             block.plan = placed
-        self._choose_rules(owners)
-        if any(b.rule is Rule.WHOLE for b in self.bindings):
-            rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
-        geometries = self._geometries(owners)
-        parked = self.store is not None
-        chunk = self.store.chunk_bytes_max if self.store else self._chunk_bytes()
-        shares = self._shares(plan, model, rules, chunk)
-        capacity = shares.cache
+        for binding, rule in zip(self.bindings, placement.by, strict=True):
+            binding.rule = rule
+        self._default_root = default_root
         if self.store is None:
-            directory = self._directory(plan, geometries, owners, default_root)
-            num_blocks = 8 * len(geometries) + 64  # unfreezing, and state that only its optimizer knows, take more files
-            staging = staging_bytes(self.options.engine, chunk) + shares.read_ahead
-            engine = replace(self.options.engine, staging_bytes=staging)
-            self.store = TierStore(engine, directory=directory, num_blocks=num_blocks, chunk_bytes_max=chunk)
+            num_blocks = 8 * sum(len(b.parts) for b in self.blocks) + 64  # unfreezing, and state known to its optimizer, take files
+            self.store = TierStore(
+                replace(self.options.engine, staging_bytes=placement.staging_bytes),
+                directory=self._directory(placement),
+                num_blocks=num_blocks,
+                chunk_bytes_max=placer.chunk_bytes,
+            )
             self.store.on_patched = self.options.on_patched
-        present = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
-        heap = Heap(self.options.host_memory, present_bytes=present)
-        updater = Updater(
-            self.store,
-            clip_value=rules.clip_value,
-            keep_gradients=rules.keep_gradients or bool(rules.deferred),
-            waits=rules.waits,
-        )
+        rules = placement.rules
+        updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=_keeps_gradients(rules), waits=rules.waits)
         updater.own(self.bindings)
+        heap = Heap(self.options.host_memory, present_bytes=self._present_bytes())
         self.executor = Executor(
-            self.blocks, plan=plan, model=model, store=self.store, updater=updater, capacity_bytes=capacity,
-            deferred=bool(rules.deferred), recorder=self.recorder, heap=heap, poison=self.options.poison,
+            self.blocks, plan=placement.plan, model=placer.model, store=self.store, updater=updater,
+            capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred), recorder=self.recorder, heap=heap,
+            poison=self.options.poison,
         )  # fmt: skip
-        if not parked or optimizers is not None:
-            self._open(geometries, capacity)
+        if parked is None or optimizers is not None:
+            self._open(placement)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
             for binding in self.bindings:
                 binding.place(self.store, homes)
         self.store.commit()
         self._handles = observe(self.blocks, self.executor)
         self._started = True
-        self._announce(plan, rules, capacity)
+        self._announce(placement)
 
-    def shape(self, owners: dict[int, OptimizerBinding]) -> ModelShape:
-        """The blocks' sizes, given which parameters are optimized by whom."""
-        rows = []
+    def replan(self, plan: Plan) -> Plan:
+        """Goes on with another plan: moves weights and optimizer state to the tiers that it says, between two batches of a fit.
+
+        Args:
+            plan: The plan; its rules may be patterns.
+
+        Returns:
+            The plan as it is in force, one rule per block.
+
+        Raises:
+            OutOfMemoryBudgetError: As for :meth:`start`; nothing has changed then, nor with the next three.
+            OutOfDiskError: The same.
+            ConfigError: The same.
+            UnsupportedError: The same.
+            StoreError: A transfer failed, which stops the engine.
+        """
+        assert self.executor is not None
+        assert self.store is not None
+        placer = self._placer()
+        self.executor.rest()
+        placement = placer.place(plan, present_bytes=self._present_bytes())
+        self._make_disk_ready(placement)
+        if placement.staging_bytes < self.store.staging_bytes:
+            self.store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
-            trainable = [p for p in block.params() if id(p) in owners]
-            state = sum(p.num_elements * _state_bytes(p, owners) for p in block.parts)
-            rows.append(
-                BlockShape(
-                    name=block.name,
-                    num_params=sum(p.num_elements for p in block.parts),
-                    num_trainable_params=sum(p.numel() for p in trainable),
-                    weight_bytes=sum(p.weight_bytes for p in block.parts),
-                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad),
-                    state_bytes=state,
-                    pinned=block.spec.pinned,
-                )
-            )
-        return ModelShape(name=type(self.root).__name__, blocks=tuple(rows))
+            self.executor.release(block)  # cached weights come back when they are used
+        moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
+        for block, placed in sorted(moves, key=lambda m: _growth(m[0], m[1], placer.model)):  # what gives memory back goes first
+            self._move(block, placed, placement)
+        self.executor.rest()
+        if not placement.staging_bytes:
+            self.store.detach()
+        if placement.staging_bytes != self.store.staging_bytes:
+            self.store.resize_staging(placement.staging_bytes)
+        rules = placement.rules
+        for binding, rule in zip(self.bindings, placement.by, strict=True):
+            binding.choose(rule)
+        self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=_keeps_gradients(rules), waits=rules.waits)
+        self.executor.adopt(placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred))
+        self._announce(placement)
+        return placement.plan
 
-    def _fitting(self, plan: Plan, model: ModelShape) -> Plan:
-        """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
-        pinned = [b.name for b, p in zip(model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
-        if pinned:
-            log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
-        return replace(plan, blocks=tuple(replace(p, weights=Tier.HOST) if p.name in pinned else p for p in plan.blocks))
+    def _placer(self) -> Placer:
+        return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules)
 
-    def _choose_rules(self, owners: dict[int, OptimizerBinding]) -> None:
-        """An optimizer that the engine does not know runs as it always does, unless something of it lives on disk."""
-        for binding in self.bindings:
-            mine = [b for b in self.blocks if any(owners.get(id(p)) is binding for p in b.params())]
-            if binding.rule is Rule.BLOCKWISE and not any(Tier.DISK in (b.plan.weights, b.plan.state) for b in mine):
-                binding.rule = Rule.WHOLE
+    def host_memory(self) -> int:
+        """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
+        return self._placer().host_memory(self._present_bytes())
+
+    def _present_bytes(self) -> int:
+        """Weights and optimizer state that are in memory now."""
+        weights = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
+        state = 0
+        if self.executor is not None:
+            rows = zip(self.executor.model.blocks, self.blocks, strict=True)
+            state = sum(s.state_bytes for s, b in rows if b.plan.state is not Tier.DISK and any(p.stepped for p in b.parts))
+        return weights + state
+
+    def _move(self, block: Block, placed: BlockPlan, placement: Placement) -> None:
+        """Brings one block to where its new plan wants it."""
+        assert self.executor is not None
+        assert self.store is not None
+        before = block.plan
+        same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)
+        same_state = (before.state is Tier.DISK) == (placed.state is Tier.DISK)
+        if not (same_weights and same_state):
+            self.executor.bring(block, force=True)
+            for part in block.parts:
+                move(self.store, part, placement.geometries.get(part))
+        block.plan = placed
+        if not same_state:
+            for part in block.parts:
+                self.executor.updater.move_state(part)
+        if block.weights_on_disk:
+            self.executor.hide(block)
+            self.executor.release(block)
+        else:
+            self._restore(block)
+
+    def _make_disk_ready(self, placement: Placement) -> None:
+        """Room for the plan's files, before anything moves."""
+        assert self.store is not None
+        if self.store.directory is None:
+            directory = self._directory(placement)
+            if directory is not None:
+                self.store.attach(directory)
+            return
+        limits = DiskLimits(
+            needed_bytes=placement.disk_bytes + placement.later_bytes, capacity_bytes=self.options.disk_capacity,
+            allow_tmpfs=True, allow_rotational=True,
+        )  # fmt: skip  # the directory is in use already
+        self.store.directory.check_room(limits)
+        self._disk_bytes = placement.disk_bytes
 
     @property
     def on_disk(self) -> bool:
         """Whether anything lives on disk."""
         return self.store is not None and self.store.directory is not None
 
-    def _check_rules(self, plan: Plan, owners: dict[int, OptimizerBinding]) -> None:
-        for block, placed in zip(self.blocks, plan.blocks, strict=True):
-            whole = [owners[id(p)] for p in block.params() if id(p) in owners and owners[id(p)].rule is Rule.WHOLE]
-            if whole and Tier.DISK in (placed.state, placed.weights):
-                name = type(whole[0].optimizer).__name__
-                raise UnsupportedError(
-                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not torch's, so it is not "
-                    f"known to update parameters independently. If it does, set {name}.hetero_blockwise = True; else use "
-                    f'plan="host" or an optimizer of torch.optim.'
-                )
-
-    def _geometries(self, owners: dict[int, OptimizerBinding]) -> dict[Part, BlockGeometry]:
-        """Geometries of the parts that the engine sees: native updates, and weights on disk."""
-        geometries: dict[Part, BlockGeometry] = {}
-        for block in self.blocks:
-            for part in block.parts:
-                num_state = _num_state(part, owners)
-                if num_state or block.weights_on_disk:
-                    geometries[part] = geometry_of(
-                        part, len(geometries), num_state=num_state, weights=block.plan.weights, state=block.plan.state
-                    )
-        return geometries
-
-    def _shares(self, plan: Plan, model: ModelShape, rules: StepRules, chunk: int) -> HostShares:
-        check_device(plan, model, self.options.device_memory)
-        on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
-        all_gradients = bool(rules.deferred) or rules.accumulates
-        staging = staging_bytes(self.options.engine, chunk) if on_disk else 0
-        needs = host_needs(plan, model, staging=staging, all_gradients=all_gradients)
-        if self.options.host_memory is not None:
-            return share_out(plan, needs, host_memory=self.options.host_memory, source="host_memory")
-        # Weights are in memory already, so only what a block needs on top counts against what is free.
-        free = psutil.virtual_memory().available + needs.weights + (0 if self._unset else needs.all_cached)
-        return share_out(plan, needs, host_memory=free, source="the machine's free memory")
-
-    def _chunk_bytes(self) -> int:
-        """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""
-        chunks = [64 * 1024]
-        for part in [part for block in self.blocks for part in block.parts]:
-            trained = len(adam.state_names(part.dtype)) if part.dtype in adam.DTYPES else 0
-            for num_state in {0, trained}:
-                chunks.append(chunk_bytes(geometry_of(part, 0, num_state=num_state, weights=Tier.DISK, state=Tier.DISK)))
-        return max(chunks)
-
-    def _directory(
-        self, plan: Plan, geometries: dict[Part, BlockGeometry], owners: dict[int, OptimizerBinding], default_root: Path
-    ) -> StoreDirectory | None:
-        placements = {t for p in plan.blocks for t in (p.weights, p.state)}
-        if Tier.DISK not in placements:
+    def _directory(self, placement: Placement) -> StoreDirectory | None:
+        self._disk_bytes = placement.disk_bytes
+        if not any(Tier.DISK in (p.weights, p.state) for p in placement.plan.blocks):
             return None
-        self._disk_bytes = sum(file_bytes(g) * g.num_slots for g in geometries.values())
-        # State that only its optimizer's own code knows gets files at the first step; it has to find room then.
-        later = sum(
-            _state_bytes(part, owners) * part.num_elements
-            for block in self.blocks
-            for part in block.parts
-            if block.plan.state is Tier.DISK and not _num_state(part, owners)
-        )
-        default_root.mkdir(parents=True, exist_ok=True)
+        self._default_root.mkdir(parents=True, exist_ok=True)
         # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
         rows = [
             {"block": b.name, "params": {n: [str(p.dtype), list(p.shape)] for n, p in b.spec.params.items()}} for b in self.blocks
         ]
         return StoreDirectory.create_or_adopt(
             self.options.disk_path,
-            default_root=default_root,
+            default_root=self._default_root,
             manifest={"model": type(self.root).__name__, "blocks": rows},
             allow_tmpfs=self.options.allow_tmpfs,
             allow_rotational=self.options.allow_rotational,
-            needed_bytes=self._disk_bytes + 2 * later,
+            needed_bytes=placement.disk_bytes + placement.later_bytes,
             capacity_bytes=self.options.disk_capacity,
         )
 
-    def _open(self, geometries: dict[Part, BlockGeometry], capacity: int) -> None:
+    def _open(self, placement: Placement) -> None:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
         assert self.store is not None
         assert self.executor is not None
@@ -289,13 +257,13 @@ class Session:
             if block.name in self._unset:
                 initialize(block, self._made_on_meta)
             self._take_over(block)
-            self.executor.bring(block)  # a parked model's weights are on disk
+            self.executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
-                self._open_part(part, geometries.get(part))
+                self._open_part(part, placement.geometries.get(part))
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
                 self.executor.hide(block)
-                if used + size <= capacity:
+                if used + size <= placement.cache_bytes:
                     used += size
                 else:
                     self.executor.release(block)
@@ -328,7 +296,8 @@ class Session:
         if part.native is not None:
             self.store.flush(part)
 
-    def _announce(self, plan: Plan, rules: StepRules, capacity: int) -> None:
+    def _announce(self, placement: Placement) -> None:
+        plan, rules, capacity = placement.plan, placement.rules, placement.cache_bytes
         on_disk = sum(b.weights_on_disk for b in self.blocks)
         log.info(
             "plan %r: %d blocks, weights of %d on disk (%s cached in memory), %s of files; updates %s.",
@@ -358,7 +327,7 @@ class Session:
             for part in block.parts:
                 mine = [p for p in part.params if id(p) in ids]
                 if mine:
-                    num_state = _num_state(part, owners)
+                    num_state = native_state(part, owners)
                     if num_state and (part.native is None or part.native.geometry.num_state == 0):
                         self._reopen(part, num_state)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
@@ -508,13 +477,12 @@ class Session:
         self.blocks, self.bindings, self.executor = [], [], None
 
 
-def _num_state(part: Part, owners: dict[int, OptimizerBinding]) -> int:
-    rules = {owners[id(p)].rule for p in part.params if id(p) in owners}
-    return len(adam.state_names(part.dtype)) if rules == {Rule.NATIVE} else 0
+def _keeps_gradients(rules: StepRules) -> bool:
+    return rules.keep_gradients or bool(rules.deferred)
 
 
-def _state_bytes(part: Part, owners: dict[int, OptimizerBinding]) -> int:
-    rules = {owners[id(p)].rule for p in part.params if id(p) in owners}
-    if rules == {Rule.NATIVE}:
-        return 4 * len(adam.state_names(part.dtype))
-    return _UNKNOWN_STATE_BYTES if rules else 0
+def _growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
+    """Bytes of memory that moving the block takes."""
+    shape = model.blocks[block.index]
+    tiers = ((shape.weight_bytes, block.plan.weights, placed.weights), (shape.state_bytes, block.plan.state, placed.state))
+    return sum(size * ((after is not Tier.DISK) - (before is not Tier.DISK)) for size, before, after in tiers)

@@ -46,6 +46,20 @@ class Updater:
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
 
+    def configure(self, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
+        """Sets what the constructor's arguments of these names say, between steps."""
+        self._clip_value, self._keep_gradients, self.waits = clip_value, keep_gradients, waits
+
+    def move_state(self, part: Part) -> None:
+        """State that only the optimizer's own code knows follows the part's plan: into memory, or into a blob on disk."""
+        owner = next((self.owners[id(p)] for p in part.params if id(p) in self.owners), None)
+        if owner is None or owner.capability is not Rule.BLOCKWISE:
+            return
+        if part.block.plan.state is Tier.DISK:
+            self._blobs.save(part, owner.optimizer)
+        else:
+            self._blobs.drop(part, owner.optimizer)
+
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
         """Learns which parameter belongs to which optimizer."""
         self.owners = {id(p): b for b in bindings for p in b.params()}
@@ -93,8 +107,8 @@ class Updater:
                 if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
                     _check_dense(name, param.grad)
 
-    def update(self, block: Block, binding: OptimizerBinding) -> list[Ticket]:
-        """Updates the block's parameters that have gradients and belong to ``binding``."""
+    def update(self, block: Block, binding: OptimizerBinding, *, after: Sequence[Ticket] = ()) -> list[Ticket]:
+        """Updates the block's parameters that have gradients and belong to ``binding``; native updates start ``after`` others."""
         tickets: list[Ticket] = []
         for part in block.parts:
             indices = self._indices(part, binding)
@@ -103,7 +117,7 @@ class Updater:
             self._prepare_gradients(part, indices)
             part.reclaim()
             if binding.rule is Rule.NATIVE:
-                tickets.append(self._update_native(block, part, indices, binding))
+                tickets.append(self._update_native(block, part, indices, binding, after))
             else:
                 tickets += self._update_in_python(block, part, indices, binding)
             self._updated.update(id(part.params[i]) for i in indices)
@@ -137,7 +151,9 @@ class Updater:
         if self._clip_value is not None and self.verdict is None:
             torch.nn.utils.clip_grad_value_([part.params[i] for i in indices], self._clip_value)
 
-    def _update_native(self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> Ticket:
+    def _update_native(
+        self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding, after: Sequence[Ticket]
+    ) -> Ticket:
         groups = self._groups_of(binding)
         self.store.refresh_master(part)
         binding.renew(part, indices)
@@ -149,7 +165,7 @@ class Updater:
             rows.append((i, param, groups[id(param)], grad.detach()))
         segments, hypers = adam.request(binding.optimizer, part, rows)
         if part.opened is None:
-            self.store.open_update(part, resident=block.resident, priority=_AFTER_FETCHES + block.index)
+            self.store.open_update(part, resident=block.resident, priority=_AFTER_FETCHES + block.index, after=after)
         keep = [grad for *_, grad in rows]
         ticket = self.store.arm_update(part, segments, hypers, keep, scale=self._scale, priority=_AFTER_FETCHES + block.index)
         # A graph that still holds these weights would read new values: autograd shall say so instead.

@@ -173,6 +173,15 @@ class StoreDirectory:
         """Whether the file system is host memory, which older kernels read and write only through the page cache."""
         return self._in_memory
 
+    def check_room(self, limits: DiskLimits) -> None:
+        """Refuses what the directory has no room for, files of the store that it already holds included.
+
+        Raises:
+            OutOfDiskError: ``needed_bytes`` exceed ``capacity_bytes`` or the free space.
+        """
+        _check_capacity(self._path, limits)
+        _check_volume(self._path, self._held.directory_fd, limits)
+
     def remove_block(self, identifier: int) -> None:
         """Removes the closed files of one block."""
         for slot in "ab":

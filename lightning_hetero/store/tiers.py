@@ -114,6 +114,8 @@ class TierStore:
         self.chunk_bytes_max = chunk_bytes_max
         self.step = 0
         self._ids: set[int] = set()
+        self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
+        self._free_ids: set[int] = set()
         self._blobs: list[Part] = []
         self._uncommitted: list[Part] = []
         self._last_commit: Ticket | None = None
@@ -121,6 +123,7 @@ class TierStore:
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
+        self._num_blocks = num_blocks
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
         with ExitStack() as undo:
             if directory is not None:
@@ -138,26 +141,64 @@ class TierStore:
             undo.pop_all()
 
     def next_id(self) -> int:
-        """A number that no block file of this store has had."""
-        return max(self._ids, default=-1) + 1
+        """A number for a block's files: one that no block has, nor a commit record names."""
+        self.wait_for_commit()
+        return min(self._free_ids, default=max(self._ids, default=-1) + 1)
 
     def free_id(self, wanted: int) -> int:
         """``wanted`` if no block of this store has had it: in a new store parts are numbered as the manifest lists them."""
         return wanted if wanted not in self._ids else self.next_id()
 
+    def attach(self, directory: StoreDirectory) -> None:
+        """From now on blocks may have files; the directory is the store's own, and closed where it cannot be used."""
+        assert self.directory is None, "one directory at a time"
+        with ExitStack() as undo:
+            undo.callback(directory.close, remove=True)
+            self._store = _open_store(directory, self.options, self._num_blocks)
+            undo.pop_all()
+        self.directory = directory
+
+    def detach(self) -> None:
+        """Closes and removes what :meth:`attach` or the constructor opened; no block has files any more."""
+        if self.directory is None or self._store is None:
+            return
+        assert not any(part.on_disk for part in self._blobs), "blobs are dropped first"
+        self.wait_for_commit()
+        directory, store = self.directory, self._store
+        self.directory = self._store = None
+        store.close()
+        directory.close()
+        self._ids, self._closed_ids, self._free_ids = set(), set(), set()
+
+    def resize_staging(self, num_bytes: int) -> None:
+        """Changes the memory that state streams through; nothing may be under way (:meth:`barrier`)."""
+        self.wait_for_commit()
+        self.staging_bytes = num_bytes
+        self.engine.resize_staging(max(num_bytes, 3 * self.chunk_bytes_max))
+
     def open(self, part: Part, geometry: BlockGeometry) -> None:
         """Opens the part's native block and, where its weights live on disk, writes them there."""
-        on_disk = geometry.weights_on_disk_file or geometry.state_on_disk_file
-        self._wait_for_commit()
-        part.native = NativeBlock(self._store if on_disk else None, geometry, part.arena.address)
-        self._ids.add(geometry.id)
+        self.give_home(part, self.new_home(part, geometry))
+
+    def new_home(self, part: Part, geometry: BlockGeometry) -> NativeBlock:
+        """A native block for the part, beside the one that it may have."""
+        self.wait_for_commit()
+        native = NativeBlock(self._store if _has_file(geometry) else None, geometry, part.arena.address)
+        if _has_file(geometry):  # the numbers of others mean nothing
+            self._ids.add(geometry.id)
+            self._free_ids.discard(geometry.id)
+        return native
+
+    def give_home(self, part: Part, native: NativeBlock) -> None:
+        """The part, which has none, gets its native block."""
+        part.native = native
         if not part.params:
             self._blobs.append(part)
-        part.on_disk = bool(on_disk)
+        part.on_disk = _has_file(native.geometry)
         # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
-        part.dirty = bool(geometry.weights_on_disk_file) or _has_master(part)
+        part.dirty = bool(native.geometry.weights_on_disk_file) or _has_master(part)
 
-    def _wait_for_commit(self) -> None:
+    def wait_for_commit(self) -> None:
         """The set of blocks may not change while a commit record is being written."""
         if self._last_commit is not None:
             self._last_commit.wait()
@@ -169,15 +210,27 @@ class TierStore:
 
     def discard(self, part: Part) -> None:
         """Closes a part's native block and removes its files; the weights are in memory, the state is given up."""
+        self.close_home(self.take_home(part))
+
+    def take_home(self, part: Part) -> NativeBlock:
+        """Takes the native block off the part, which has none then; everything of it is written and committed."""
         assert part.native is not None
         self.barrier(part)
         self.commit()
-        self._wait_for_commit()
-        identifier = part.native.geometry.id
-        part.native.close()
-        if part.on_disk and self.directory is not None:
-            self.directory.remove_block(identifier)
+        self.wait_for_commit()
+        native = part.native
         self._forget(part)
+        if part in self._blobs:
+            self._blobs.remove(part)
+        return native
+
+    def close_home(self, native: NativeBlock) -> None:
+        """Closes what :meth:`take_home` gave, and removes its files."""
+        self.wait_for_commit()
+        native.discard()
+        if self.directory is not None and _has_file(native.geometry):
+            self._closed_ids.add(native.geometry.id)
+            self.directory.remove_block(native.geometry.id)
 
     def reset(self, part: Part) -> None:
         """Gives up a part's state; the weights are in memory, and are written anew by the next :meth:`flush`."""
@@ -187,7 +240,7 @@ class TierStore:
         zeros = torch.zeros(geometry.num_elements)  # shared pages of zeros: nothing is written to them
         runs = [(array, 0, zeros) for array in range(geometry.num_state)]
         if part.stepped:
-            self._write(part, runs, from_memory=False, state=True).wait()
+            self.rewrite(part, runs, from_memory=False, state=True).wait()
         part.dirty = _weights_on_file(part) or _has_master(part)
 
     def stats(self) -> EngineStats:
@@ -265,14 +318,14 @@ class TierStore:
                 if master
                 else []
             )
-            self._write(part, runs, from_memory=_weights_on_file(part), state=master)
+            self.rewrite(part, runs, from_memory=_weights_on_file(part), state=master)
             self.master_is_current(part)
         if part.patches:
             patches, part.patches = part.patches, []
             self._patched.pop(part, None)
             runs = [(WEIGHTS, offset, value) for offset, value in patches]
             runs += [(0, offset, value.float()) for offset, value in patches] if master else []
-            self._write(part, runs, from_memory=False, state=master).wait()  # they may be views of a file that will be closed
+            self.rewrite(part, runs, from_memory=False, state=master).wait()  # they may be views of a file that will be closed
             for _, value in patches:
                 self.on_patched(value)
 
@@ -296,15 +349,15 @@ class TierStore:
 
     # ---- updates --------------------------------------------------------------------------------------------------------
 
-    def open_update(self, part: Part, *, resident: bool, priority: int) -> Ticket:
-        """Announces an update of the part; its state starts to stream."""
+    def open_update(self, part: Part, *, resident: bool, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
+        """Announces an update of the part; once ``after`` are done its state starts to stream."""
         assert part.native is not None
         if resident and not _has_master(part):
             part.dirty = False  # the update writes the weight memory anyway
         self.flush(part)
         if part.on_disk:
             self._begin_write(part)
-        part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority)
+        part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority, after=after)
         self._opened.add(part)
         return part.opened
 
@@ -352,14 +405,14 @@ class TierStore:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""
         self.flush(part)
         rows = [(array, part.offsets[index], value) for array, index, value in runs]
-        self._write(part, rows, from_memory=False, state=True).wait()
+        self.rewrite(part, rows, from_memory=False, state=True).wait()
         for _, _, value in rows:
             self.on_patched(value)
 
     def store_weights(self, part: Part) -> Ticket:
         """Writes the weight memory to the file after an update that ran in Python."""
         part.dirty = False
-        return self._write(part, [], from_memory=True, state=True)
+        return self.rewrite(part, [], from_memory=True, state=True)
 
     # ---- commit ---------------------------------------------------------------------------------------------------------
 
@@ -383,6 +436,8 @@ class TierStore:
             part.uncommitted = False
         self._uncommitted.clear()
         self.step += 1
+        self._free_ids |= self._closed_ids  # free once this record is there, which `next_id` waits for
+        self._closed_ids = set()
         user = json.dumps({"step": self.step}).encode()
         self._last_commit = self.engine.commit(self._store, self.step, user, priority=-2)
         return self._last_commit
@@ -393,7 +448,15 @@ class TierStore:
         part.uncommitted = True
         self._uncommitted.append(part)
 
-    def _write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
+    def rewrite(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
+        """Writes runs ``(array, first element, flat values)``, and the rest as it was.
+
+        Args:
+            part: The part.
+            runs: What is new.
+            from_memory: The weights come whole from the weight memory.
+            state: The state is no longer all zeros.
+        """
         assert part.native is not None
         self.cancel_update(part)
         if part.on_disk:
@@ -442,6 +505,10 @@ def versions(part: Part) -> int:
 
 def _has_master(part: Part) -> bool:
     return part.native is not None and part.native.geometry.num_state == 3
+
+
+def _has_file(geometry: BlockGeometry) -> bool:
+    return bool(geometry.weights_on_disk_file or geometry.state_on_disk_file)
 
 
 def _weights_on_file(part: Part) -> bool:

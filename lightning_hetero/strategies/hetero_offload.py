@@ -88,7 +88,7 @@ class HeteroOffload(_Base):
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.options = SessionOptions(
-            plan=planner(plan),
+            plans=(planner(plan),),
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
@@ -108,7 +108,7 @@ class HeteroOffload(_Base):
             ),
         )
         self.session: Session | None = None
-        self._may_use_disk = self.options.plan not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
+        self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
         self._failed = False
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._last_trace = Trace(spans=())

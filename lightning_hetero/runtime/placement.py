@@ -1,0 +1,264 @@
+"""Whether a plan can run on one model, and what it then means for the runtime: budgets, geometries, rules, room on the disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+from lightning_hetero._native import BlockGeometry, file_bytes
+from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
+from lightning_hetero.lowering.budget import check_device, host_needs, share_out
+from lightning_hetero.optim import adam
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.store.tiers import EngineOptions, chunk_bytes, geometry_of, staging_bytes
+
+log = logging.getLogger(__name__)
+
+_UNKNOWN_STATE_BYTES = 8  # per element, for optimizers whose state is known only after their first step
+
+Owners = Mapping[int, OptimizerBinding]  # each optimized parameter's optimizer, by the parameter's ``id``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What the user may choose; see ``HeteroOffloadStrategy``.
+
+    Attributes:
+        plans: What makes the plan: the first one whose plan fits the budget counts.
+    """
+
+    plans: tuple[Callable[[ModelShape], Plan], ...]
+    block_cls: BlockCls | None = None
+    host_memory: int | None = None
+    device_memory: int | None = None
+    disk_path: Path | None = None
+    disk_capacity: int | None = None
+    allow_tmpfs: bool = False
+    allow_rotational: bool = False
+    trace: bool = False
+    poison: bool = False
+    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """How the training loop uses gradients, which decides when updates may run.
+
+    Attributes:
+        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
+        accumulates: Gradients live through several batches.
+        keep_gradients: ``param.grad`` stays after the step.
+        waits: ``optimizer.step()`` waits for the updates.
+        clip_value: Clip by value at this, during backward.
+    """
+
+    deferred: str = ""
+    accumulates: bool = False
+    keep_gradients: bool = False
+    waits: bool = False
+    clip_value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A plan that fits.
+
+    Attributes:
+        plan: The plan, one rule per block.
+        rules: When updates run under it.
+        by: The rule of each optimizer, in their order.
+        cache_bytes: Host memory for weights that live on disk.
+        staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
+        geometries: Of the parts that the engine sees: native updates, and weights on disk.
+        disk_bytes: Files.
+        later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
+    """
+
+    plan: Plan
+    rules: StepRules
+    by: tuple[Rule, ...]
+    cache_bytes: int
+    staging_bytes: int
+    geometries: Mapping[Part, BlockGeometry]
+    disk_bytes: int
+    later_bytes: int
+
+
+class Placer:
+    """Looks at plans for one model under one set of optimizers and rules; changes nothing.
+
+    Args:
+        name: The model's name.
+        blocks: Its blocks, bound to memory.
+        options: The user's choices.
+        bindings: The optimizers.
+        rules: How gradients are used.
+    """
+
+    def __init__(
+        self, name: str, blocks: Sequence[Block], options: SessionOptions, bindings: Sequence[OptimizerBinding], rules: StepRules
+    ) -> None:
+        self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
+        self.owners: Owners = {id(p): b for b in bindings for p in b.params()}
+        self.chunk_bytes = self._chunk_bytes()
+        self.model = self._shape(name)
+
+    def _shape(self, name: str) -> ModelShape:
+        rows = []
+        for block in self._blocks:
+            trainable = [p for p in block.params() if id(p) in self.owners]
+            state = sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts)
+            rows.append(
+                BlockShape(
+                    name=block.name,
+                    num_params=sum(p.num_elements for p in block.parts),
+                    num_trainable_params=sum(p.numel() for p in trainable),
+                    weight_bytes=sum(p.weight_bytes for p in block.parts),
+                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad),
+                    state_bytes=state,
+                    pinned=block.spec.pinned,
+                )
+            )
+        return ModelShape(name=name, blocks=tuple(rows))
+
+    def _chunk_bytes(self) -> int:
+        """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""
+        chunks = [64 * 1024]
+        for part in [part for block in self._blocks for part in block.parts]:
+            trained = len(adam.state_names(part.dtype)) if part.dtype in adam.DTYPES else 0
+            for num_state in {0, trained}:
+                chunks.append(chunk_bytes(geometry_of(part, 0, num_state=num_state, weights=Tier.DISK, state=Tier.DISK)))
+        return max(chunks)
+
+    def first_that_fits(self, plans: Sequence[Callable[[ModelShape], Plan]], *, present_bytes: int) -> Placement:
+        """The first of the plans that the budget allows.
+
+        Args:
+            plans: What makes them.
+            present_bytes: Weights and state that are in memory already.
+
+        Raises:
+            OutOfMemoryBudgetError: As for :meth:`place`, of the last one.
+        """
+        *others, last = plans
+        for make in others:
+            with suppress(OutOfMemoryBudgetError):
+                return self.place(make(self.model), present_bytes=present_bytes)
+        return self.place(last(self.model), present_bytes=present_bytes)
+
+    def place(self, plan: Plan, *, present_bytes: int) -> Placement:
+        """Resolves a plan, and refuses one that cannot run.
+
+        Raises:
+            OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
+            ConfigError: The plan does not fit the model.
+            UnsupportedError: An optimizer cannot run out of core.
+        """
+        plan = self._fitting(plan.resolve(b.name for b in self.model.blocks))
+        self._check_optimizers(plan)
+        by = tuple(self._rule_of(binding, plan) for binding in self._bindings)
+        rules = self._rules
+        if Rule.WHOLE in by:
+            rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
+        if plan.update_order is UpdateOrder.AFTER_BACKWARD:
+            rules = replace(rules, deferred=rules.deferred or "the plan says so")
+        cache, staging = self._shares(plan, rules, present_bytes)
+        geometries = self._geometries(plan)
+        return Placement(
+            plan=plan,
+            rules=rules,
+            by=by,
+            cache_bytes=cache,
+            staging_bytes=staging,
+            geometries=geometries,
+            disk_bytes=sum(file_bytes(g) * g.num_slots for g in geometries.values()),
+            later_bytes=self._later_bytes(plan),
+        )
+
+    def host_memory(self, present_bytes: int) -> int:
+        """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
+        if self._options.host_memory is not None:
+            return self._options.host_memory
+        return int(psutil.virtual_memory().available) + present_bytes
+
+    def _fitting(self, plan: Plan) -> Plan:
+        """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
+        pinned = [b.name for b, p in zip(self.model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
+        if pinned:
+            log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
+        return replace(plan, blocks=tuple(replace(p, weights=Tier.HOST) if p.name in pinned else p for p in plan.blocks))
+
+    def _check_optimizers(self, plan: Plan) -> None:
+        for block, placed in zip(self._blocks, plan.blocks, strict=True):
+            owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
+            whole = [b for b in owners if b.capability is Rule.WHOLE]
+            if whole and Tier.DISK in (placed.state, placed.weights):
+                name = type(whole[0].optimizer).__name__
+                raise UnsupportedError(
+                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not torch's, so it is not "
+                    f"known to update parameters independently. If it does, set {name}.hetero_blockwise = True; else use "
+                    f'plan="host" or an optimizer of torch.optim.'
+                )
+
+    def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
+        """An optimizer that the engine does not know runs as it always does, unless something of it lives on disk."""
+        pairs = zip(self._blocks, plan.blocks, strict=True)
+        mine = [p for b, p in pairs if any(self.owners.get(id(q)) is binding for q in b.params())]
+        on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)
+        return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
+
+    def _shares(self, plan: Plan, rules: StepRules, present_bytes: int) -> tuple[int, int]:
+        """Bytes for weights that live on disk, and for staging."""
+        check_device(plan, self.model, self._options.device_memory)
+        on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
+        staging = staging_bytes(self._options.engine, self.chunk_bytes) if on_disk else 0
+        needs = host_needs(plan, self.model, staging=staging, all_gradients=bool(rules.deferred) or rules.accumulates)
+        source = "the machine's free memory" if self._options.host_memory is None else "host_memory"
+        shares = share_out(plan, needs, host_memory=self.host_memory(present_bytes), source=source)
+        cache = shares.cache
+        if plan.host_cache_bytes is not None:
+            cache = min(cache, max(plan.host_cache_bytes, needs.smallest_cache))
+        return cache, staging + shares.read_ahead if on_disk else 0
+
+    def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
+        geometries: dict[Part, BlockGeometry] = {}
+        for block, placed in zip(self._blocks, plan.blocks, strict=True):
+            for part in block.parts:
+                num_state = native_state(part, self.owners)
+                if num_state or placed.weights is Tier.DISK:
+                    geometries[part] = geometry_of(
+                        part, len(geometries), num_state=num_state, weights=placed.weights, state=placed.state
+                    )
+        return geometries
+
+    def _later_bytes(self, plan: Plan) -> int:
+        return 2 * sum(
+            _state_bytes(part, self.owners) * part.num_elements
+            for block, placed in zip(self._blocks, plan.blocks, strict=True)
+            for part in block.parts
+            if placed.state is Tier.DISK and not native_state(part, self.owners)
+        )
+
+
+def native_state(part: Part, owners: Owners) -> int:
+    """State arrays that the engine keeps for a part; 0 where it does not update it."""
+    rules = {owners[id(p)].capability for p in part.params if id(p) in owners}
+    return len(adam.state_names(part.dtype)) if rules == {Rule.NATIVE} else 0
+
+
+def _state_bytes(part: Part, owners: Owners) -> int:
+    rules = {owners[id(p)].capability for p in part.params if id(p) in owners}
+    if rules == {Rule.NATIVE}:
+        return 4 * len(adam.state_names(part.dtype))
+    return _UNKNOWN_STATE_BYTES if rules else 0

@@ -1,0 +1,88 @@
+"""Moves a part between tiers while a model trains: a new native block beside the old one, which goes once the new one is whole.
+
+[Note: Memory in transit]
+State that comes from memory is written from where it lies. State that comes from a file passes through a buffer; as a file is
+written in one rewrite, it would hold all of the part's state: beyond ``_IN_TRANSIT_BYTES`` it goes in several rewrites instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import BlockGeometry, Patch
+from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.units import MIB
+
+_IN_TRANSIT_BYTES = 256 * MIB
+
+
+def move(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
+    """Brings weights and state to where ``geometry`` has them; its ``id`` does not count.
+
+    The weights are in memory before and after; no update of the part is under way or open.
+
+    Args:
+        store: The tiers, with a directory if ``geometry`` has a section in a file.
+        part: The part.
+        geometry: The new one; ``None``: the engine has nothing to do with the part any more.
+
+    Raises:
+        StoreError: A transfer failed, which stops the engine.
+    """
+    if part.native is None:
+        if geometry is not None:
+            store.open(part, replace(geometry, id=store.next_id()))
+            store.flush(part)
+        return
+    if geometry is None:
+        store.flush(part)
+        store.discard(part)
+        return
+    if replace(part.native.geometry, id=geometry.id) == geometry:
+        return
+    store.flush(part)
+    stepped = part.stepped
+    new = store.new_home(part, replace(geometry, id=store.next_id()))  # a full disk refuses it while the old one is whole
+    old = store.take_home(part)
+    store.give_home(part, new)
+    if stepped:
+        part.dirty = False
+        _copy_state(store, old, part)
+        part.stepped = True
+    else:
+        store.flush(part)
+    store.barrier(part)
+    store.commit()
+    store.close_home(old)
+
+
+def _copy_state(store: TierStore, old: NativeBlock, part: Part) -> None:
+    assert part.native is not None
+    new, length = part.native.geometry, part.num_elements
+    weights = new.weights_on_disk_file
+    if not old.geometry.state_on_disk_file:
+        runs = [(k, 0, tensor_at(old, _address(old, k), length, torch.float32)) for k in range(new.num_state)]
+        store.rewrite(part, runs, from_memory=weights, state=True).wait()
+        return
+    for rows in _rewrites(new.num_state, length):
+        values = [(k, start, torch.empty(numel)) for k, start, numel in rows]
+        store.engine.read(old, [Patch(start, v.numel(), v.data_ptr(), k) for k, start, v in values], keep=values).wait()
+        store.rewrite(part, values, from_memory=weights, state=True).wait()
+
+
+def _rewrites(num_arrays: int, length: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Runs ``(array, first element, elements)`` that together cover all arrays, as many at a time as may be in transit."""
+    step = max(1, _IN_TRANSIT_BYTES // (4 * num_arrays))
+    for start in range(0, length, step):
+        yield [(k, start, min(step, length - start)) for k in range(num_arrays)]
+
+
+def _address(native: NativeBlock, array: int) -> int:
+    address = native.state_address(array)
+    assert address is not None, "the state is in memory"
+    return address
