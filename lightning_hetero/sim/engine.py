@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.sim.disk import DiskQueue
 from lightning_hetero.sim.links import SharedRates
-from lightning_hetero.sim.program import CHUNK_BYTES, Program, Role, Server
+from lightning_hetero.sim.memory import NOTHING
+from lightning_hetero.sim.program import Program, Role, Server
 
-_RESERVE_BYTES = 2 * CHUNK_BYTES  # staging that updates without gradients leave free (native/src/engine.h, kPrefetchReserve)
-_OPENED = 10**9  # rank of what waits for gradients: after all others
+# Plain numbers: enums are too slow for the inner loop.
+_COMPUTE, _D2H, _DISK = int(Server.COMPUTE), int(Server.D2H), int(Server.DISK)
+_CHOOSE = frozenset(map(int, (Server.D2H, Server.CPU, Server.DISK, Server.DISK_WRITE)))  # the most urgent job, not the next one
+_ARM, _LAST = int(Role.ARM), int(Role.LAST)
 _AGREE = 1e-9  # relative difference of two steps that are the same one
 
 Usage = dict[int, float]  # bit set of kinds of work → seconds in which exactly these ran
@@ -83,22 +87,15 @@ class Engine:
         self._ready = [job for job, count in enumerate(program.needs) if not count]
         self._finished = 0
         # Servers: the job that runs, its work and what is left of it.
-        self._active = [-1] * len(Server)
+        self._running: dict[int, int] = {}
         self._work = [0] * len(Server)
         self._rest = [0.0] * len(Server)
         self._order = [(0, 0)] * len(Server)
         self._mask = 0
         self._waiting: list[list[tuple[int, int]]] = [[] for _ in Server]  # on servers that choose: (rank, job)
-        self._reads: list[tuple[int, int]] = []  # of updates that have their gradients
-        self._opened: list[tuple[int, int]] = []  # of those that have not
-        self._next_read: dict[int, int] = {}  # stream → its job in there
         self._interrupted: dict[int, float] = {}  # job → what is left of it
         self._touched: set[int] = set()
-        # Staging.
-        self._staging_bytes = staging_bytes
-        self._held: dict[int, float] = {}  # stream → bytes
-        self._held_bytes = self._held_armed_bytes = 0.0
-        self._armed: set[int] = set()
+        self._disk = DiskQueue(program, staging_bytes=staging_bytes)
         # The step.
         self._device, self._host = program.constant
         self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
@@ -107,7 +104,7 @@ class Engine:
         self._turned_s = 0.0  # when the phase began
         self._free_s = 0.0  # when compute ended its last job
         self._cause = -1  # the job that compute's next one waited for last
-        self._stop_after = 0
+        self._stop_after = 0  # steps
 
     def run(self, steps: int) -> bool:
         """Runs until two consecutive steps are the same, or ``steps`` have ended; says whether they were."""
@@ -117,8 +114,8 @@ class Engine:
                 self._begin(self._ready.pop())
             if self._stop_after <= len(self.steps):
                 return self._steady()
-            while self._touched:
-                self._choose(self._touched.pop())
+            if self._touched:
+                self._serve()
             self._advance()
 
     def _steady(self) -> bool:
@@ -131,23 +128,27 @@ class Engine:
 
     def _advance(self) -> None:
         """Jumps to the next end of a job."""
-        assert self._mask, "edges lead to earlier ops, so something can always run"
-        rates = self._rates.of(self._mask)
-        running = [(self._rest[server] / rates[self._work[server]], server) for server, job in enumerate(self._active) if job >= 0]
-        rise = min(running)[0]
+        mask, running, rest, work = self._mask, self._running, self._rest, self._work
+        assert mask, "edges lead to earlier ops, so something can always run"
+        rates = self._rates.of(mask)
+        needs = {server: rest[server] / rates[work[server]] for server in running}
+        rise = min(needs.values())
         self._now += rise
-        self._usage[self._mask] = self._usage.get(self._mask, 0.0) + rise
-        for left, server in running:
-            if left <= rise * (1 + _AGREE):
+        self._usage[mask] = self._usage.get(mask, 0.0) + rise
+        soon = rise * (1 + _AGREE)
+        for server, left in needs.items():
+            if left <= soon:
                 self._end(server)
             else:
-                self._rest[server] -= rise * rates[self._work[server]]
+                rest[server] -= rise * rates[work[server]]
 
     def _end(self, server: int) -> None:
-        job = self._active[server]
-        self._active[server] = -1
+        job = self._running.pop(server)
         self._mask &= ~(1 << self._work[server])
-        self._touched.add(server)
+        if server in _CHOOSE:
+            self._touched.add(server)
+            if server >= _DISK:
+                self._disk.ended(job)
         self._finish(job)
 
     # ---- jobs -------------------------------------------------------------------------------------------------------------
@@ -156,17 +157,18 @@ class Engine:
         """Everything that the job waits for has ended."""
         program, index = self._program, job % self._size
         server = program.server[index]
-        if server >= Server.CPU or (server == Server.D2H and program.chooses_d2h):
+        if server in _CHOOSE and (server != _D2H or program.chooses_d2h):
             self._queue(server, job)
             return
-        if server == Server.COMPUTE:
+        if server == _COMPUTE:
             self._begin_compute(job, index)
             if self._stop_after <= len(self.steps):
                 return
         if program.amount[index] > 0:
             self._start(server, job, index)
             return
-        self._take(program.starts[index])
+        if program.starts[index] is not NOTHING:
+            self._take(program.starts[index])
         if self._record:
             self.began[job] = self._now
         self._finish(job)
@@ -175,48 +177,56 @@ class Engine:
         left = self._interrupted.pop(job, None) if self._interrupted else None
         if left is None:
             left = self._program.amount[index]
-            self._take(self._program.starts[index])
+            if self._program.starts[index] is not NOTHING:
+                self._take(self._program.starts[index])
             if self._record:
                 self.began[job] = self._now
-        self._active[server], self._rest[server] = job, left
+        self._running[server], self._rest[server] = job, left
         self._work[server] = work = self._program.work[index]
         self._mask |= 1 << work
 
     def _finish(self, job: int) -> None:
         program, index = self._program, job % self._size
-        self._take(program.ends[index])
+        if program.ends[index] is not NOTHING:
+            self._take(program.ends[index])
         self._finished += 1
         if self._record:
             self.ended[job] = self._now
-        left, servers, base = self._left, program.server, job - index
-        for edges, offset in ((program.after[index], base), (program.next_step[index], base + self._size)):
-            for other in edges:
-                left[offset + other] -= 1
-                if not left[offset + other]:
-                    self._ready.append(offset + other)
-                    if servers[other] == Server.COMPUTE:
-                        self._cause = index
-        if servers[index] == Server.COMPUTE:
+        base = job - index
+        if program.after[index]:
+            self._let_go(index, program.after[index], base)
+        if program.next_step[index]:
+            self._let_go(index, program.next_step[index], base + self._size)
+        if program.server[index] == _COMPUTE:
             self._free_s = self._now
             if index in program.turns:
                 self._turn(program.turns[index])
             if index == program.last:
                 self._extend()
         if program.role[index]:
-            self._streamed(job // self._size, index)
+            self._streamed(job, program.role[index])
+
+    def _let_go(self, index: int, edges: list[int], base: int) -> None:
+        """What waited for a job waits for one less."""
+        left, servers = self._left, self._program.server
+        for other in edges:
+            job = base + other
+            left[job] -= 1
+            if not left[job]:
+                self._ready.append(job)
+                if servers[other] == _COMPUTE:
+                    self._cause = index
 
     def _take(self, effect: tuple[int, int]) -> None:
-        device, host = effect
-        if device or host:
-            self._device += device
-            self._host += host
-            step = self._step
-            if self._device > step.device_peak_bytes:
-                step.device_peak_bytes = self._device
-            if self._host > step.host_peak_bytes:
-                step.host_peak_bytes = self._host
-            if self._record:
-                step.timeline.append((self._now, self._device, self._host))
+        self._device += effect[0]
+        self._host += effect[1]
+        step = self._step
+        if self._device > step.device_peak_bytes:
+            step.device_peak_bytes = self._device
+        if self._host > step.host_peak_bytes:
+            step.host_peak_bytes = self._host
+        if self._record:
+            step.timeline.append((self._now, self._device, self._host))
 
     # ---- steps ------------------------------------------------------------------------------------------------------------
 
@@ -257,105 +267,64 @@ class Engine:
     # ---- servers that choose ----------------------------------------------------------------------------------------------
 
     def _queue(self, server: int, job: int) -> None:
-        program, index = self._program, job % self._size
-        if program.role[index] != Role.READ:
-            heappush(self._waiting[server], (program.rank[index], job))
-        elif self._stream(job) in self._armed:
-            heappush(self._reads, (program.rank[index], job))
+        if server >= _DISK:
+            self._disk.push(job)
         else:
-            heappush(self._opened, (_OPENED, job))
-            self._next_read[self._stream(job)] = job
+            heappush(self._waiting[server], (self._program.rank[job % self._size], job))
         self._touched.add(server)
 
+    def _serve(self) -> None:
+        """Gives the servers on which something has changed their next jobs."""
+        disk = False
+        for server in self._touched:
+            if server >= _DISK:
+                disk = True
+            else:
+                self._choose(server)
+        self._touched.clear()
+        if disk:
+            self._disk.hand_over()
+            for job in self._disk.dropped:
+                self._undo(job)
+            for server, jobs in self._disk.handed.items():
+                first = jobs[0] if jobs else -1
+                if self._running.get(server, -1) != first:
+                    self._interrupt(server)
+                    if first >= 0:
+                        self._start(server, first, first % self._size)
+
     def _choose(self, server: int) -> None:
-        """Gives a server that chooses its most urgent job; one that runs and is less urgent goes back."""
-        heap = self._next(server)
-        if heap is None:
+        """Gives a server its most urgent job; the update threads leave one that is less urgent."""
+        heap, running = self._waiting[server], self._running.get(server, -1)
+        if not heap or (running >= 0 and (server == _D2H or self._order[server] <= heap[0])):
             return
-        running = self._active[server]
+        self._order[server], order = heappop(heap), self._order[server]
         if running >= 0:
-            if server == Server.D2H or self._order[server] <= heap[0]:
-                return
-            self._interrupted[running] = self._rest[server]
+            self._interrupt(server)
+            heappush(heap, order)
+        job = self._order[server][1]
+        self._start(server, job, job % self._size)
+
+    def _interrupt(self, server: int) -> None:
+        """The server leaves its job, if it has one."""
+        job = self._running.pop(server, -1)
+        if job >= 0:
+            self._interrupted[job] = self._rest[server]
             self._mask &= ~(1 << self._work[server])
-            chosen = heappop(heap)
-            self._queue(server, running)
-            self._touched.discard(server)
-        else:
-            chosen = heappop(heap)
-        job = chosen[1]
-        index = job % self._size
-        self._order[server] = chosen
-        if self._program.role[index] == Role.READ:
-            self._next_read.pop(self._stream(job), None)
-            if job not in self._interrupted:
-                self._hold(job, index)
-        self._start(server, job, index)
 
-    def _next(self, server: int) -> list[tuple[int, int]] | None:
-        """The heap with the most urgent job that may begin."""
-        heap = self._waiting[server]
-        if server != Server.DISK:
-            return heap or None
-        reads = self._reads
-        if reads and (not heap or reads[0] < heap[0]) and self._fits(reads[0][1], armed=True):
-            return reads
-        if heap:
-            return heap
-        opened = self._opened
-        while opened and self._stream(opened[0][1]) in self._armed:
-            heappop(opened)  # it went to the others
-        return opened if opened and self._fits(opened[0][1], armed=False) else None
+    def _undo(self, job: int) -> None:
+        """A read has to be done again; what waits for it has not begun, for it waits for gradients too."""
+        self._finished -= 1
+        for other in self._program.after[job % self._size]:
+            self._left[job - job % self._size + other] += 1
 
-    # ---- staging ----------------------------------------------------------------------------------------------------------
-
-    def _stream(self, job: int) -> int:
-        step, index = divmod(job, self._size)
-        return step * len(self._program.piece_bytes) + self._program.stream[index]
-
-    def _fits(self, job: int, *, armed: bool) -> bool:
-        """Whether a piece may be read.
-
-        An update that has its gradients takes staging back from those that have not, and works with three buffers if need be; these
-        fill what is left, but for a reserve.
-        """
-        if job in self._interrupted:
-            return True
-        piece = self._program.piece_bytes[self._program.stream[job % self._size]]
-        if armed:
-            return self._held_armed_bytes + piece <= max(self._staging_bytes, 3 * piece)
-        return self._held_bytes + piece <= self._staging_bytes - _RESERVE_BYTES
-
-    def _hold(self, job: int, index: int) -> None:
-        stream, piece = self._stream(job), self._program.piece_bytes[self._program.stream[index]]
-        self._held[stream] = self._held.get(stream, 0.0) + piece
-        self._held_bytes += piece
-        if stream in self._armed:
-            self._held_armed_bytes += piece
-
-    def _streamed(self, step: int, index: int) -> None:
+    def _streamed(self, job: int, role: int) -> None:
         """A job of a streamed update has ended."""
-        stream = step * len(self._program.piece_bytes) + self._program.stream[index]
-        piece = self._program.piece_bytes[self._program.stream[index]]
-        if self._program.role[index] == Role.LAST:
-            self._held[stream] -= piece
-            self._held_bytes -= piece
-            self._held_armed_bytes -= piece
-            self._touched.add(Server.DISK)
-        elif self._program.role[index] == Role.ARM:
-            self._armed.add(stream)
-            self._held_armed_bytes += self._held.get(stream, 0.0)
-            self._rerank(stream)
-
-    def _rerank(self, stream: int) -> None:
-        """Its gradients are there: the piece that it reads, or would read next, becomes urgent."""
-        running = self._active[Server.DISK]
-        if running >= 0 and self._program.role[running % self._size] == Role.READ and self._stream(running) == stream:
-            self._order[Server.DISK] = (self._program.rank[running % self._size], running)
-        elif stream in self._next_read:
-            job = self._next_read[stream]
-            heappush(self._reads, (self._program.rank[job % self._size], job))
-        self._touched.add(Server.DISK)
+        if role == _LAST:
+            self._disk.free(job)
+        elif role == _ARM:
+            self._disk.arm(job)
+        self._touched.add(_DISK)
 
 
 def busy_s(usage: Mapping[int, float], works: int) -> float:

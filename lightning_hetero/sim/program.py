@@ -30,9 +30,12 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
 from lightning_hetero.sim.memory import NOTHING, Effect, Occupancy
-from lightning_hetero.units import MIB
+from lightning_hetero.units import KIB, MIB
 
-CHUNK_BYTES = 3 * MIB  # what the native engine stages at a time (store/tiers.py)
+_CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/tiers.py, _CHUNK_ELEMENTS)
+DEPTH = 8
+"""Transfers that the disk is handed at a time (``EngineOptions.queue_depth``)."""
+_TRANSFER_BYTES = 4 * MIB  # the largest transfer of weights (native/src/engine_tasks.cc, kFetchBytes)
 _PIECES_OF_A_BLOCK = (3, 12)
 _PIECES_OF_A_STEP = 400  # beyond this they only cost time: many blocks overlap anyway
 _URGENT, _UPDATES = 0, 1000  # ranks, as the runtime's priorities: what compute waits for, then updates
@@ -66,9 +69,10 @@ class Role(IntEnum):
     """What a job is to the streamed update that it belongs to."""
 
     NONE = 0
-    READ = 1  # takes staging
-    ARM = 2  # the gradients are there
-    LAST = 3  # gives staging back
+    OPEN = 1  # it may read
+    READ = 2  # takes staging
+    ARM = 3  # the gradients are there
+    LAST = 4  # gives staging back
 
 
 @dataclass(slots=True)
@@ -88,9 +92,11 @@ class Program:
         next_step: Jobs of the next step that wait for it.
         starts: What it takes of memory as it starts.
         ends: The same as it ends.
+        transfers: On the disk: how many transfers it is.
         role: What it is to its stream.
         stream: The streamed update that it belongs to, or -1.
         piece_bytes: Staging of one piece of each stream.
+        buffer_bytes: Staging of one chunk.
         first: The first anchor's compute.
         last: The last job on the compute lane.
         turns: Compute jobs whose end ends a phase, and the phase that begins.
@@ -111,9 +117,11 @@ class Program:
     next_step: list[list[int]] = field(default_factory=list)
     starts: list[Effect] = field(default_factory=list)
     ends: list[Effect] = field(default_factory=list)
+    transfers: list[float] = field(default_factory=list)
     role: list[int] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
     piece_bytes: list[float] = field(default_factory=list)
+    buffer_bytes: int = 0
     first: int = -1
     last: int = -1
     turns: dict[int, Phase] = field(default_factory=dict)
@@ -129,6 +137,7 @@ class Program:
         amount: float = 0.0,
         work: int = 0,
         rank: int = 0,
+        transfers: float = 0.0,
         after: Iterable[int] = (),
         starts: Effect = NOTHING,
         ends: Effect = NOTHING,
@@ -137,8 +146,8 @@ class Program:
         job = len(self.source)
         self.source.append(source)
         self.group.append(self.num_groups)
-        self.server.append(server if amount > 0 or server == Server.COMPUTE else Server.INSTANT)
-        self.work.append(work)
+        self.server.append(int(server if amount > 0 or server == Server.COMPUTE else Server.INSTANT))
+        self.work.append(int(work))
         self.amount.append(amount)
         self.rank.append(rank)
         self.needs.append(0)
@@ -147,7 +156,8 @@ class Program:
         self.next_step.append([])
         self.starts.append(starts)
         self.ends.append(ends)
-        self.role.append(Role.NONE)
+        self.transfers.append(transfers)
+        self.role.append(0)
         self.stream.append(-1)
         for other in after:
             self.edge(other, job)
@@ -170,8 +180,11 @@ class _Stream:
 
     number: int
     num_pieces: int
+    num_chunks: int
     read_bytes: float
     write_bytes: float
+    reads_arrays: int  # what of a chunk is a transfer of its own: state, weights
+    writes_arrays: int
     reads: list[int] = field(default_factory=list)
     computes: list[int] = field(default_factory=list)
 
@@ -184,7 +197,8 @@ class _Compiler:
         self._schedules, self._plan, self._model = schedules, plan, model
         self._shared = rates.hardware.shared_memory
         self._duplex = rates.hardware.disk_duplex
-        self._program = Program(chooses_d2h=plan.priority)
+        buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
+        self._program = Program(chooses_d2h=plan.priority, buffer_bytes=buffer_bytes)
         self._memory = Occupancy(plan, model, shared_memory=self._shared, staging_bytes=staging_bytes)
         self._in_order = {Server.H2D, Server.NET} | (set() if plan.priority else {Server.D2H})
         self._lane_first: dict[Server, int] = {}  # on servers that keep the schedule's order
@@ -348,31 +362,47 @@ class _Compiler:
         """The block's update; begun by whichever of its ops comes first."""
         if block not in self._streams:
             profile, placed = self._placed(block)
-            write = stored_bytes(profile, placed, self._model)
-            read = profile.num_trainable_params * self._model.state_itemsize if placed.state is Tier.DISK else 0
+            on_disk = placed.weights is Tier.DISK, placed.state is Tier.DISK
+            read = profile.num_trainable_params * self._model.state_itemsize * on_disk[1]
             # Weights that are not in memory go from file to file; with an fp32 master in the state they are only written.
-            staged = placed.weights is Tier.DISK and block not in self._resident
-            if staged and self._model.compute_itemsize == 4:
-                read += profile.num_params * self._model.compute_itemsize
-            num_pieces = max(1, min(self._num_pieces, round(max(read, write) / CHUNK_BYTES)))
+            staged = on_disk[0] and block not in self._resident and self._model.compute_itemsize == 4
+            read += profile.num_params * self._model.compute_itemsize * staged
+            num_chunks = -(-profile.num_params // _CHUNK_PARAMS)
+            num_pieces = min(self._num_pieces, num_chunks)
             number = len(self._program.piece_bytes)
-            self._program.piece_bytes.append(read / num_pieces)
-            self._streams[block] = _Stream(number=number, num_pieces=num_pieces, read_bytes=float(read), write_bytes=float(write))
+            self._program.piece_bytes.append(num_chunks / num_pieces * self._program.buffer_bytes)
+            self._streams[block] = _Stream(
+                number=number,
+                num_pieces=num_pieces,
+                num_chunks=num_chunks,
+                read_bytes=float(read),
+                write_bytes=float(stored_bytes(profile, placed, self._model)),
+                reads_arrays=on_disk[1] + staged,
+                writes_arrays=sum(on_disk),
+            )
         return self._streams[block]
 
     def _open(self, op: Op, arrival: int | None, *, after: list[int], carried: Iterable[Key]) -> int:
-        """The reads of a streamed update, piece after piece."""
+        """The reads of a streamed update. Ops behind it that are no UPDATE wait for it to be opened only."""
         stream, program = self._stream(op.block), self._program
         rank = self._rank(op.block, urgent=False, work=Work.DISK_READ)
+        opened = program.add(op, Server.INSTANT, after=after)
+        self._belongs(opened, stream, Role.OPEN)
+        self._issued(opened, arrival)
+        self._carry(carried, opened)
         for _ in range(stream.num_pieces):
-            amount = stream.read_bytes / stream.num_pieces
-            job = program.add(op, Server.DISK, amount=amount, work=Work.DISK_READ, rank=rank, after=stream.reads[-1:] or after)
+            job = program.add(
+                op,
+                Server.DISK,
+                amount=stream.read_bytes / stream.num_pieces,
+                work=Work.DISK_READ,
+                rank=rank,
+                transfers=_transfers(stream, stream.reads_arrays),
+                after=(opened,),
+            )
             self._belongs(job, stream, Role.READ)
-            if not stream.reads:
-                self._issued(job, arrival)
-                self._carry(carried, job)
             stream.reads.append(job)
-        return stream.reads[-1]
+        return opened
 
     def _update(self, op: Op, arrival: int | None) -> int:
         program, store = self._program, self._stores.get(op.block)
@@ -380,7 +410,7 @@ class _Compiler:
         stream = self._stream(op.block)
         if stream.read_bytes and not stream.reads:
             self._open(op, arrival, after=after, carried=op.carried)
-        arm = program.add(op, Server.INSTANT, after=[i for i in after if i not in stream.reads])
+        arm = program.add(op, Server.INSTANT, after=after)
         self._belongs(arm, stream, Role.ARM)
         self._issued(arm, arrival)
         # The engine computes nothing that it may not write: the commit of the step before comes first.
@@ -410,8 +440,15 @@ class _Compiler:
         rank, server = self._rank(op.block, urgent=False, work=Work.DISK_WRITE), self._server(Work.DISK_WRITE)
         job = -1
         for compute in stream.computes:
-            amount = stream.write_bytes / stream.num_pieces
-            job = program.add(op, server, amount=amount, work=Work.DISK_WRITE, rank=rank, after=(compute, *others))
+            job = program.add(
+                op,
+                server,
+                amount=stream.write_bytes / stream.num_pieces,
+                work=Work.DISK_WRITE,
+                rank=rank,
+                transfers=_transfers(stream, stream.writes_arrays),
+                after=(compute, *others),
+            )
             self._issued(job, arrival)
             if stream.reads:
                 self._belongs(job, stream, Role.LAST)
@@ -419,10 +456,15 @@ class _Compiler:
 
     def _belongs(self, job: int, stream: _Stream, role: Role) -> None:
         self._program.stream[job] = stream.number
-        self._program.role[job] = role
+        self._program.role[job] = int(role)
 
     def _placed(self, block: int) -> tuple[BlockProfile, BlockPlan]:
         return self._model.blocks[block], self._plan.blocks[block]
+
+
+def _transfers(stream: _Stream, arrays: int) -> float:
+    """Transfers of one piece; of a large piece as many as leave room for another."""
+    return min(DEPTH / 2, stream.num_chunks / stream.num_pieces * arrays)
 
 
 def _sum(a: Effect, b: Effect) -> Effect:

@@ -13,7 +13,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
 from lightning_hetero.ir.trace import Span, Trace
-from lightning_hetero.sim.engine import Engine, Step, Usage, busy_s
+from lightning_hetero.sim.engine import Engine, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
 from lightning_hetero.sim.memory import Memory
 from lightning_hetero.sim.program import Program, Role, compile_step
@@ -41,8 +41,8 @@ class Simulation:
         busy: Lanes and the share of the iteration in which they work.
         waits: What compute waits for (``"UPDATE"``, ``"FETCH"``, ``"SWAP_IN activations"``), seconds of one iteration.
         memory: Peaks of the step and, if asked for, every change.
-        iterations_s: Seconds of each step that was simulated; the last one is reported.
-        steady: The last two steps were the same.
+        iterations_s: Seconds of each step that was simulated.
+        steady: The last two steps were the same, and the last one is reported; else the mean of all but the first.
     """
 
     prediction: Prediction
@@ -77,7 +77,8 @@ def simulate(
         keep_trace: Keep spans and the timeline of memory, which take most of the time.
 
     Returns:
-        The last step that was simulated.
+        The step that repeats itself. Where updates spill from step to step they may differ for ever; then it is the mean of all
+        but the first.
 
     Raises:
         ConfigError: The plan needs work for which the hardware profile has no rate.
@@ -86,30 +87,32 @@ def simulate(
     program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
     engine = Engine(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
     steady = engine.run(max(1, steps))
-    step = engine.steps[-1]
+    reported = engine.steps[-1:] if steady else engine.steps[1:] or engine.steps
     return Simulation(
-        prediction=_prediction(step, plan, model, hardware),
+        prediction=_prediction(reported, plan, model, hardware),
         trace=_trace(engine, program, model) if keep_trace else Trace(spans=()),
-        busy=_busy(step),
-        waits=_waits(step, program),
-        memory=_memory(step, hardware),
+        busy=_busy(reported),
+        waits=_waits(reported, program),
+        memory=_memory(reported, hardware),
         iterations_s=tuple(s.iteration_s for s in engine.steps),
         steady=steady,
     )
 
 
-def _prediction(step: Step, plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
-    memory = _memory(step, hardware)
+def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
+    memory = _memory(steps, hardware)
+    iteration_s = sum(step.iteration_s for step in steps) / len(steps)
+    forward_s = sum(step.forward_s for step in steps) / len(steps)
     return Prediction(
-        iteration_s=step.iteration_s,
-        forward_s=step.forward_s,
-        backward_s=step.iteration_s - step.forward_s,
+        iteration_s=iteration_s,
+        forward_s=forward_s,
+        backward_s=iteration_s - forward_s,
         device_peak_bytes=memory.device_peak_bytes,
         host_peak_bytes=memory.host_peak_bytes,
         disk_bytes=disk_bytes(plan, model),
         bottleneck={
-            "forward": _bottleneck(step.usage[Phase.FORWARD], duplex=hardware.disk_duplex),
-            "backward": _bottleneck(step.usage[Phase.BACKWARD], duplex=hardware.disk_duplex),
+            "forward": _bottleneck(steps, Phase.FORWARD, duplex=hardware.disk_duplex),
+            "backward": _bottleneck(steps, Phase.BACKWARD, duplex=hardware.disk_duplex),
         },
     )
 
@@ -124,34 +127,38 @@ def disk_bytes(plan: Plan, model: ModelProfile) -> int:
     return total
 
 
-def _bottleneck(usage: Usage, *, duplex: bool) -> str:
+def _bottleneck(steps: Sequence[Step], phase: Phase, *, duplex: bool) -> str:
     """The lane that is busy longest; of equals compute."""
     works = {lane.value: mask for lane, mask in _WORKS.items()}
     if not duplex:
         works[_DISK] = works.pop(Lane.DISK_READ) | works.pop(Lane.DISK_WRITE)
-    return max(works, key=lambda lane: busy_s(usage, works[lane]))
+    return max(works, key=lambda lane: sum(busy_s(step.usage[phase], works[lane]) for step in steps))
 
 
-def _busy(step: Step) -> dict[str, float]:
-    seconds = {lane.value: sum(busy_s(usage, works) for usage in step.usage.values()) for lane, works in _WORKS.items()}
-    return {lane: busy / step.iteration_s for lane, busy in seconds.items() if busy}
+def _busy(steps: Sequence[Step]) -> dict[str, float]:
+    usages = [usage for step in steps for usage in step.usage.values()]
+    seconds = {lane.value: sum(busy_s(usage, works) for usage in usages) for lane, works in _WORKS.items()}
+    total_s = sum(step.iteration_s for step in steps)
+    return {lane: busy / total_s for lane, busy in seconds.items() if busy}
 
 
-def _waits(step: Step, program: Program) -> dict[str, float]:
+def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
     waits: dict[str, float] = {}
-    for job, seconds in step.waits.items():
-        source = program.source[job]
-        what = _what(source) if isinstance(source, Op) else "compute"
-        waits[what] = waits.get(what, 0.0) + seconds
+    for step in steps:
+        for job, seconds in step.waits.items():
+            source = program.source[job]
+            what = _what(source) if isinstance(source, Op) else "compute"
+            waits[what] = waits.get(what, 0.0) + seconds / len(steps)
     return waits
 
 
-def _memory(step: Step, hardware: HardwareProfile) -> Memory:
+def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> Memory:
+    host, last = max(step.host_peak_bytes for step in steps), steps[-1]
     shared = hardware.shared_memory  # one pool, which is counted as the host's
     return Memory(
-        device_peak_bytes=step.host_peak_bytes if shared else step.device_peak_bytes,
-        host_peak_bytes=step.host_peak_bytes,
-        timeline=tuple((at - step.begin_s, host if shared else device, host) for at, device, host in step.timeline),
+        device_peak_bytes=host if shared else max(step.device_peak_bytes for step in steps),
+        host_peak_bytes=host,
+        timeline=tuple((at - last.begin_s, host if shared else device, host) for at, device, host in last.timeline),
     )
 
 
@@ -174,7 +181,7 @@ def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
         step, index = divmod(job, size)
         source = program.source[index]
         if isinstance(source, Op):
-            if program.role[index] == Role.ARM or job - index + last[program.group[index]] not in engine.ended:
+            if program.role[index] in (Role.OPEN, Role.ARM) or job - index + last[program.group[index]] not in engine.ended:
                 continue
             key = (step, program.group[index])
             began, ended = engine.began[job], engine.ended[job]

@@ -285,18 +285,35 @@ def test_reading_updating_and_writing_of_one_block_overlap_piece_by_piece() -> N
     assert simulation.prediction.iteration_s == 7
 
 
-def test_on_a_disk_that_is_not_duplex_reads_and_writes_take_turns_writes_first() -> None:
+def test_on_a_disk_that_is_not_duplex_reads_and_writes_take_turns() -> None:
     model, plan = _disk_model()
     hardware = replace(FAST_CPU, disk_duplex=False)
     simulation = _simulate(_disk_step(open_at=2), plan, model, hardware, staging=100 * MIB)
     spans = _spans(simulation)
-    # read read write write read - write: the disk waits once, for the last piece's update.
-    assert spans["FETCH state l0"] == (3, 8)
-    assert spans["UPDATE l0"] == (4, 9)
-    assert spans["STORE l0"] == (5, 10)
-    # A step later the write of the last piece runs beside F and B.
-    assert simulation.prediction.iteration_s == 9
+    # All three reads are with the disk before there is anything to write.
+    assert spans["FETCH state l0"] == (3, 6)
+    assert spans["UPDATE l0"] == (4, 7)
+    assert spans["STORE l0"] == (6, 9)
+    assert simulation.prediction.iteration_s == 7
     assert simulation.prediction.bottleneck == {"forward": "compute", "backward": "disk"}
+
+
+def test_among_transfers_that_wait_for_the_disk_writes_of_a_block_come_before_its_reads() -> None:
+    """12 pieces of 2 transfers each, their state and weights: the disk is handed four reads, then what is most urgent."""
+    model = _model(12 * 2**18)
+    ops = [
+        _op(OpKind.RELEASE, 0, Lane.DISK_READ, 2, num_bytes=12 * MIB),
+        _op(OpKind.FETCH, 0, Lane.DISK_READ, 2, Payload.STATE, num_bytes=24 * MIB, after=(0,)),
+        _update(0, 2, after=(1,)),
+        _op(OpKind.STORE, 0, Lane.DISK_WRITE, 2, Payload.STATE, num_bytes=36 * MIB, after=(2,)),
+    ]
+    hardware = replace(GPU, disk_duplex=False, cpu_update_params_per_s=1e15)  # a second a piece, read or written
+    schedule = _schedule(1, ops, resident=frozenset({0}), waits={"F:0": {"carried": ((OpKind.STORE, 0),)}})
+    spans = _spans(_simulate(schedule, _plan(ON_DISK), model, hardware, staging=100 * MIB))
+    # A fifth read takes the place of the first, whose update is over a moment later; its write is the next, behind four.
+    assert spans["STORE l0"][0] == 3 + 5
+    assert spans["STORE l0"][1] == 3 + 24
+    assert 3 + 12 < spans["FETCH state l0"][1] < 3 + 24
 
 
 def test_an_opened_update_reads_ahead_while_compute_runs() -> None:
@@ -307,8 +324,9 @@ def test_an_opened_update_reads_ahead_while_compute_runs() -> None:
     assert simulation.prediction.iteration_s == 6
 
 
-@pytest.mark.parametrize(("staging_mib", "pieces_ahead"), [(15, 3), (14, 2), (12, 2), (11, 1), (9, 1), (8, 0)])
+@pytest.mark.parametrize(("staging_mib", "pieces_ahead"), [(18, 3), (17, 2), (14, 2), (13, 1), (11, 1), (10, 0)])
 def test_reading_ahead_stops_where_staging_ends_but_for_two_buffers(staging_mib: int, pieces_ahead: int) -> None:
+    """A buffer has room for the weights too: 3.5 MiB."""
     model, plan = _disk_model()
     hardware = replace(FAST_CPU, disk_read_bytes_per_s=6 * MIB)  # half a second a piece: all three would be there as B ends
     simulation = _simulate(_disk_step(open_at=1), plan, model, hardware, staging=staging_mib * MIB)
@@ -342,21 +360,58 @@ def test_nothing_is_computed_that_may_not_be_written_yet() -> None:
     assert updates[1] == commits[0]
 
 
-def test_weights_that_compute_waits_for_overtake_streamed_state() -> None:
-    """Block 1's state streams for 3 s from the begin of B:1; block 0's weights are fetched at once all the same."""
-    model = _model(_PARAMS, _PARAMS, itemsize=2)
+def test_weights_that_compute_waits_for_overtake_what_the_disk_has_not_been_handed() -> None:
+    """Block 1 has 12 chunks of state to read, a second each; of the 8 that are with the disk 2 are done as block 0 is fetched."""
+    model = _model(_PARAMS, 12 * 2**18, itemsize=2)
     plan = _plan(ON_DISK, replace(ON_DISK, weights=Tier.HOST))
     weights = 2 * _PARAMS  # half a second
     ops = [
         _op(OpKind.RELEASE, 0, Lane.DISK_READ, 1, num_bytes=weights),
-        _op(OpKind.FETCH, 1, Lane.DISK_READ, 2, Payload.STATE, num_bytes=12 * _PARAMS),
+        _op(OpKind.FETCH, 1, Lane.DISK_READ, 2, Payload.STATE, num_bytes=12 * 12 * 2**18),
         _op(OpKind.FETCH, 0, Lane.DISK_READ, 3, num_bytes=weights, after=(0,)),
     ]
     schedule = _schedule(2, ops, waits={"B:0": {"needs": (2,)}}, resident=frozenset({0}))
-    spans = _spans(_simulate(schedule, plan, model, replace(GPU, disk_read_bytes_per_s=1.5 * MIB), staging=100 * MIB))
-    assert spans["FETCH l0"] == (4, 5)
-    assert spans["FETCH state l1"] == (2, 9)  # 6 s and the second in which it was overtaken
-    assert spans["B l0"] == (5, 7)
+    spans = _spans(_simulate(schedule, plan, model, staging=100 * MIB))
+    # At 3 it is handed a ninth, at 4 the weights: 7 are before them.
+    assert spans["FETCH l0"] == (11, 11.5)
+    assert spans["B l0"] == (11.5, 13.5)
+    assert spans["FETCH state l1"] == (2, 14.5)
+
+
+def test_large_reads_are_never_with_the_disk_as_a_whole() -> None:
+    """The same with a block of 480 chunks, 40 s a piece: its weights are there at once."""
+    model = _model(_PARAMS, 480 * 2**18, itemsize=2)
+    plan = _plan(ON_DISK, replace(ON_DISK, weights=Tier.HOST))
+    ops = [
+        _op(OpKind.RELEASE, 0, Lane.DISK_READ, 1, num_bytes=2 * _PARAMS),
+        _op(OpKind.FETCH, 1, Lane.DISK_READ, 2, Payload.STATE, num_bytes=480 * 12 * 2**18),
+        _op(OpKind.FETCH, 0, Lane.DISK_READ, 3, num_bytes=2 * _PARAMS, after=(0,)),
+    ]
+    schedule = _schedule(2, ops, waits={"B:0": {"needs": (2,)}}, resident=frozenset({0}))
+    spans = _spans(_simulate(schedule, plan, model, staging=10_000 * MIB))
+    assert spans["FETCH l0"] == (4, 4.5)
+
+
+def test_an_update_with_gradients_takes_staging_back_from_those_without() -> None:
+    """Five buffers: block 0 has read ahead into three, block 1 then needs three, so one of block 0's is read again."""
+    model, plan = _model(_PARAMS, _PARAMS, itemsize=2), _plan(*[replace(ON_DISK, weights=Tier.HOST)] * 2)
+    ops = [
+        _op(OpKind.FETCH, 0, Lane.DISK_READ, 1, Payload.STATE, num_bytes=9 * MIB),
+        _op(OpKind.FETCH, 1, Lane.DISK_READ, 3, Payload.STATE, num_bytes=9 * MIB),
+        _update(1, 3, after=(1,)),
+        _op(OpKind.STORE, 1, Lane.DISK_WRITE, 3, Payload.STATE, num_bytes=9 * MIB, after=(2,)),
+        _update(0, 4, after=(0,)),
+        _op(OpKind.STORE, 0, Lane.DISK_WRITE, 4, Payload.STATE, num_bytes=9 * MIB, after=(4,)),
+    ]
+    # Writes last, so that no buffer comes back before both are updated.
+    hardware = replace(FAST_CPU, disk_read_bytes_per_s=6 * MIB, disk_write_bytes_per_s=0.125 * MIB)
+    schedule = _schedule(2, ops, waits={"F:0": {"carried": UPDATE_0}, "F:1": {"carried": UPDATE_1}})
+    spans = _spans(_simulate(schedule, plan, model, hardware, staging=5 * 7 * MIB // 2))
+    assert spans["FETCH state l1"] == (4, 5.5)
+    # Block 0 has all by 2.5; its third piece comes again once block 1 has written its first, 24 s after that is updated at 5.5.
+    assert spans["FETCH state l0"] == (1, 30)
+    roomy = _spans(_simulate(schedule, plan, model, hardware, staging=100 * MIB))
+    assert roomy["FETCH state l0"] == (1, 2.5)
 
 
 def test_an_update_of_weights_that_are_not_in_memory_reads_them_too() -> None:
@@ -389,11 +444,14 @@ def test_the_second_of_two_equal_steps_is_reported() -> None:
     assert simulation.steady
 
 
-def test_a_step_that_has_not_settled_says_so() -> None:
+def test_steps_that_have_not_settled_are_averaged_without_the_first() -> None:
     simulation = _simulate(HOST_STEP, _plan(ON_HOST, ON_HOST), _model(10, 60), steps=2)
     assert simulation.iterations_s == (7, 10)
     assert not simulation.steady
-    assert not _simulate(HOST_STEP, _plan(ON_HOST, ON_HOST), _model(10, 60), steps=1).steady
+    assert simulation.prediction.iteration_s == 10
+    first = _simulate(HOST_STEP, _plan(ON_HOST, ON_HOST), _model(10, 60), steps=1)
+    assert first.iterations_s == (7,)
+    assert not first.steady
 
 
 def test_the_same_plan_always_gives_the_same_simulation() -> None:
