@@ -3,14 +3,14 @@
 [Note: Swaps]
 Each use of a block swaps by itself: out after its forward, to the host and from there to the disk what the plan puts there; in
 ahead of its backward, the same way. From the last forward on, the next ``prefetch_depth`` uses are sent for; from the disk as many
-more. Swaps of one hop run one after the other. Memory on the way is bounded: beside the use that computes, ``prefetch_depth``
+more. Memory on the way is bounded: beside the use that computes, ``prefetch_depth``
 uses have swapped activations on the device, so forward waits for those that left longest ago; and twice ``prefetch_depth`` uses
 on the way to the disk, or back, take host memory, so each takes over that of the one so many before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.chains import Issue
@@ -45,10 +45,9 @@ class ActivationMoves:
         if not size:
             return
         over = _taken_over(self._out_disk.values(), len(self._out_disk), 2 * self._depth) if saved.to_disk else ()
-        self._out[use] = self._swap(OpKind.SWAP_OUT, block, Lane.D2H, size, (*over, *_latest(self._out)))
+        self._out[use] = self._swap(OpKind.SWAP_OUT, block, Lane.D2H, size, over)
         if saved.to_disk:
-            after = (self._out[use], *_latest(self._out_disk))
-            self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, saved.to_disk, after)
+            self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, saved.to_disk, (self._out[use],))
 
     def space(self) -> Iterator[int]:
         """The SWAP_OUTs whose memory the next use takes over: all but the latest ones."""
@@ -79,25 +78,21 @@ class ActivationMoves:
         if use in self._out_disk and use not in self._in_disk:
             self._bring_from_disk(use)
         block = self._order[use]
-        after = (self._in_disk.get(use, self._out[use]), *_latest(self._in))
+        after = (self._in_disk.get(use, self._out[use]),)
         self._in[use] = self._swap(OpKind.SWAP_IN, block, Lane.H2D, self._placed[block].swapped_bytes, after)
 
     def _bring_from_disk(self, use: int) -> None:
         block = self._order[use]
         arrived = [op for other, op in self._in.items() if other in self._in_disk]
         over = _taken_over(arrived, len(self._in_disk), 2 * self._depth)
-        after = (self._out_disk[use], *over, *_latest(self._in_disk))
+        after = (self._out_disk[use], *over)
         self._in_disk[use] = self._swap(OpKind.SWAP_IN, block, Lane.DISK_READ, self._placed[block].saved.to_disk, after)
 
     def _swap(self, kind: OpKind, block: int, lane: Lane, size: int, after: Sequence[int]) -> int:
         return self._issue(kind, block, lane, Payload.ACTIVATIONS, size, after=after)
 
 
-def _latest(swaps: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(swaps.values())[-1:]
-
-
 def _taken_over(freed: Iterable[int], num_taken: int, most: int) -> tuple[int, ...]:
-    """The op that gives memory back for one more, where ``num_taken`` have taken some before and ``most`` may hold some."""
+    """The op whose memory one more takes over, where ``num_taken`` have taken some before and ``most`` may hold some."""
     place = num_taken - most
     return tuple(freed)[place : place + 1] if place >= 0 else ()

@@ -13,11 +13,12 @@ from typing import NoReturn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Saved
+from lightning_hetero.ir.plan import Plan, Saved, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, OpKind, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Cache, Uses
 from lightning_hetero.lowering.chains import Carried, Issue
+from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
 from lightning_hetero.lowering.placement import Placement, keeps_less, placements
 from lightning_hetero.lowering.rooms import DeviceRoom
 from lightning_hetero.lowering.updates import UpdateMoves, updates_in_backward
@@ -45,8 +46,8 @@ def lower(
         device: What the device's own memory has room for; ``None``: the device is the host's own CPU.
 
     Raises:
-        ConfigError: A block whose weights must stay in memory has them on disk, or the plan asks for what only a device with memory
-            of its own can do.
+        ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for what only a device with memory
+            of its own can do; or it has the CPU update state that lives on such a device.
         OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
     placed = placements(plan, model, device=device is not None)
@@ -75,6 +76,20 @@ def last_step(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Car
             yield OpKind.UPLOAD, block
         if row.state_moves or row.weights_return:
             yield OpKind.SWAP_OUT, block
+
+
+def last_gradients(placed: Sequence[Placement], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
+    """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
+
+    After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose place its gradients take; and before
+    the first backward those that were the last to leave the device.
+    """
+    block = anchors[index].block
+    if placed[block].on_cpu:
+        yield OpKind.GRAD, block
+    if anchors[index - 1].phase is Phase.FORWARD:
+        first = [b for b in dict.fromkeys(a.block for a in anchors[:index]) if placed[b].on_cpu and b != block]
+        yield from ((OpKind.GRAD, b) for b in first[:DEVICE_GRADIENTS])
 
 
 class _Lowering:
@@ -131,15 +146,19 @@ class _Lowering:
             return anchor
         needs = [self._weights.need(index, anchor.block)]
         carried = self._pending(anchor) if needs == [None] else ()
+        if anchor.phase is Phase.BACKWARD and self._activations is not None:
+            carried = tuple(last_gradients(self._placed, self._anchors, index))
         swaps = self._activations if self._signature.training else None
         use = index if anchor.phase is Phase.FORWARD else len(self._anchors) - 2 - index
         if swaps is not None and anchor.phase is Phase.BACKWARD:
             needs.append(swaps.need(use))
         self._weights.prefetch(index)
         if swaps is not None:
-            if use == len(self._signature.order) - 1 or anchor.phase is Phase.BACKWARD:
-                swaps.prefetch(use if anchor.phase is Phase.BACKWARD else use + 1)
-            needs += swaps.space()
+            if anchor.phase is Phase.BACKWARD:
+                swaps.prefetch(use)
+            elif use == len(self._signature.order) - 1:
+                swaps.prefetch(use + 1)
+            needs += swaps.space() if anchor.phase is Phase.FORWARD else ()
         if anchor.phase is Phase.BACKWARD:
             needs += self._updates.backward_begins(index)
         return replace(anchor, needs=tuple(dict.fromkeys(n for n in needs if n is not None)), carried=carried)
@@ -178,6 +197,11 @@ def _check_plan(plan: Plan, placed: Sequence[Placement], capacity_bytes: int, de
             )
         if device is None and keeps_less(row.plan):
             _refuse_swaps(plan, row)
+        if device is not None and row.on_cpu and row.plan.state is Tier.DEVICE:
+            raise ConfigError(
+                f"plan {plan.name!r}: block {name!r} has state='device' with update='cpu'; the CPU updates what is in host memory. "
+                f"Allowed with state='device': update='device'. Or place its state on 'host' or 'disk'."
+            )
         if row.on_disk and size > capacity_bytes:
             raise OutOfMemoryBudgetError(
                 f"block {name!r} needs {format_bytes(size)} of host memory for its weights; "

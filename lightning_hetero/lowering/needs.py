@@ -7,10 +7,11 @@ block ``u`` a device with memory of its own holds
 - the constant part, and the weights and state that live there;
 - *activations*: what blocks up to ``u`` keep; what ``u`` and the ``prefetch_depth`` swapped blocks before it swap (those are on
   their way, [Note: Swaps]); what ``u`` recomputes, and its transient bytes. Forward passes through the same sums upwards;
-- *gradients*: those for the CPU of the last ``DEVICE_GRADIENTS`` blocks. Those for updates on the device: of ``u`` alone where
-  updates run during backward, else of all blocks from ``u`` on, and over several micro-batches of all;
-- *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the device. After backward it
-  takes the place of the activations, as in Deep Optimizer States;
+- *gradients*: those for the CPU of ``DEVICE_GRADIENTS`` blocks: of ``u`` and the ones that left last, or of the first ones,
+  which may still be leaving while the next forward runs. Those for updates on the device: of ``u`` alone where updates run during
+  backward, else of all blocks from ``u`` on, and over several micro-batches of all;
+- *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the device. Where updates follow
+  backward and no forward overtakes them, it takes the place of the activations, as in Deep Optimizer States;
 - the cache: at least the largest block whose weights live below the device.
 
 The host holds the constant part; the weights that live there, and a copy of those on the device that the CPU updates; the state
@@ -146,7 +147,11 @@ def _moments(
     activations = list(_activations(plan, model.blocks, placed))
     gradients = list(_gradients(plan, placed, in_backward=in_backward, shared=shared))
     for (on_device, on_host), (stay, down) in zip(reversed(activations), gradients, strict=True):
-        device = {Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state if in_backward else 0}
+        device = {
+            Purpose.ACTIVATIONS: on_device,
+            Purpose.GRADIENTS: stay,
+            Purpose.MOVING: state if in_backward or plan.priority else 0,
+        }
         host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down}
         yield ({}, _sum(device, host)) if shared else (device, host)
     stay, down = gradients[-1]
@@ -177,7 +182,9 @@ def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, sh
     sizes = [(p.shape.gradient_bytes * p.on_cpu, p.shape.gradient_bytes * (not p.on_cpu)) for p in reversed(placed)]
     for_cpu = [size for size, _ in sizes] if accumulate else []
     for_device = [size for _, size in sizes] if accumulate else []
-    for index, (cpu, own) in enumerate(sizes):
+    leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])
+    passing: list[int] = []
+    for cpu, own in sizes:
         if not accumulate:
             insort(for_cpu, cpu)
             for_device.append(own)
@@ -186,5 +193,6 @@ def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, sh
         if shared:  # one place for both; an update in the place of the device's follows the verdict there
             yield sum(for_device), down
         else:
-            passing = sum(size for size, _ in sizes[max(0, index + 1 - DEVICE_GRADIENTS) : index + 1])
-            yield passing + (sum(for_device) if all_wait else own), down
+            beside = cpu + sum(passing[-DEVICE_GRADIENTS + 1 :])
+            passing += [cpu] if cpu else []
+            yield max(beside, leaving) + (sum(for_device) if all_wait else own), down

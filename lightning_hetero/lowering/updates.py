@@ -140,9 +140,9 @@ class UpdateMoves:
     def _open_ahead(self, index: int) -> None:
         """State of the blocks whose backward comes next may be on its way already.
 
-        Blocks open in the order of their last use, up to the first one that has yet to be sent for something from the disk: the
-        disk reads in order, and state that waits for staging must not hold up what backward needs to use that staging up. And an
-        opened block keeps its weights until it is updated, so only memory that no use needs before may be kept.
+        Blocks open in the order of their last use, up to the first one whose weights or activations have yet to be sent for: the
+        disk reads in order, and state that waits for staging must not hold up what backward needs to use that staging up. An
+        opened block keeps its weights until it is used, so only memory that no use needs before may be kept.
         """
         for ahead, block in enumerate(self._uses.anchors[index:], index):
             if block is None or not self._is_under_way(ahead, block):
@@ -154,12 +154,11 @@ class UpdateMoves:
                 self._open(block)
 
     def _is_under_way(self, ahead: int, block: int) -> bool:
-        device = self._weights.device
-        weights = not self._placed[block].on_disk or block in self._weights.host.held
+        placed, device = self._placed[block], self._weights.device
         if device is None or self._activations is None:
-            return weights
+            return not placed.on_disk or block in self._weights.host.held
         use = len(self._uses.anchors) - 2 - ahead  # the last anchor is the verdict
-        return (weights or block in device.held) and self._activations.on_the_way(use)
+        return (not placed.below_device or block in device.held) and self._activations.on_the_way(use)
 
     def _open(self, block: int, *, after: tuple[int, ...] = ()) -> None:
         """Sends for the block's state: from disk, or from the host to the device in place of the state that left before."""

@@ -1,0 +1,370 @@
+"""A machine that runs schedules for a device with memory of its own, in any order that they allow, and watches what happens.
+
+Each op starts at some moment after what it waits for and ends at some later one. Meanwhile it reads some places and writes others;
+a place that is written while another op is at it, or a version of weights, state or gradients that is not the expected one, is a
+failure. Lanes are *not* in order here, but for compute: edges alone must keep everything apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
+from lightning_hetero.lowering.placement import placements
+
+Place = tuple[object, ...]
+
+
+@dataclass
+class Run:
+    """One op or anchor of one schedule on its way."""
+
+    schedule: int
+    op: Op | None
+    anchor: Anchor | None
+    use: int = -1
+    waits: list[Run] = field(default_factory=list)
+    reads: list[Place] = field(default_factory=list)
+    writes: list[Place] = field(default_factory=list)
+    started: bool = False
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"schedule {self.schedule} {self.op or self.anchor}"
+
+
+class Machine:
+    """Runs schedules one after the other.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+        schedules: All of them, in order; each begins with what the one before leaves.
+        seed: Of the order of events.
+    """
+
+    def __init__(self, plan: Plan, model: ModelProfile, schedules: Sequence[Schedule], *, seed: int) -> None:
+        self.plan, self.model, self.schedules, self.random = plan, model, schedules, Random(seed)
+        self.placed = placements(plan, model.shape(), device=True)
+        self.version = [0] * len(self.placed)  # updates that each block has seen, as the program says
+        self.value: dict[Place, int] = {}
+        self.at: Counter[Place] = Counter()  # readers; -1: a writer
+        self.device, self.host, self.device_cache, self.host_cache = 0, 0, 0, 0
+        self.peak_device = self.peak_host = self.peak_device_cache = self.peak_host_cache = 0
+        self.latest: dict[tuple[OpKind, int], Run] = {}
+        self.compute: list[Run] = []  # in order
+        self.pending: list[Run] = []
+        for b, p in enumerate(self.placed):
+            state = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.DISK: "file"}[p.plan.state]
+            self.value["state", state, b] = 0
+            if p.on_disk:
+                self.value["weights", "file", b] = 0
+            if p.plan.weights is Tier.HOST or p.renewed:
+                self.value["weights", "host", b] = 0
+            if p.plan.weights is Tier.DEVICE and not p.renewed:
+                self.value["weights", "device", b] = 0
+
+    def run(self) -> None:
+        """Runs everything to its end."""
+        for number, schedule in enumerate(self.schedules):
+            self._program(number, schedule)
+        every = list(self.pending)
+        index = 0  # of the next in self.compute
+        while not all(r.ended for r in every):
+            ready = [r for r in self.pending if not r.started and all(w.ended for w in r.waits)]
+            if index < len(self.compute):
+                ready = [r for r in ready if r not in self.compute or r is self.compute[index]]
+            running = [r for r in self.pending if r.started and not r.ended]
+            assert ready or running, f"nothing can go on; next on compute: {self.compute[index]}"
+            run = self.random.choice(ready + running)
+            if not run.started:
+                self._start(run)
+            else:
+                self._end(run)
+                self.pending.remove(run)
+                index += index < len(self.compute) and run is self.compute[index]
+
+    # ---- what waits for what --------------------------------------------------------------------------------------------------
+
+    def _program(self, number: int, schedule: Schedule) -> None:
+        runs: dict[int, Run] = {}
+        issued: dict[tuple[OpKind, int], Run] = {}
+        uses: dict[int, list[int]] = {}
+        ops = list(schedule.ops)
+        for index, anchor in enumerate(schedule.anchors):
+            before = self.compute[-1:]
+            while ops and ops[0].at == index:
+                op = ops.pop(0)
+                run = Run(number, op, None, waits=[*before, *(runs[i] for i in op.after)])
+                run.waits += [self.latest[e] for e in op.carried if e in self.latest]
+                runs[op.id] = issued[op.kind, op.block] = run
+                self.pending.append(run)
+                if op.lane is Lane.COMPUTE:
+                    self.compute.append(run)
+                    before = [run]
+                elif op.payload is Payload.ACTIVATIONS:
+                    run.use = self._use_of(op, schedule, uses)
+            waits = [*self.compute[-1:], *(runs[i] for i in anchor.needs)]
+            run = Run(number, None, anchor, waits=waits + [self.latest[e] for e in anchor.carried if e in self.latest])
+            run.use = index if anchor.phase is Phase.FORWARD else len(schedule.anchors) - 2 - index
+            self.pending.append(run)
+            self.compute.append(run)
+        self.latest |= issued
+
+    @staticmethod
+    def _use_of(op: Op, schedule: Schedule, uses: dict[int, list[int]]) -> int:
+        """The use whose activations an op moves: the latest one of the block that has not yet taken that hop."""
+        hop = hash((op.kind, op.lane))
+        taken = uses.setdefault(hop, [])
+        order = schedule.signature.order
+        use = max(u for u, b in enumerate(order) if b == op.block and u < op.at and u not in taken)
+        taken.append(use)
+        return use
+
+    # ---- what ops do ------------------------------------------------------------------------------------------------------------
+
+    def _start(self, run: Run) -> None:
+        run.started = True
+        self._places(run)
+        for place in run.reads:
+            assert self.at[place] >= 0, f"{run} reads {place} while it is written"
+            self.at[place] += 1
+        for place in run.writes:
+            assert self.at[place] == 0, f"{run} writes {place} while it is used"
+            self.at[place] = -1
+        self._take(run)
+
+    def _end(self, run: Run) -> None:
+        run.ended = True
+        for place in run.reads:
+            self.at[place] -= 1
+        for place in run.writes:
+            self.at[place] = 0
+        self._give(run)
+
+    def _places(self, run: Run) -> None:
+        """Which places a run reads and writes; both must be there."""
+        if run.anchor is not None:
+            if run.anchor.phase is Phase.VERDICT:
+                return
+            b = run.anchor.block
+            run.reads = [("weights", "device", b)]
+            act = ("activations", "device", run.schedule, run.use)
+            run.writes = [act] if self._swaps(run) else []
+            if run.anchor.phase is Phase.BACKWARD:
+                run.writes.append(("gradients", "device", b))
+            return
+        assert run.op is not None
+        b, u, p = run.op.block, (run.schedule, run.use), self.placed[run.op.block] if run.op.block != NO_BLOCK else None
+        weights, state, gradients, act = (
+            {t: (what, t, b) for t in ("device", "host", "file", "staging")} for what in ("weights", "state", "gradients", "-")
+        )
+        act = {t: ("activations", t, *u) for t in ("device", "host", "file")}
+        match run.op.kind, run.op.payload, run.op.lane:
+            case OpKind.FETCH, Payload.WEIGHTS, _:
+                run.reads, run.writes = [weights["file"]], [weights["host"]]
+            case OpKind.FETCH, Payload.STATE, _:
+                run.reads, run.writes = [state["file"]], [state["staging"]]
+            case OpKind.UPLOAD, _, _:
+                run.reads, run.writes = [weights["host"]], [weights["device"]]
+            case OpKind.RELEASE, _, Lane.H2D:
+                run.writes = [weights["device"]]
+            case OpKind.RELEASE, _, _:
+                run.writes = [weights["host"]]
+            case OpKind.GRAD, _, _:
+                run.writes = [gradients["device"], gradients["host"]]
+            case OpKind.UPDATE, _, Lane.CPU:
+                assert p is not None
+                run.writes = [gradients["host"], state["staging" if p.plan.state is Tier.DISK else "host"], weights["staging"]]
+                run.writes += [weights["host"]] if weights["host"] in self.value else []
+            case OpKind.UPDATE, _, _:
+                run.writes = [gradients["device"], state["device"], weights["device"]]
+            case OpKind.STORE, _, _:
+                run.reads = [weights["staging"], state["staging"]]
+                run.reads += [weights["host"]] if weights["host"] in self.value else []
+                run.writes = [weights["file"], state["file"]]
+            case OpKind.SWAP_IN, Payload.STATE, _:
+                run.reads, run.writes = [state["host"]], [state["device"]]
+            case OpKind.SWAP_OUT, Payload.STATE, _:
+                run.writes = [state["device"], state["host"]]
+            case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
+                run.reads, run.writes = [weights["device"]], [weights["host"]]
+            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
+                run.writes = [act["device"], act["host"]]
+            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, _:
+                run.writes = [act["host"], act["file"]]
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ:
+                run.writes = [act["file"], act["host"]]
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, _:
+                run.writes = [act["host"], act["device"]]
+
+    def _swaps(self, run: Run) -> bool:
+        assert run.anchor is not None
+        return self.schedules[run.schedule].signature.training and self.placed[run.anchor.block].swapped_bytes > 0
+
+    def _take(self, run: Run) -> None:
+        """Memory that a run takes as it starts, and what it has to find."""
+        if run.anchor is not None:
+            if run.anchor.phase is not Phase.VERDICT:
+                self._compute_starts(run, run.anchor)
+            return
+        assert run.op is not None
+        op, b = run.op, run.op.block
+        match op.kind, op.payload, op.lane:
+            case OpKind.FETCH, Payload.WEIGHTS, _:
+                assert ("weights", "host", b) not in self.value, f"{run}: the host has them"
+                self._memory(host_cache=op.num_bytes)
+            case OpKind.UPLOAD, _, _:
+                assert ("weights", "host", b) in self.value, f"{run}: nothing to upload"
+                if self.placed[b].below_device:
+                    assert ("weights", "device", b) not in self.value, f"{run}: the device has them"
+                    self._memory(device_cache=op.num_bytes)
+            case OpKind.RELEASE, _, Lane.DISK_READ:
+                assert self.value["weights", "file", b] == self.value["weights", "host", b], f"{run}: loses an update"
+            case OpKind.GRAD, _, _:
+                assert self.value["gradients", "device", b] > 0, f"{run}: no gradients"
+                self._memory(host=op.num_bytes * (("gradients", "host", b) not in self.value))
+            case OpKind.UPDATE, _, Lane.CPU:
+                self._cpu_update_starts(run, b)
+            case OpKind.UPDATE, _, _:
+                assert self.value["gradients", "device", b] == self._contributions(run.schedule, b), f"{run}: gradients are missing"
+                for what in ("state", "weights"):
+                    assert self.value[what, "device", b] == self.version[b], f"{run}: {what} of another version"
+            case OpKind.STORE, _, _:
+                assert self.value["weights", "staging", b] == self.version[b]
+            case OpKind.SWAP_IN, Payload.STATE, _:
+                assert ("state", "device", b) not in self.value
+                self._memory(device=op.num_bytes)
+            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
+                assert self.value["activations", "device", run.schedule, run.use] == 1
+                self._memory(host=op.num_bytes)
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ:
+                self._memory(host=op.num_bytes)
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, _:
+                on_file = self.value.get(("activations", "file", run.schedule, run.use))
+                assert on_file is None, f"{run}: some are still on disk"
+                assert self.value["activations", "host", run.schedule, run.use] == 1
+                self._memory(device=op.num_bytes)
+
+    def _give(self, run: Run) -> None:
+        """What a run leaves, and memory that it gives back as it ends."""
+        if run.anchor is not None:
+            if run.anchor.phase is not Phase.VERDICT:
+                self._compute_ends(run, run.anchor)
+            return
+        assert run.op is not None
+        op, b, u = run.op, run.op.block, (run.schedule, run.use)
+        match op.kind, op.payload, op.lane:
+            case OpKind.FETCH, payload, _:
+                place = "host" if payload is Payload.WEIGHTS else "staging"
+                self.value[payload.value, place, b] = self.value[payload.value, "file", b]
+            case OpKind.UPLOAD, _, _:
+                self.value["weights", "device", b] = self.value["weights", "host", b]
+            case OpKind.RELEASE, _, Lane.H2D:
+                del self.value["weights", "device", b]
+                self._memory(device_cache=-op.num_bytes)
+            case OpKind.RELEASE, _, _:
+                del self.value["weights", "host", b]
+                self._memory(host_cache=-op.num_bytes)
+            case OpKind.GRAD, _, _:
+                added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "device", b))
+                self.value["gradients", "host", b] = added
+                self._memory(device=-op.num_bytes)
+            case OpKind.UPDATE, _, lane:
+                self._update_ends(b, "host" if lane is Lane.CPU else "device")
+            case OpKind.STORE, _, _:
+                if self.placed[b].on_disk:
+                    self.value["weights", "file", b] = self.value.pop(("weights", "staging", b))
+                if self.placed[b].plan.state is Tier.DISK:
+                    self.value["state", "file", b] = self.value.pop(("state", "staging", b))
+            case OpKind.SWAP_IN, Payload.STATE, _:
+                self.value["state", "device", b] = self.value["state", "host", b]
+            case OpKind.SWAP_OUT, Payload.STATE, _:
+                self.value["state", "host", b] = self.value.pop(("state", "device", b))
+                self._memory(device=-op.num_bytes)
+            case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
+                self.value["weights", "host", b] = self.value["weights", "device", b]
+            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
+                self.value["activations", "host", *u] = self.value.pop(("activations", "device", *u))
+                self._memory(device=-op.num_bytes)
+            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, _:
+                self.value["activations", "file", *u] = 1
+                self._memory(host=-op.num_bytes)
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ:
+                del self.value["activations", "file", *u]
+            case OpKind.SWAP_IN, Payload.ACTIVATIONS, _:
+                self.value["activations", "device", *u] = self.value.pop(("activations", "host", *u))
+                self._memory(host=-op.num_bytes)
+
+    # ---- compute and updates ----------------------------------------------------------------------------------------------------
+
+    def _compute_starts(self, run: Run, anchor: Anchor) -> None:
+        b, block = anchor.block, self.model.blocks[anchor.block]
+        got = self.value.get(("weights", "device", b))
+        assert got == self.version[b], f"{run} computes with version {got} of its weights, not {self.version[b]}"
+        if anchor.phase is Phase.FORWARD:
+            self._memory(device=block.activation_bytes + block.transient_bytes)
+            return
+        if self.placed[b].swapped_bytes:
+            assert ("activations", "device", run.schedule, run.use) in self.value, f"{run} lacks its activations"
+        new = self.placed[b].shape.gradient_bytes * (("gradients", "device", b) not in self.value)
+        self._memory(device=self.placed[b].saved.recomputed + block.transient_bytes + new)
+
+    def _compute_ends(self, run: Run, anchor: Anchor) -> None:
+        b, block, saved = anchor.block, self.model.blocks[anchor.block], self.placed[anchor.block].saved
+        if anchor.phase is Phase.BACKWARD:
+            if self.placed[b].trainable:
+                self.value["gradients", "device", b] = self.value.get(("gradients", "device", b), 0) + 1
+            self.value.pop(("activations", "device", run.schedule, run.use), None)
+            self._memory(device=-block.activation_bytes - block.transient_bytes)
+        elif not self.schedules[run.schedule].signature.training:
+            self._memory(device=-block.activation_bytes - block.transient_bytes)
+        else:
+            self._memory(device=-saved.recomputed - block.transient_bytes)
+            if self.placed[b].swapped_bytes:
+                self.value["activations", "device", run.schedule, run.use] = 1
+
+    def _cpu_update_starts(self, run: Run, b: int) -> None:
+        p = self.placed[b]
+        assert self.value["gradients", "host", b] == self._contributions(run.schedule, b), f"{run}: gradients are missing"
+        state = self.value["state", "staging" if p.plan.state is Tier.DISK else "host", b]
+        assert state == self.version[b], f"{run}: state of version {state}"
+        assert not p.below_device or ("weights", "device", b) not in self.value, f"{run} outdates what the device holds"
+        if ("weights", "host", b) in self.value:
+            assert self.value["weights", "host", b] == self.version[b], f"{run}: weights of another version"
+
+    def _update_ends(self, b: int, tier: str) -> None:
+        p = self.placed[b]
+        self.version[b] += 1
+        self.value.pop(("gradients", tier, b))
+        on_device = tier == "device"
+        self._memory(**{tier: -p.shape.gradient_bytes})
+        self.value["state", "device" if on_device else "staging" if p.plan.state is Tier.DISK else "host", b] = self.version[b]
+        if on_device or ("weights", "host", b) in self.value:
+            self.value["weights", tier, b] = self.version[b]
+        if p.stored:
+            self.value["weights", "staging", b] = self.version[b]
+
+    def _contributions(self, number: int, b: int) -> int:
+        """Backwards of a block since its last update."""
+        count = 0
+        for index in range(number, -1, -1):
+            signature = self.schedules[index].signature
+            if index < number and signature.updates is not Updates.NONE:
+                break
+            count += signature.order.count(b) * signature.training
+        return count
+
+    def _memory(self, *, device: int = 0, host: int = 0, device_cache: int = 0, host_cache: int = 0) -> None:
+        self.device += device
+        self.host += host
+        self.device_cache += device_cache
+        self.host_cache += host_cache
+        self.peak_device, self.peak_host = max(self.peak_device, self.device), max(self.peak_host, self.host)
+        self.peak_device_cache = max(self.peak_device_cache, self.device_cache)
+        self.peak_host_cache = max(self.peak_host_cache, self.host_cache)
