@@ -1,0 +1,97 @@
+"""Where this machine's measured profile is kept, and how it is known to be this machine's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object
+from lightning_hetero.ir.hardware import HardwareProfile
+
+FORMAT = "lightning-hetero-measurement"
+VERSION = 1
+STALE_S = 30 * 24 * 3600.0  # machines change under their names: other drives, other neighbours
+
+Fingerprint = Mapping[str, str | int]
+
+log = logging.getLogger(__name__)
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/lightning-hetero``, by default under ``~/.cache``.
+
+    Source: XDG Base Directory Specification 0.8; a path that is not absolute is ignored.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "lightning-hetero"
+
+
+def cache_file(fingerprint: Fingerprint) -> Path:
+    """The file for one machine as it is now; another machine, kernel or version has another."""
+    key = hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_directory() / f"hardware-{key}.json"
+
+
+def load(fingerprint: Fingerprint) -> HardwareProfile | None:
+    """The profile that was measured on this machine, if there is one that can be trusted still."""
+    path = cache_file(fingerprint)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    try:
+        data = parse_object(text, what="measurement", source=str(path))
+        check_format(data, FORMAT, VERSION, what="measurement", source=str(path))
+        check_keys(data, required=("measured_s", "fingerprint", "profile"), optional=(), where=str(path))
+        age_s = time.time() - number(data["measured_s"], key="measured_s", where=str(path))
+        if data["fingerprint"] != dict(fingerprint) or not 0 <= age_s < STALE_S:
+            return None
+        return HardwareProfile.from_json(json.dumps(data["profile"]), source=str(path))
+    except ConfigError as error:
+        log.info("measuring again: %s", error)
+        return None
+
+
+def save(fingerprint: Fingerprint, profile: HardwareProfile) -> None:
+    """Keeps a profile; where the cache cannot be written the next run measures again."""
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "measured_s": time.time(),
+        "fingerprint": dict(fingerprint),
+        "profile": json.loads(profile.to_json()),
+    }
+    path = cache_file(fingerprint)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2)
+        os.replace(name, path)
+    except OSError as error:
+        log.info("the profile of this machine is not kept: %s", error)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this user measures: two at once would measure each other."""
+    try:
+        cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(cache_directory() / "measuring", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

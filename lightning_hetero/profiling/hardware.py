@@ -1,0 +1,237 @@
+"""This machine, measured: what each part does alone, and how much the parts slow each other.
+
+Micro-benchmarks run the work of a training step on the kernels, threads and kinds of transfers that training uses, alone and beside
+each other (loads.py, timing.py). The whole takes some fifteen seconds and is cached (cache.py); capacities are read anew each time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError, StoreError, UnsupportedError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.profiling import cache, loads
+from lightning_hetero.profiling.capacity import available_memory_bytes
+from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.profiling.timing import Load, Measured, Round, alone, progress, rounds, slowdown
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.units import MIB
+
+SECONDS = 15.0
+REPETITIONS = 4
+
+_PARAMS_BYTES = 16  # of a parameter that is updated: fp32 weight, gradient and two moments
+_LEAST_BYTES = 256 * MIB  # what a load works on at least, where memory allows: far more than most caches
+_SHARE = 8  # of free memory and of free disk space each load takes at most this part
+_DUPLEX = 1.5  # reads and writes at once reach 1 time (one disk shared) to 2 times (two directions) of what one of them does
+
+# The kinds of work that HardwareProfile.contention names, and their loads.
+_KINDS = {
+    "compute": frozenset({"compute"}),
+    "update": frozenset({"update"}),
+    "disk": frozenset({"read", "write"}),
+    "copy": frozenset({"h2d", "d2h"}),
+}
+
+log = logging.getLogger(__name__)
+
+
+def measure(
+    path: str | Path | None = None,
+    *,
+    device: str | None = None,
+    refresh: bool = False,
+    seconds: float = SECONDS,
+    update_threads: int | None = None,
+) -> HardwareProfile:
+    """The profile of this machine, measured now or earlier.
+
+    What was measured earlier counts if it was by this user, on this machine as it is (processor, cores, memory, disk, kernel,
+    device, versions, threads), and at most 30 days ago. Capacities are those of this moment in any case.
+
+    ``contention`` also has keys with several kinds beside one, such as ``"compute|disk+update"``: what was measured with all of
+    them at once.
+
+    Args:
+        path: A directory on the disk to measure; ``None``: the working directory, and a profile without a disk where that
+            cannot be a disk tier.
+        device: ``"cpu"``, or the kind of an accelerator such as ``"cuda"``; ``None``: the accelerator where there is one.
+        refresh: Measure even if the profile is known.
+        seconds: For all measurements together; more makes the medians steadier.
+        update_threads: Threads that run updates; ``None``: half of the cores, as the strategy has it.
+
+    Raises:
+        ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not positive.
+        StoreError: A transfer failed, or the disk is full.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"seconds={seconds!r}; allowed: more than 0, usually {SECONDS:g}.")
+    machine = Machine.of(path, device=device, update_threads=update_threads)
+    known = None if refresh else _known(machine)
+    if known is None:
+        with cache.one_at_a_time():
+            known = None if refresh else _known(machine)  # measured by whom we have waited for
+            if known is None:
+                log.info("measuring this machine for some %.0f s; kept in %s", seconds, cache.cache_directory())
+                known = _Benchmarks(machine).run(seconds)
+                cache.save(machine.fingerprint(), known)
+    return with_capacities(known, machine)
+
+
+def _known(machine: Machine) -> HardwareProfile | None:
+    profile = cache.load(machine.fingerprint())
+    without_disk = profile is not None and profile.disk_read_bytes_per_s == 0
+    return None if without_disk and machine.path_given else profile  # who names a disk shall hear what is wrong with it
+
+
+def with_capacities(profile: HardwareProfile, machine: Machine) -> HardwareProfile:
+    """The profile with the memory and the disk space that are free now."""
+    host = available_memory_bytes()
+    device = host if profile.shared_memory else machine.device_memory_bytes()
+    disk = machine.volume.free_bytes if machine.volume is not None and profile.disk_read_bytes_per_s > 0 else 0
+    now = f"free on {_now()}"
+    source = {
+        **profile.source,
+        "host_memory_bytes": f"{now}, control groups counted",
+        "disk_capacity_bytes": now if disk else "none",
+    }
+    source["device_memory_bytes"] = "the host's memory" if profile.shared_memory else now
+    return replace(profile, host_memory_bytes=host, device_memory_bytes=device, disk_capacity_bytes=disk, source=source)
+
+
+def _now() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+@dataclass(frozen=True, slots=True)
+class _Benchmarks:
+    """All benchmarks of one machine."""
+
+    machine: Machine
+    how: dict[str, str] = field(default_factory=dict)  # what each load did, for the sources
+
+    def run(self, seconds: float) -> HardwareProfile:
+        """Measures; capacities are left at what they are now."""
+        with ExitStack() as undo:
+            made, without_disk = self._loads(undo)
+            kinds = {kind: members for kind, members in _KINDS.items() if members <= set(made)}
+            experiments = [[made[name] for name in sorted(names)] for names in _experiments(list(made), list(kinds.values()))]
+            results = rounds(experiments, seconds=seconds, repetitions=REPETITIONS)
+        return self._profile(results, kinds, without_disk)
+
+    def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
+        """The loads by name, and why there are none of a disk."""
+        machine = self.machine
+        room = available_memory_bytes() // _SHARE
+        num_bytes = min(max(_LEAST_BYTES, 4 * machine.cache_bytes), room)
+        params = num_bytes // _PARAMS_BYTES
+        made: list[Load] = [
+            machine.compute(),
+            undo.enter_context(loads.Update(params, machine.update_threads)),
+            undo.enter_context(loads.Memory(params, machine.cores)),
+            loads.Downcast(params),
+        ]
+        self.how["compute"] = f"forward and backward of a transformer block, {machine.compute_text()}"
+        self.how["update"] = f"Adam in host memory, fp32, {machine.update_threads} threads, {params} parameters"
+        self.how["memory"] = f"the bytes of an update moved by {machine.cores} threads"
+        self.how["downcast"] = f"fp32 to bf16, {machine.torch_threads} threads"
+        reason = ""
+        try:
+            made += self._disk_loads(min(_LEAST_BYTES, room), undo)
+        except (ConfigError, StoreError, UnsupportedError) as error:
+            if machine.path_given:
+                raise
+            reason = f"no disk tier: {error}"
+        if not machine.shared_memory:
+            made += machine.device_loads()
+            self.how["h2d"], self.how["d2h"] = "pinned memory to device", "device to pinned memory"
+            self.how["device_update"] = "torch's fused AdamW on the device, fp32"
+        return {load.name: load for load in made}, reason
+
+    def _disk_loads(self, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
+        machine = self.machine
+        free = machine.volume.free_bytes if machine.volume is not None else 0
+        num_bytes = min(most_bytes, free // _SHARE)
+        directory = StoreDirectory.create_or_adopt(
+            None, default_root=machine.path, manifest={"benchmark": "disk"}, needed_bytes=loads.disk_bytes(num_bytes)
+        )
+        undo.callback(directory.close)
+        reads, writes = loads.disk_loads(directory, num_bytes, machine.engine, undo)
+        how = f"{machine.disk_name()}, direct, {reads.backend}, {num_bytes // MIB} MiB of files"
+        self.how["read"], self.how["write"] = f"sequential reads of {how}", f"sequential writes of {how}"
+        return reads, writes
+
+    def _profile(self, results: Sequence[Round], kinds: dict[str, frozenset[str]], without_disk: str) -> HardwareProfile:
+        machine, when = self.machine, _now()
+        source: dict[str, str] = {}
+
+        def rate(key: str, load: str, otherwise: str = "") -> float:
+            if load not in self.how:
+                source[key] = otherwise
+                return 0.0
+            found = alone(results, load)
+            source[key] = f"measured {when}: {self.how[load]}; {found}"
+            return found.value
+
+        no_copies = "nothing is copied: the device is the host"
+        no_disk = without_disk or "none"
+        updates = "update" if machine.shared_memory else "device_update"
+        contention = {}
+        for mine, others, found in _contention(results, kinds):
+            contention[f"{mine}|{others}"] = found.value
+            source[f"contention.{mine}|{others}"] = f"measured {when}: {mine} beside {others}; {found}"
+        duplex = False
+        if "disk" in kinds:
+            both = Measured.of(progress(done, kinds["disk"], kinds["disk"]) for done in results)
+            duplex = both.value > _DUPLEX
+            source["disk_duplex"] = (
+                f"measured {when}: reads and writes at once reach {both.value:.2f} of their rates alone, added up (1: they share "
+                f"the disk, 2: they do not); {both}"
+            )
+        return HardwareProfile(
+            name=machine.name(),
+            device_memory_bytes=available_memory_bytes() if machine.shared_memory else machine.device_memory_bytes(),
+            host_memory_bytes=available_memory_bytes(),
+            disk_capacity_bytes=0,
+            device_flop_per_s=rate("device_flop_per_s", "compute"),
+            link_h2d_bytes_per_s=rate("link_h2d_bytes_per_s", "h2d", no_copies),
+            link_d2h_bytes_per_s=rate("link_d2h_bytes_per_s", "d2h", no_copies),
+            disk_read_bytes_per_s=rate("disk_read_bytes_per_s", "read", no_disk),
+            disk_write_bytes_per_s=rate("disk_write_bytes_per_s", "write", no_disk),
+            disk_duplex=duplex,
+            host_dram_bytes_per_s=rate("host_dram_bytes_per_s", "memory"),
+            cpu_update_params_per_s=rate("cpu_update_params_per_s", "update"),
+            device_update_params_per_s=rate("device_update_params_per_s", updates),
+            cpu_downcast_params_per_s=rate("cpu_downcast_params_per_s", "downcast"),
+            shared_memory=machine.shared_memory,
+            contention=contention,
+            source={**source, "collective_bytes_per_s": "one device"},
+        )
+
+
+def _experiments(names: Sequence[str], kinds: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """What runs together: each load alone, each kind, each pair of kinds, all kinds but compute, all kinds."""
+    groups = [frozenset({name}) for name in names] + list(kinds)
+    groups += [a | b for a, b in combinations(kinds, 2)]
+    for some in (kinds[1:], kinds):
+        if len(some) > 2:
+            groups.append(frozenset().union(*some))
+    return list(dict.fromkeys(groups))
+
+
+def _contention(results: Sequence[Round], kinds: dict[str, frozenset[str]]) -> Iterator[tuple[str, str, Measured]]:
+    """Each kind of work beside each other kind, and beside all that ran together with it."""
+    for running in results[0]:
+        together = [kind for kind, members in kinds.items() if members <= running]
+        if len(together) < 2:
+            continue
+        for mine in together:
+            others = sorted(set(together) - {mine})
+            beside = frozenset[str]().union(*(kinds[kind] for kind in others))
+            yield mine, "+".join(others), slowdown(results, kinds[mine], beside)

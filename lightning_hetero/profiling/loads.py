@@ -1,0 +1,331 @@
+"""The loads that machines are measured with: what a training step does, on the same kernels, threads and kinds of transfers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_hetero import _native
+from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
+from lightning_hetero.profiling.timing import Load
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.units import KIB, MIB, round_up
+
+_HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100.0)
+_CHUNK_ELEMENTS = 256 * KIB  # of fp32 blocks, as in store/tiers.py
+_IO_CHUNK_BYTES = 2 * MIB  # between a chunk of fp32 weights (1 MiB) and one of weights and moments (3 MiB)
+_BLOCK_BYTES = 32 * MIB
+_IN_FLIGHT = 2  # tasks under way, so that the disk never waits for the next one to be submitted
+
+
+class Compute(Load):
+    """Forward and backward of a transformer block; units: FLOP of matrix products, three times those of forward.
+
+    Args:
+        device: Where it runs.
+        dtype: Of weights and activations.
+        hidden: Hidden size.
+        tokens: Tokens of the batch.
+    """
+
+    name = "compute"
+    foreground = True
+
+    def __init__(self, device: torch.device, *, dtype: torch.dtype, hidden: int, tokens: int) -> None:
+        sequence = min(tokens, 256)
+        self.flop = 3.0 * (24 * tokens * hidden**2 + 4 * tokens * sequence * hidden)
+        self._device = device
+        shape = (tokens // sequence, sequence, hidden)
+        with self._plain(), torch.random.fork_rng(devices=[]):  # the user's random numbers are not ours to use up
+            self._layer = torch.nn.TransformerEncoderLayer(
+                hidden, hidden // 64, 4 * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="cpu"
+            ).to(device=device, dtype=dtype)
+            values = torch.linspace(-1, 1, tokens * hidden, device=device, dtype=torch.float32).to(dtype).view(shape)
+            self._input = values.requires_grad_()
+            self._gradient = torch.full(shape, 0.01, device=device, dtype=dtype)
+
+    def step(self) -> float:
+        """One forward and backward."""
+        with self._plain():
+            self._layer.zero_grad(set_to_none=True)
+            self._input.grad = None
+            self._layer(self._input).backward(self._gradient)
+        _synchronize(self._device)
+        return self.flop
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """Whatever modes the caller is in: gradients, and the dtypes as they are."""
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+            yield
+
+
+class Update(Load):
+    """Adam in the engine, state and fp32 weights in host memory; units: parameters.
+
+    Args:
+        num_params: Parameters of the block.
+        threads: Threads that run the kernel.
+    """
+
+    name = "update"
+
+    def __init__(self, num_params: int, threads: int) -> None:
+        count = round_up(num_params, 16)
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            weights, gradients = (undo.enter_context(Arena(4 * count)) for _ in range(2))
+            for arena in (weights, gradients):
+                _tensor(arena, count, torch.float32).fill_(0.01)
+            geometry = BlockGeometry(
+                id=0,
+                weight_dtype=_native.F32,
+                num_elements=count,
+                num_state=2,
+                weights_on_disk_file=False,
+                state_on_disk_file=False,
+                chunk_elements=_CHUNK_ELEMENTS,
+            )
+            self._engine = undo.enter_context(_engine(update_threads=threads))
+            self._block = undo.enter_context(Block(None, geometry, weights.address))
+            undo.callback(self._engine.close)  # before its block
+            self._segments = [Segment(offset=0, numel=count, grad=gradients.address, grad_dtype=_native.F32, hyper=0)]
+            self._undo = undo.pop_all()
+        self._count, self._steps = count, 0
+
+    def step(self) -> float:
+        """One update of the whole block."""
+        self._steps += 1
+        ticket = self._engine.open_update(self._block, weights_resident=True)
+        self._engine.arm_update(ticket, self._segments, [_HYPER], step=self._steps)
+        ticket.wait()
+        ticket.release()
+        return float(self._count)
+
+    def close(self) -> None:
+        """Frees the block and its engine."""
+        self._undo.close()
+
+
+class Memory(Load):
+    """Moves the bytes of an update, with next to no arithmetic, on all threads; units: bytes.
+
+    Args:
+        num_params: Parameters, 28 bytes each.
+        threads: Threads that move them.
+    """
+
+    name = "memory"
+
+    def __init__(self, num_params: int, threads: int) -> None:
+        self._count, self._threads = num_params, threads
+        # Starts a few cache lines apart modulo a page: arrays that start at the same offset collide in the caches.
+        self._arena = Arena(4 * (4 * num_params + 16 * KIB))
+        self._addresses = [self._arena.address + i * (round_up(4 * num_params, 4096) + 17 * 64) for i in range(4)]
+
+    def step(self) -> float:
+        """Moves all of them once."""
+        param, exp_avg, exp_avg_sq, grad = self._addresses
+        _native.move_like_adam(
+            param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, numel=self._count, threads=self._threads
+        )
+        return 28.0 * self._count
+
+    def close(self) -> None:
+        """Frees the arrays."""
+        self._arena.close()
+
+
+class Downcast(Load):
+    """fp32 to bf16 on the CPU, torch's threads; units: elements."""
+
+    name = "downcast"
+    foreground = True
+
+    def __init__(self, num_params: int) -> None:
+        self._wide = torch.zeros(num_params, dtype=torch.float32, device="cpu")
+        self._narrow = torch.zeros(num_params, dtype=torch.bfloat16, device="cpu")
+
+    def step(self) -> float:
+        """Casts all of them once."""
+        self._narrow.copy_(self._wide)
+        return float(self._wide.numel())
+
+
+class Disk(Load):
+    """Streams blocks of plain bytes from or to files of a store, past the page cache; units: bytes.
+
+    Reads and writes have an engine each: in one, writes would go before reads.
+
+    Args:
+        store: The store of both.
+        directory: Its directory.
+        blocks: Numbers of the files.
+        write: Writes, in place; else reads.
+        options: Back end and queue, as training has them.
+    """
+
+    def __init__(self, store: Store, blocks: Sequence[int], *, write: bool, options: EngineOptions) -> None:
+        self.name = "write" if write else "read"
+        self._under_way: deque[Ticket] = deque()
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self._engine = _engine(io_backend=options.io_backend, io_threads=options.io_threads, queue_depth=options.queue_depth)
+            self._blocks = [_opaque(store, number, undo) for number in blocks]
+            undo.callback(self._engine.close)  # before its blocks
+            self._undo = undo.pop_all()
+        self._next = 0
+        self._submit: Callable[[Block], Ticket] = self._store if write else self._engine.fetch
+        for block in self._blocks:  # the first write to a file that was only allocated is slower than any later one
+            self._store(block).wait()
+
+    @property
+    def backend(self) -> str:
+        """How transfers reach the kernel: ``"io_uring"`` or ``"pool"``."""
+        return self._engine.io_backend
+
+    def _store(self, block: Block) -> Ticket:
+        return self._engine.store(block, [], weights_from_memory=True, step=0)
+
+    def step(self) -> float:
+        """Submits a block and waits for an earlier one."""
+        while len(self._under_way) < _IN_FLIGHT:
+            self._under_way.append(self._submit(self._blocks[self._next]))
+            self._next = (self._next + 1) % len(self._blocks)
+        self._finish()
+        return float(_BLOCK_BYTES)
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        while self._under_way:
+            self._finish()
+
+    def _finish(self) -> None:
+        ticket = self._under_way.popleft()
+        ticket.wait()
+        ticket.release()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._undo.close()
+
+
+def disk_loads(directory: StoreDirectory, num_bytes: int, options: EngineOptions, undo: ExitStack) -> tuple[Disk, Disk]:
+    """Reads and writes of files in a directory.
+
+    Args:
+        directory: A private directory that lasts as long as the loads.
+        num_bytes: Bytes of the files that are read, and of those that are written.
+        options: Back end and queue, as training has them.
+        undo: Closes what is opened.
+
+    Raises:
+        UnsupportedError: The file system refuses direct transfers.
+        StoreError: A transfer failed.
+    """
+    count = max(_IN_FLIGHT, num_bytes // _BLOCK_BYTES)
+    store = undo.enter_context(
+        Store(
+            directory.path,
+            uuid=directory.uuid,
+            create=True,
+            direct_io=options.direct_io,
+            durability=0,
+            verify_digests=False,
+            num_blocks=2 * count,
+            user_bytes=0,
+        )
+    )
+    reads = undo.enter_context(Disk(store, range(count), write=False, options=options))
+    return reads, undo.enter_context(Disk(store, range(count, 2 * count), write=True, options=options))
+
+
+def disk_bytes(num_bytes: int) -> int:
+    """Bytes of files that :func:`disk_loads` makes: both directions, each file with its head."""
+    return 2 * max(_IN_FLIGHT, num_bytes // _BLOCK_BYTES) * (_BLOCK_BYTES + MIB)
+
+
+class Copy(Load):
+    """Copies between the host and a device on a stream of its own; units: bytes.
+
+    Args:
+        device: The device.
+        to_device: Host to device; else back.
+        num_bytes: Bytes of one copy.
+    """
+
+    def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int) -> None:
+        self.name = "h2d" if to_device else "d2h"
+        pinned = device.type != "cpu"
+        host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._source, self._target = (host, there) if to_device else (there, host)
+        self._stream = torch.Stream(device) if pinned else None
+
+    def step(self) -> float:
+        """One copy, there and done."""
+        with self._stream if self._stream is not None else nullcontext():
+            self._target.copy_(self._source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return float(self._target.numel())
+
+
+class DeviceUpdate(Load):
+    """torch's fused AdamW on a device, fp32; units: parameters."""
+
+    name = "device_update"
+    foreground = True
+
+    def __init__(self, device: torch.device, num_params: int) -> None:
+        self._param = torch.zeros(num_params, device=device, dtype=torch.float32, requires_grad=True)
+        self._param.grad = torch.full_like(self._param, 0.01)
+        self._optimizer = torch.optim.AdamW([self._param], fused=True)
+        self._device = device
+
+    def step(self) -> float:
+        """One step of the optimizer."""
+        self._optimizer.step()
+        _synchronize(self._device)
+        return float(self._param.numel())
+
+
+def _engine(**options: object) -> Engine:
+    return Engine(staging_bytes=3 * _staged(), chunk_bytes_max=_staged(), **options)  # type: ignore[arg-type]
+
+
+def _staged() -> int:
+    """Bytes of the largest staged chunk of any load."""
+    return max(_IO_CHUNK_BYTES, 12 * _CHUNK_ELEMENTS) + 16 * KIB
+
+
+def _opaque(store: Store, number: int, undo: ExitStack) -> Block:
+    arena = undo.enter_context(Arena(_BLOCK_BYTES))
+    _tensor(arena, _BLOCK_BYTES, torch.uint8).fill_(number % 251 + 1)
+    geometry = BlockGeometry(
+        id=number,
+        weight_dtype=_native.U8,
+        num_elements=_BLOCK_BYTES,
+        num_state=0,
+        weights_on_disk_file=True,
+        state_on_disk_file=False,
+        num_slots=1,
+        chunk_elements=_IO_CHUNK_BYTES,
+    )
+    return undo.enter_context(Block(store, geometry, arena.address))
+
+
+def _tensor(arena: Arena, count: int, dtype: torch.dtype) -> Tensor:
+    memory = (ctypes.c_char * arena.num_bytes).from_address(arena.address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()

@@ -1,0 +1,185 @@
+"""What can be known of this machine without measuring: its parts, and what tells it from another."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from lightning_hetero import _native
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.profiling import loads
+from lightning_hetero.profiling.capacity import total_memory_bytes
+from lightning_hetero.profiling.timing import Load
+from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.store.volume import Volume
+from lightning_hetero.units import MIB, format_bytes
+
+_HIDDEN_CPU, _HIDDEN_DEVICE = 512, 4096
+_TOKENS_OF_TWO_CORES, _TOKENS_DEVICE = 256, 8192
+_COPY_BYTES, _DEVICE_PARAMS = 64 * MIB, 64 * MIB  # some milliseconds each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The parts of this machine that are measured.
+
+    Attributes:
+        path: A directory on its disk.
+        path_given: The user named it; else it may turn out to be no disk.
+        volume: The file system there; ``None`` where it cannot be looked at.
+        device: Where compute runs.
+        engine: How transfers and updates run.
+        cores: Cores that this process may use.
+        torch_threads: Threads of torch's CPU kernels.
+        cache_bytes: The last level of the processor's caches, all of them together.
+    """
+
+    path: Path
+    path_given: bool
+    volume: Volume | None
+    device: torch.device
+    engine: EngineOptions
+    cores: int
+    torch_threads: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, path: str | Path | None, *, device: str | None, update_threads: int | None) -> Machine:
+        """Looks at this machine; see ``hardware.measure`` for the arguments.
+
+        Raises:
+            ConfigError: There is no such directory or device, or ``update_threads`` is not positive.
+        """
+        if update_threads is not None and (isinstance(update_threads, bool) or update_threads < 1):
+            raise ConfigError(f"update_threads={update_threads!r}; allowed: a whole number of at least 1, or None.")
+        place = Path.cwd() if path is None else Path(path).expanduser().absolute()
+        if not place.is_dir():
+            raise ConfigError(f"path={str(path)!r} is no directory; give one on the disk that shall be measured.")
+        try:
+            volume = Volume.of(place)
+        except OSError:
+            volume = None
+        return cls(
+            path=place,
+            path_given=path is not None,
+            volume=volume,
+            device=_device(device),
+            engine=EngineOptions(update_threads=update_threads or 0),
+            cores=len(os.sched_getaffinity(0)),
+            torch_threads=torch.get_num_threads(),
+            cache_bytes=_cache_bytes(),
+        )
+
+    @property
+    def shared_memory(self) -> bool:
+        """The device is the host's own CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def update_threads(self) -> int:
+        """Threads that run updates."""
+        return self.engine.threads()
+
+    def name(self) -> str:
+        """For people."""
+        parts = [_processor(), f"{self.cores} cores", format_bytes(total_memory_bytes())]
+        return ", ".join([*parts, *([] if self.shared_memory else [self._device_name()]), self.disk_name()])
+
+    def disk_name(self) -> str:
+        """The device and the file system under the path."""
+        return "no disk" if self.volume is None else f"{self.volume.source} ({self.volume.filesystem})"
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the measurements depend on: another value of any of it is another machine."""
+        return {
+            "package": _package_version(),
+            "torch": torch.__version__,
+            "kernel": platform.release(),
+            "processor": _processor(),
+            "isa": _native.isa().name,
+            "cores": self.cores,
+            "update_threads": self.update_threads,
+            "torch_threads": self.torch_threads,
+            "memory_bytes": total_memory_bytes(),
+            "device": "cpu" if self.shared_memory else self._device_name(),
+            "disk": self.disk_name(),
+        }
+
+    def device_memory_bytes(self) -> int:
+        """Free memory of the accelerator."""
+        return int(torch.accelerator.get_memory_info(self.device)[0])
+
+    def compute(self) -> loads.Compute:
+        """The load that stands for forward and backward."""
+        dtype, hidden, tokens = self._compute()
+        return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens)
+
+    def compute_text(self) -> str:
+        """What :meth:`compute` is, for the sources."""
+        dtype, hidden, tokens = self._compute()
+        where = f"{self.torch_threads} threads" if self.shared_memory else self._device_name()
+        return f"hidden {hidden}, {tokens} tokens, {str(dtype).removeprefix('torch.')}, {where}"
+
+    def device_loads(self) -> list[Load]:
+        """Copies to and from the accelerator, and updates on it."""
+        return [
+            loads.Copy(self.device, to_device=True, num_bytes=_COPY_BYTES),
+            loads.Copy(self.device, to_device=False, num_bytes=_COPY_BYTES),
+            loads.DeviceUpdate(self.device, _DEVICE_PARAMS),
+        ]
+
+    def _compute(self) -> tuple[torch.dtype, int, int]:
+        if self.shared_memory:
+            return torch.float32, _HIDDEN_CPU, _TOKENS_OF_TWO_CORES * -(-self.cores // 2)
+        return torch.bfloat16, _HIDDEN_DEVICE, _TOKENS_DEVICE
+
+    def _device_name(self) -> str:
+        properties = getattr(torch, self.device.type).get_device_properties(self.device)
+        return f"{self.device.type} {properties.name}"
+
+
+def _device(name: str | None) -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if name == "cpu" or (name is None and found is None):
+        return torch.device("cpu")
+    if found is None or (name is not None and name.partition(":")[0] != found.type):
+        raise ConfigError(f"device={name!r}; allowed here: None, 'cpu'{f', {found.type!r}' if found is not None else ''}.")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _package_version() -> str:
+    try:
+        return metadata.version("lightning-hetero")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        rows = []
+    names = (row.partition(":")[2].strip() for row in rows if row.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of all caches of the last level; 0 where the system does not say.
+
+    Source: Linux, Documentation/ABI/testing/sysfs-devices-system-cpu.
+    """
+    caches: dict[str, int] = {}
+    for place in root.glob("cpu[0-9]*/cache/index3"):
+        try:
+            shared = (place / "shared_cpu_list").read_text(encoding="utf-8").strip()
+            size = (place / "size").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if size.endswith("K") and size[:-1].isdecimal():
+            caches[shared] = 1024 * int(size[:-1])
+    return sum(caches.values())

@@ -1,0 +1,595 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_hetero import _native
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.profiling import cache, hardware, loads, timing
+from lightning_hetero.profiling import machine as machine_module
+from lightning_hetero.profiling.capacity import available_memory_bytes, total_memory_bytes
+from lightning_hetero.profiling.hardware import measure
+from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.profiling.timing import Load, Measured, alone, progress, rates, rounds, slowdown
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.units import MIB
+
+QUICK_S = 0.2
+SHM = Path("/dev/shm")
+
+
+def _small(patch: pytest.MonkeyPatch, cache_home: Path) -> None:
+    """Nothing of the user's cache is read or written; loads are small."""
+    patch.setenv("XDG_CACHE_HOME", str(cache_home))
+    patch.setattr(hardware, "_LEAST_BYTES", 4 * MIB)
+    patch.setattr(machine_module, "_HIDDEN_CPU", 64)
+    patch.setattr(machine_module, "_COPY_BYTES", MIB)
+    patch.setattr(machine_module, "_DEVICE_PARAMS", MIB)
+    patch.setattr(loads, "_BLOCK_BYTES", 4 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _small(monkeypatch, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Path:
+    path = tmp_path / "disk"
+    path.mkdir()
+    return path
+
+
+# ---- rates of loads that run at once -------------------------------------------------------------------------------------------
+
+
+class _Sleeper(Load):
+    def __init__(self, name: str, step_s: float, *, foreground: bool = False, fails_at: int = 0) -> None:
+        self.name, self.foreground = name, foreground
+        self.step_s, self.fails_at = step_s, fails_at
+        self.threads: set[threading.Thread] = set()
+        self.begins: list[float] = []
+        self.settled = 0
+
+    def step(self) -> float:
+        self.threads.add(threading.current_thread())
+        self.begins.append(time.perf_counter())
+        if len(self.begins) == self.fails_at:
+            raise OSError("broken")
+        time.sleep(self.step_s)
+        return 5.0
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def test_a_rate_is_units_over_the_time_that_they_took() -> None:
+    got = rates([_Sleeper("a", 0.01), _Sleeper("b", 0.02, foreground=True)], 0.3)
+    assert got["a"] == pytest.approx(5 / 0.01, rel=0.2)
+    assert got["b"] == pytest.approx(5 / 0.02, rel=0.2)
+
+
+def test_a_step_longer_than_the_window_counts_all_the_same() -> None:
+    slow, quick = _Sleeper("slow", 0.2), _Sleeper("quick", 0.01)
+    got = rates([slow, quick], 0.05)
+    assert got["slow"] == pytest.approx(5 / 0.2, rel=0.2)
+    assert quick.begins[-1] - quick.begins[0] > 0.15, "the quick load has to go on beside the slow one"
+
+
+def test_loads_with_torchs_threads_run_where_they_are_measured() -> None:
+    front, back = _Sleeper("front", 0.01, foreground=True), _Sleeper("back", 0.01)
+    rates([back, front], 0.05)
+    assert front.threads == {threading.current_thread()}
+    assert threading.current_thread() not in back.threads
+    assert (front.settled, back.settled) == (1, 1)
+
+
+def test_what_a_load_raises_ends_the_others_and_is_raised() -> None:
+    healthy, broken = _Sleeper("healthy", 0.01, foreground=True), _Sleeper("broken", 0.01, fails_at=3)
+    begin = time.perf_counter()
+    with pytest.raises(OSError, match="broken"):
+        rates([healthy, broken], 30)
+    assert time.perf_counter() - begin < 10
+
+
+def test_the_first_round_is_dropped() -> None:
+    load = _Sleeper("a", 0.005)
+    results = rounds([[load]], seconds=0.2, repetitions=3)
+    assert len(results) == 3
+    assert load.settled == 4
+    assert alone(results, "a").repetitions == 3
+
+
+def test_a_median_says_of_how_many_and_how_far_apart() -> None:
+    found = Measured.of([1.0, 4.0, 2.0])
+    assert (found.value, found.repetitions, found.spread) == (2.0, 3, 1.5)
+    assert str(found) == "median of 3 repetitions, spread 150 %"
+    assert Measured.of([0.0, 0.0]).spread == 0
+
+
+DISK, COMPUTE = frozenset({"read", "write"}), frozenset({"compute"})
+
+
+def _round(together: dict[str, float], beside: dict[str, float]) -> timing.Round:
+    return {
+        frozenset({"read"}): {"read": 2.0},
+        frozenset({"write"}): {"write": 4.0},
+        COMPUTE: {"compute": 10.0},
+        DISK: together,
+        DISK | COMPUTE: beside,
+    }
+
+
+def test_reads_and_writes_that_share_a_disk_reach_one_together() -> None:
+    done = _round({"read": 1.0, "write": 2.0}, {})
+    assert progress(done, DISK, DISK) == 1.0
+    assert progress(_round({"read": 2.0, "write": 4.0}, {}), DISK, DISK) == 2.0
+
+
+def test_a_slowdown_compares_within_each_round_and_is_at_least_one() -> None:
+    beside = {"read": 0.5, "write": 1.0, "compute": 8.0}
+    results = [_round({"read": 1.0, "write": 2.0}, beside), _round({"read": 1.0, "write": 2.0}, beside)]
+    assert slowdown(results, DISK, COMPUTE).value == 2.0
+    assert slowdown(results, COMPUTE, DISK).value == 1.25
+    faster = [_round({"read": 1.0, "write": 2.0}, {"read": 2.0, "write": 4.0, "compute": 11.0})]
+    assert slowdown(faster, DISK, COMPUTE).value == slowdown(faster, COMPUTE, DISK).value == 1.0
+
+
+def test_experiments_are_each_load_each_kind_each_pair_and_all() -> None:
+    update, copy = frozenset({"update"}), frozenset({"h2d", "d2h"})
+    names = ["compute", "update", "read", "write", "h2d", "d2h", "memory"]
+    made = hardware._experiments(names, [COMPUTE, update, DISK, copy])
+    assert [len(m) for m in made[: len(names)]] == [1] * len(names)
+    assert {DISK, copy, COMPUTE | update, COMPUTE | DISK, update | copy, DISK | copy} <= set(made)
+    assert made[-2:] == [update | DISK | copy, COMPUTE | update | DISK | copy]
+    assert len(set(made)) == len(made)
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_compute_counts_the_flop_of_its_block() -> None:
+    load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert load.step() == load.flop
+    assert load.flop == counter.get_total_flops()
+
+
+def test_compute_runs_whatever_modes_the_caller_is_in() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32)
+        load.step()
+    gradient = next(load._layer.parameters()).grad
+    assert gradient is not None
+    assert gradient.dtype is torch.float32
+
+
+def test_updates_change_the_weights_and_the_engine_is_closed() -> None:
+    with loads.Update(10_000, 1) as load:
+        assert load.step() == 10_000
+        assert load.step() == 10_000
+        assert load._block.state_address(0) is not None
+        engine = load._engine
+    assert not engine.is_open
+
+
+def test_memory_moves_28_bytes_a_parameter() -> None:
+    with loads.Memory(4096, 1) as load:
+        assert load.step() == 28 * 4096
+
+
+def test_the_downcast_casts() -> None:
+    load = loads.Downcast(100)
+    load._wide.fill_(1.5)
+    assert load.step() == 100
+    assert load._narrow.float().tolist() == [1.5] * 100
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_copies_copy(to_device: bool) -> None:
+    load = loads.Copy(torch.device("cpu"), to_device=to_device, num_bytes=1000)
+    load._source.fill_(7)
+    assert load.step() == 1000
+    assert torch.equal(load._target, load._source)
+    assert load.name == ("h2d" if to_device else "d2h")
+
+
+def test_a_device_update_updates() -> None:
+    load = loads.DeviceUpdate(torch.device("cpu"), 100)
+    assert load.step() == 100
+    assert load._param.detach().abs().min() > 0
+
+
+def _disk(path: Path, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
+    directory = StoreDirectory.create_or_adopt(None, default_root=path, manifest={}, needed_bytes=loads.disk_bytes(16 * MIB))
+    undo.callback(directory.close)
+    return loads.disk_loads(directory, 16 * MIB, EngineOptions(), undo)
+
+
+def test_disk_loads_read_and_write_their_files_and_leave_nothing(disk_path: Path) -> None:
+    with ExitStack() as undo:
+        reads, writes = _disk(disk_path, undo)
+        files = list(disk_path.rglob("block-*"))
+        assert 0 < sum(f.stat().st_size for f in files) <= loads.disk_bytes(16 * MIB)
+        before = [load._engine.stats() for load in (reads, writes)]
+        for _ in range(5):
+            assert reads.step() == writes.step() == 4 * MIB
+        reads.settle()
+        writes.settle()
+        after = [load._engine.stats() for load in (reads, writes)]
+        assert after[0].bytes_read - before[0].bytes_read >= 5 * 4 * MIB
+        assert after[0].bytes_written == before[0].bytes_written
+        assert after[1].bytes_written - before[1].bytes_written >= 5 * 4 * MIB
+        assert after[1].bytes_read == before[1].bytes_read
+        assert reads.backend in ("io_uring", "pool")
+    assert list(disk_path.iterdir()) == []
+
+
+def test_a_duplex_disk_is_recognised(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's synthetic device is duplex: it sleeps for each direction by itself."""
+    plain = loads._engine
+
+    def synthetic(**options: Any) -> _native.Engine:
+        return plain(
+            **options | {"io_backend": "synthetic", "io_threads": 2},
+            synthetic_read_bytes_per_s=8e8,
+            synthetic_write_bytes_per_s=4e8,
+        )
+
+    monkeypatch.setattr(loads, "_engine", synthetic)
+    with ExitStack() as undo:
+        pair = _disk(disk_path, undo)
+        results = rounds([[pair[0]], [pair[1]], list(pair)], seconds=2.0, repetitions=2)
+    assert alone(results, "read").value == pytest.approx(8e8, rel=0.2)
+    assert alone(results, "write").value == pytest.approx(4e8, rel=0.2)
+    assert Measured.of(progress(done, DISK, DISK) for done in results).value > hardware._DUPLEX
+
+
+# ---- capacities ----------------------------------------------------------------------------------------------------------------
+
+
+def _files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def _proc(tmp_path: Path, line: str) -> Path:
+    return _files(tmp_path / "proc", {"self/cgroup": line + "\n"})
+
+
+def test_without_control_groups_memory_is_the_machines(tmp_path: Path) -> None:
+    got = available_memory_bytes(proc=tmp_path, cgroups=tmp_path)
+    assert got == pytest.approx(psutil.virtual_memory().available, rel=0.05)
+    assert total_memory_bytes(proc=tmp_path, cgroups=tmp_path) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("visible", [True, False], ids=["on the host", "in a container"])
+def test_a_groups_limit_counts_and_pages_that_it_could_drop_are_free(tmp_path: Path, visible: bool) -> None:
+    # In a container the path is the host's and only the container's own group is mounted, at the root.
+    place = "user/job/" if visible else ""
+    root = _files(
+        tmp_path / "groups",
+        {
+            f"{place}memory.max": f"{64 * MIB}\n",
+            f"{place}memory.current": f"{50 * MIB}\n",
+            f"{place}memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
+        },
+    )
+    proc = _proc(tmp_path, "0::/user/job")
+    assert available_memory_bytes(proc=proc, cgroups=root) == (64 - 30) * MIB
+    assert total_memory_bytes(proc=proc, cgroups=root) == 64 * MIB
+
+
+def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
+    root = _files(
+        tmp_path / "groups",
+        {
+            "a/b/memory.max": "max\n",
+            "a/b/memory.current": "5\n",
+            "a/memory.max": f"{32 * MIB}\n",
+            "a/memory.current": f"{40 * MIB}\n",
+        },
+    )
+    proc = _proc(tmp_path, "0::/a/b")
+    assert available_memory_bytes(proc=proc, cgroups=root) == 0, "a group over its limit leaves nothing"
+    assert total_memory_bytes(proc=proc, cgroups=root) == 32 * MIB
+
+
+def test_the_first_version_of_control_groups_counts_too(tmp_path: Path) -> None:
+    root = _files(
+        tmp_path / "groups",
+        {
+            "memory/job/memory.limit_in_bytes": str(48 * MIB),
+            "memory/job/memory.usage_in_bytes": str(16 * MIB),
+            "memory/job/memory.stat": f"total_inactive_file {6 * MIB}\n",
+        },
+    )
+    assert available_memory_bytes(proc=_proc(tmp_path, "9:cpu,memory:/job"), cgroups=root) == 38 * MIB
+
+
+def test_the_last_level_of_caches_is_added_up_once_each(tmp_path: Path) -> None:
+    rows = {"cpu0": ("0-1", "32768K"), "cpu1": ("0-1", "32768K"), "cpu2": ("2-3", "32768K"), "cpu3": ("2-3", "odd")}
+    root = _files(
+        tmp_path / "cpu",
+        {f"{c}/cache/index3/{k}": v for c, row in rows.items() for k, v in zip(("shared_cpu_list", "size"), row, strict=True)},
+    )
+    assert machine_module._cache_bytes(root) == 64 * MIB
+    assert machine_module._cache_bytes(tmp_path / "none") == 0
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------------------
+
+PROFILE = HardwareProfile(
+    name="m",
+    device_memory_bytes=1,
+    host_memory_bytes=1,
+    disk_capacity_bytes=1,
+    device_flop_per_s=1.0,
+    link_h2d_bytes_per_s=0.0,
+    link_d2h_bytes_per_s=0.0,
+    disk_read_bytes_per_s=1.0,
+    disk_write_bytes_per_s=1.0,
+    disk_duplex=False,
+    host_dram_bytes_per_s=1.0,
+    cpu_update_params_per_s=1.0,
+    device_update_params_per_s=1.0,
+    cpu_downcast_params_per_s=1.0,
+    shared_memory=True,
+)
+MACHINE = {"processor": "x", "cores": 2}
+
+
+def test_a_profile_is_kept_for_its_machine(own_cache: Path) -> None:
+    assert cache.load(MACHINE) is None
+    cache.save(MACHINE, PROFILE)
+    assert cache.load(dict(reversed(MACHINE.items()))) == PROFILE
+    assert cache.load(MACHINE | {"cores": 4}) is None
+    assert [p.parent for p in own_cache.rglob("*.json")] == [own_cache / "lightning-hetero"]
+
+
+def _rewrite(change: Callable[[dict[str, Any]], object]) -> None:
+    path = cache.cache_file(MACHINE)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(measured_s=time.time() - cache.STALE_S - 60),
+        lambda data: data.update(measured_s=time.time() + 3600),
+        lambda data: data.update(measured_s="yesterday"),
+        lambda data: data["fingerprint"].update(processor="y"),
+        lambda data: data.update(version=2),
+        lambda data: data.pop("profile"),
+        lambda data: data["profile"].update(device_flop_per_s=-1),
+        lambda data: data.clear(),
+    ],
+    ids=["stale", "from the future", "no time", "foreign", "another version", "no profile", "bad figure", "empty"],
+)
+def test_what_cannot_be_trusted_is_not_used(change: Callable[[dict[str, Any]], object]) -> None:
+    cache.save(MACHINE, PROFILE)
+    _rewrite(change)
+    assert cache.load(MACHINE) is None
+
+
+def test_a_damaged_file_is_not_used() -> None:
+    cache.save(MACHINE, PROFILE)
+    for content in (b"{", b"\xff\xfe", b""):
+        cache.cache_file(MACHINE).write_bytes(content)
+        assert cache.load(MACHINE) is None
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_next_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache.save(MACHINE, PROFILE)
+    with cache.one_at_a_time():
+        assert cache.load(MACHINE) is None
+
+
+def test_the_cache_is_where_the_standard_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.cache_directory() == Path.home() / ".cache" / "lightning-hetero"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_directory() == Path.home() / ".cache" / "lightning-hetero"
+
+
+def test_one_process_measures_at_a_time() -> None:
+    order: list[str] = []
+    begun = threading.Event()
+
+    def other() -> None:
+        begun.set()
+        with cache.one_at_a_time():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with cache.one_at_a_time():
+        thread.start()
+        begun.wait()
+        time.sleep(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+
+
+# ---- the whole -----------------------------------------------------------------------------------------------------------------
+
+
+class _Once(NamedTuple):
+    profile: HardwareProfile
+    path: Path
+    cache_home: Path
+    random_before: torch.Tensor
+    random_after: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Once]:
+    """One measurement for several tests."""
+    path, home = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        _small(patch, home)
+        # As on a machine whose caches are known: a share of memory, not their size, decides how much is moved.
+        patch.setattr(machine_module, "_cache_bytes", lambda: 0)
+        before = torch.random.get_rng_state()
+        profile = measure(path, device="cpu", seconds=QUICK_S)
+        yield _Once(profile, path, home, before, torch.random.get_rng_state())
+
+
+@pytest.fixture
+def measured(once: _Once, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once.cache_home))
+    return once.profile
+
+
+def test_this_machine_is_measured(measured: HardwareProfile, once: _Once) -> None:
+    assert measured.shared_memory
+    assert measured.device_memory_bytes == measured.host_memory_bytes
+    assert 0 < measured.host_memory_bytes <= psutil.virtual_memory().total
+    assert measured.disk_capacity_bytes > 0
+    for key in ("device_flop_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s", "host_dram_bytes_per_s"):
+        assert getattr(measured, key) > 1e6, key
+    for key in ("cpu_update_params_per_s", "device_update_params_per_s", "cpu_downcast_params_per_s"):
+        assert getattr(measured, key) > 1e6, key
+    assert measured.link_h2d_bytes_per_s == measured.link_d2h_bytes_per_s == measured.collective_bytes_per_s == 0
+    assert measured.device_update_params_per_s == measured.cpu_update_params_per_s
+    assert list(once.path.iterdir()) == [], "files are left"
+    assert HardwareProfile.from_json(measured.to_json()) == measured
+
+
+def test_every_figure_says_when_and_how_it_was_measured(measured: HardwareProfile) -> None:
+    others = ("name", "world_size", "shared_memory", "contention", "source")
+    keys = {f.name for f in fields(HardwareProfile) if f.name not in others}
+    assert keys <= set(measured.source)
+    for key in ("device_flop_per_s", "disk_read_bytes_per_s", "host_dram_bytes_per_s", "cpu_update_params_per_s", "disk_duplex"):
+        assert " UTC: " in measured.source[key]
+        assert "median of 4 repetitions, spread" in measured.source[key]
+    assert {f"contention.{pair}" for pair in measured.contention} <= set(measured.source)
+
+
+def test_contention_is_measured_for_every_pair_and_for_all_at_once(measured: HardwareProfile) -> None:
+    pairs = {f"{a}|{b}" for a in ("compute", "update", "disk") for b in ("compute", "update", "disk") if a != b}
+    assert set(measured.contention) == pairs | {"compute|disk+update", "update|compute+disk", "disk|compute+update"}
+    assert all(factor >= 1 for factor in measured.contention.values())
+
+
+def test_random_numbers_are_left_alone(once: _Once) -> None:
+    assert torch.equal(once.random_before, once.random_after)
+
+
+def test_what_was_measured_is_used_again(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> HardwareProfile:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(hardware._Benchmarks, "run", run)
+    again = measure(once.path, device="cpu", seconds=QUICK_S)
+    capacities = ("host_memory_bytes", "device_memory_bytes", "disk_capacity_bytes", "source")
+    assert replace(again, **{k: getattr(measured, k) for k in capacities}) == measured
+    with pytest.raises(AssertionError, match="measured again"):
+        measure(once.path, device="cpu", seconds=QUICK_S, refresh=True)
+    with pytest.raises(AssertionError, match="measured again"):
+        measure(once.path, device="cpu", seconds=QUICK_S, update_threads=7)
+
+
+def test_capacities_are_those_of_this_moment(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 12345)
+    again = measure(once.path, device="cpu")
+    assert (again.host_memory_bytes, again.device_memory_bytes) == (12345, 12345)
+    assert again.device_flop_per_s == measured.device_flop_per_s
+
+
+class _Accelerated(Machine):
+    """The CPU in the part of an accelerator: what moves between the two is copied within the host."""
+
+    __slots__ = ()
+
+    shared_memory = False  # type: ignore[assignment]
+
+    def device_memory_bytes(self) -> int:
+        return 1000
+
+    def _device_name(self) -> str:
+        return "cuda pretended"
+
+    def _compute(self) -> tuple[torch.dtype, int, int]:
+        return torch.float32, 64, 64
+
+
+def test_a_machine_with_a_device_has_links_and_contention_with_copies(disk_path: Path) -> None:
+    plain = Machine.of(disk_path, device="cpu", update_threads=1)
+    device = _Accelerated(**{f.name: getattr(plain, f.name) for f in fields(Machine)})
+    profile = hardware.with_capacities(hardware._Benchmarks(device).run(QUICK_S), device)
+    assert not profile.shared_memory
+    assert profile.device_memory_bytes == 1000
+    assert min(profile.link_h2d_bytes_per_s, profile.link_d2h_bytes_per_s, profile.device_update_params_per_s) > 1e6
+    assert "pinned memory to device" in profile.source["link_h2d_bytes_per_s"]
+    assert {"copy|update", "update|copy", "copy|disk", "compute|copy", "copy|disk+update"} <= set(profile.contention)
+    assert "copy|compute+disk+update" in profile.contention
+    assert "cuda pretended" in profile.name
+    assert device.fingerprint() != plain.fingerprint()
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "/nowhere/at/all"}, r"path='/nowhere/at/all' is no directory"),
+        ({"seconds": 0}, r"seconds=0; allowed: more than 0"),
+        ({"update_threads": 0}, r"update_threads=0; allowed"),
+        ({"device": "abacus"}, r"device='abacus'; allowed here: None, 'cpu'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measure(**arguments)
+
+
+@pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="needs a file system in memory")
+def test_a_named_path_that_is_no_disk_is_refused_and_an_unnamed_one_gives_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="which is host memory, not a disk"):
+        measure(SHM, device="cpu", seconds=QUICK_S)
+    monkeypatch.chdir(SHM)
+    profile = measure(device="cpu", seconds=QUICK_S)
+    assert profile.disk_read_bytes_per_s == profile.disk_write_bytes_per_s == profile.disk_capacity_bytes == 0
+    assert "not a disk" in profile.source["disk_read_bytes_per_s"]
+    assert set(profile.contention) == {"compute|update", "update|compute"}
+    # The profile without a disk is known now; who names the disk still hears what is wrong with it.
+    assert measure(device="cpu").contention == profile.contention
+    with pytest.raises(ConfigError, match="which is host memory, not a disk"):
+        measure(SHM, device="cpu", seconds=QUICK_S)
+
+
+def test_measuring_needs_no_lightning(tmp_path: Path) -> None:
+    code = """
+import sys, lightning_hetero.profiling.hardware
+print([m for m in sys.modules if m.split(".")[0] in ("lightning", "pytorch_lightning")])
+"""
+    root = Path(hardware.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
