@@ -44,7 +44,13 @@ def simulation(
     schedules = steady(plan, shape, step_signatures(plan, updates=updates), rooms=space)
     if prove:
         for schedule in schedules:
-            check(schedule, plan, shape, capacity_bytes=space.host_cache_bytes)
+            check(
+                schedule,
+                plan,
+                shape,
+                capacity_bytes=space.host_cache_bytes,
+                device_capacity_bytes=space.device_cache_bytes,
+            )
     return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
 
 
