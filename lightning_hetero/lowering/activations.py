@@ -13,8 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
-from lightning_hetero.lowering.chains import Issue
+from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.placement import Placement
+
+
+def swapped_before(block: int, placed: Placement) -> tuple[Carried, ...]:
+    """What activations that leave wait for of an earlier step: state or weights on their way back to the host.
+
+    The latest SWAP_OUT of a block then stands for all before it, whatever they move.
+    """
+    return ((OpKind.SWAP_OUT, block),) if placed.state_moves or placed.weights_return else ()
 
 
 class ActivationMoves:
@@ -45,7 +53,8 @@ class ActivationMoves:
         if not size:
             return
         over = _taken_over(self._out_disk.values(), len(self._out_disk), 2 * self._depth) if saved.to_disk else ()
-        self._out[use] = self._swap(OpKind.SWAP_OUT, block, Lane.D2H, size, over)
+        carried = swapped_before(block, self._placed[block])
+        self._out[use] = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.ACTIVATIONS, size, after=over, carried=carried)
         if saved.to_disk:
             self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, saved.to_disk, (self._out[use],))
 

@@ -33,10 +33,10 @@ class Uses:
         """Anchor ``index`` uses ``block`` too: it issues an update on the device."""
         insort(self._positions.setdefault(block, []), index)
 
-    def following(self, index: int, block: int) -> int:
-        """The first anchor from ``index`` on that uses ``block``, counting into the next step."""
+    def following(self, index: int, block: int, *, skip: bool = False) -> int:
+        """The first anchor from ``index`` on that uses ``block``, counting into the next step; ``skip``: the second one."""
         positions = self._positions.get(block, [])
-        place = bisect_left(positions, index)
+        place = bisect_left(positions, index) + skip
         return positions[place] if place < len(positions) else len(self.anchors) * 2
 
 
@@ -62,16 +62,16 @@ class Cache:
         self._sizes, self._capacity_bytes, self._uses = sizes, capacity_bytes, uses
         self._used_bytes = sum(sizes[b] for b in self.held)
 
-    def victims(self, index: int, block: int, *, keep: Collection[int]) -> list[int] | None:
+    def victims(self, index: int, block: int, *, keep: Collection[int], served: Collection[int] = ()) -> list[int] | None:
         """What anchor ``index`` must release to make room for ``block``: weights outside ``keep`` whose next use is farthest.
 
-        ``None`` if that is not enough.
+        The next use of blocks that are ``served``, by a copy higher up, is the one after. ``None`` if that is not enough.
         """
         excess = self._used_bytes + self._sizes[block] - self._capacity_bytes
         if excess <= 0 or not self._sizes[block]:
             return []
         candidates = [b for b in self.held if b not in keep and self._sizes[b]]
-        candidates.sort(key=lambda b: (self._uses.following(index, b), b), reverse=True)
+        candidates.sort(key=lambda b: (self._uses.following(index, b, skip=b in served), b), reverse=True)
         for count, victim in enumerate(candidates, 1):
             excess -= self._sizes[victim]
             if excess <= 0:

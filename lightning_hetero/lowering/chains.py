@@ -2,15 +2,11 @@
 
 [Note: Chains]
 Ops on the same bytes run one after the other. Where the device is the host, all ops of one block form one chain. A device with
-memory of its own works on several copies of a block at once, so there a block has three chains:
-
-- *device*: the copy of its weights on the device, and what reads or writes it there;
-- *host*: its weights and state on the host and on disk;
-- *gradients*.
-
-An UPDATE belongs to all of them. An op follows the previous op of each of its chains; the first one of a chain follows what ended
-it in an earlier step. RELEASEs of one tier run one after the other too, so an op that follows the last of them may take over the
-memory of all. Activations have one chain per use of a block, see ``lowering.activations``.
+memory of its own works on several copies of a block at once, so there a block has four chains: the copy of its *weights* on the
+*device*, that on the *host*, its *state*, and its *gradients*. An op belongs to the chains of the copies that it reads or writes,
+an UPDATE to all of them. It follows the previous op of each of its chains; the first one of a chain follows what ended it in an
+earlier step. RELEASEs of one tier run one after the other too, so an op that follows the last of them may take over the memory
+of all. Activations have one chain per use of a block, see ``lowering.activations``.
 """
 
 from __future__ import annotations
@@ -27,24 +23,22 @@ Carried = tuple[OpKind, int]
 class Chain(Enum):
     """Which copies of a block's bytes an op works on."""
 
-    DEVICE = 0
-    HOST = 1
-    GRADIENTS = 2
+    DEVICE = 0  # weights on the device
+    HOST = 1  # weights on the host, or in the file
+    STATE = 2
+    GRADIENTS = 3
 
 
-_ALL = (Chain.DEVICE, Chain.HOST, Chain.GRADIENTS)
-_BOTH = (Chain.DEVICE, Chain.HOST)
 _CHAINS = {
-    (OpKind.FETCH, Lane.DISK_READ): _BOTH,
-    (OpKind.UPLOAD, Lane.H2D): (Chain.DEVICE,),
-    (OpKind.RELEASE, Lane.H2D): (Chain.DEVICE,),
-    (OpKind.RELEASE, Lane.DISK_READ): _BOTH,
-    (OpKind.GRAD, Lane.D2H): (Chain.GRADIENTS,),
-    (OpKind.UPDATE, Lane.CPU): _ALL,
-    (OpKind.UPDATE, Lane.COMPUTE): _ALL,
-    (OpKind.STORE, Lane.DISK_WRITE): (Chain.HOST,),
-    (OpKind.SWAP_IN, Lane.H2D): (Chain.HOST,),
-    (OpKind.SWAP_OUT, Lane.D2H): _BOTH,
+    (OpKind.FETCH, Payload.WEIGHTS): (Chain.DEVICE, Chain.HOST),
+    (OpKind.FETCH, Payload.STATE): (Chain.STATE,),
+    (OpKind.UPLOAD, Payload.WEIGHTS): (Chain.DEVICE,),
+    (OpKind.GRAD, Payload.GRADIENTS): (Chain.GRADIENTS,),
+    (OpKind.STORE, Payload.WEIGHTS): (Chain.HOST, Chain.STATE),
+    (OpKind.STORE, Payload.STATE): (Chain.HOST, Chain.STATE),
+    (OpKind.SWAP_IN, Payload.STATE): (Chain.STATE,),
+    (OpKind.SWAP_OUT, Payload.WEIGHTS): (Chain.DEVICE, Chain.HOST, Chain.STATE),
+    (OpKind.SWAP_OUT, Payload.STATE): (Chain.HOST, Chain.STATE),
 }
 
 
@@ -54,25 +48,25 @@ def chains_of(kind: OpKind, lane: Lane, payload: Payload, *, device: bool) -> tu
         return ()
     if not device:
         return (Chain.HOST,)
-    if kind is OpKind.FETCH and payload is Payload.STATE:
-        return (Chain.HOST,)
-    return _CHAINS.get((kind, lane), _ALL)
+    if kind is OpKind.RELEASE:
+        return (Chain.DEVICE,) if lane is Lane.H2D else (Chain.DEVICE, Chain.HOST)
+    return _CHAINS.get((kind, payload), tuple(Chain))
 
 
 def carried_into(chain: Chain, kind: OpKind, block: int, placed: Placement) -> Iterator[Carried]:
     """What the first op of a chain waits for, of earlier steps.
 
-    - On the host: the STORE, which reads what the UPDATE wrote; state that goes up waits for its way back.
+    - On the host: the STORE, which reads what the UPDATE wrote; likewise for state, which waits for its way back before it goes up.
     - On the device: an UPLOAD waits for the CPU's UPDATE, which makes what it copies; where the device updates weights that live
       on the host, the copy it leaves there.
     """
-    if chain is Chain.HOST and placed.stored:
+    if chain in (Chain.HOST, Chain.STATE) and placed.stored:
         yield OpKind.STORE, block
-    if chain is Chain.HOST and kind is OpKind.SWAP_IN:
+    if chain is Chain.STATE and kind is OpKind.SWAP_IN:
         yield OpKind.SWAP_OUT, block
     if chain is Chain.DEVICE and kind is OpKind.UPLOAD and placed.on_cpu:
         yield OpKind.UPDATE, block
-    if chain is Chain.DEVICE and kind in (OpKind.UPLOAD, OpKind.RELEASE) and placed.weights_return:
+    if chain is Chain.DEVICE and placed.weights_return:
         yield OpKind.SWAP_OUT, block
 
 
@@ -125,7 +119,7 @@ class Issue:
             payload=payload,
             num_bytes=num_bytes,
             after=tuple(sorted(behind)),
-            carried=(*earlier, *carried),
+            carried=tuple(dict.fromkeys((*earlier, *carried))),
         )
         self.ops.append(op)
         return number

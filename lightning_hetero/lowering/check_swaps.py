@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Phase
+from lightning_hetero.lowering.activations import swapped_before
 
 if TYPE_CHECKING:
     from lightning_hetero.lowering.check_device import DeviceCheck
@@ -79,6 +80,8 @@ class SwapCheck:
     def _out(self, op: Op) -> None:
         found = [u for u in self._uses if u.block == op.block and u.place < op.at and u.out is None]
         use = self._one(op, found, self._walk.placed[op.block].swapped_bytes)
+        if any(edge not in op.carried for edge in swapped_before(op.block, self._walk.placed[op.block])):
+            self._walk.fail("order", op, op.block, "does not wait for the block's SWAP_OUT of the step before")
         if self._walk.placed[op.block].saved.to_disk:
             self._check_staging(op)
         use.out = op.id

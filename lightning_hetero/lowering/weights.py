@@ -60,7 +60,7 @@ class WeightMoves:
         for place, block in enumerate(ahead):
             keep.add(block)
             if up == self._depth or not self._up(index, block, keep=keep):
-                return ahead[place:]
+                return [b for b in ahead[place:] if b not in held]
             up += self._placed[block].below_device
         return ()
 
@@ -107,7 +107,8 @@ class WeightMoves:
         """Brings weights from disk to the host; false, and nothing issued, if there is no room."""
         if block in self.host.held:
             return True
-        victims = self.host.victims(index, block, keep=keep)
+        served = () if self.device is None else self.device.held
+        victims = self.host.victims(index, block, keep=keep, served=served)
         if victims is None:
             return False
         for victim in victims:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
-from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import check, lower
+from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Schedule, StepSignature, Updates
+from lightning_hetero.lowering import Rooms, check, lower, steady
 from lightning_hetero.planners import disk, host, resident
 
 HERE = Path(__file__).parent
@@ -68,9 +68,76 @@ def test_schedule_is_the_reviewed_one(
 ) -> None:
     plan = planner(MODEL)
     first = lower(plan, MODEL, signature, resident=frozenset(), capacity_bytes=CAPACITY_BYTES)
-    steady = lower(plan, MODEL, signature, resident=first.resident_after, capacity_bytes=CAPACITY_BYTES)
-    check(steady, plan, MODEL, capacity_bytes=CAPACITY_BYTES)
+    second = lower(plan, MODEL, signature, resident=first.resident_after, capacity_bytes=CAPACITY_BYTES)
+    check(second, plan, MODEL, capacity_bytes=CAPACITY_BYTES)
+    _compare(name, second, pytestconfig)
+
+
+def _compare(name: str, schedule: Schedule, pytestconfig: pytest.Config) -> None:
     golden = HERE / f"{name}.txt"
     if pytestconfig.getoption("--update-golden"):
-        golden.write_text(steady.to_text(), encoding="utf-8")
-    assert steady.to_text() == golden.read_text(encoding="utf-8"), f"{golden.name} differs; --update-golden rewrites it"
+        golden.write_text(schedule.to_text(), encoding="utf-8")
+    assert schedule.to_text() == golden.read_text(encoding="utf-8"), f"{golden.name} differs; --update-golden rewrites it"
+
+
+# ---- a device with memory of its own ----------------------------------------------------------------------------------------
+
+
+def _layer(name: str, num_params: int, *, pinned: bool = False) -> BlockShape:
+    """16-bit weights and gradients, fp32 master and moments; 20 bytes of input, two operators of 30 and 50 saved bytes."""
+    return BlockShape(
+        name=name,
+        num_params=num_params,
+        num_trainable_params=num_params,
+        weight_bytes=2 * num_params,
+        gradient_bytes=2 * num_params,
+        state_bytes=12 * num_params,
+        pinned=pinned,
+        activation_bytes=100,
+        boundary_bytes=20,
+        operators=(OperatorProfile(name="attn", flop=1.0, bytes=30), OperatorProfile(name="mlp", flop=1.0, bytes=50)),
+    )
+
+
+LAYERS = ModelShape(name="gpt", blocks=(_layer("rest", 1000, pinned=True), *(_layer(f"layers.{i}", 100) for i in range(4))))
+
+
+def _lohan() -> Plan:
+    """All model states on disk, updates during backward; inputs wait on the host, one operator's output on disk (LoHan)."""
+    layer = BlockPlan(
+        name="*",
+        weights=Tier.DISK,
+        state=Tier.DISK,
+        saved=Saved.RECOMPUTE,
+        boundary=Saved.SWAP_HOST,
+        operators={"mlp": Saved.SWAP_DISK},
+    )
+    return Plan(name="lohan", blocks=(BlockPlan(name="rest", state=Tier.DISK), layer), prefetch_depth=1, gradient_depth=2)
+
+
+def _zero_offload() -> Plan:
+    """Weights on the device, state on the host, all updates on the CPU once backward has ended (ZeRO-Offload)."""
+    rows = (BlockPlan(name="*", weights=Tier.DEVICE, saved=Saved.RECOMPUTE),)
+    return Plan(name="zero_offload", blocks=rows, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
+
+
+def _deep_optimizer_states() -> Plan:
+    """Every second block's state comes to the device for its update, the last one's lives there (stride 2)."""
+    cpu = BlockPlan(name="*", weights=Tier.DEVICE)
+    visitor = replace(cpu, update=UpdateLane.DEVICE)
+    rows = (
+        replace(visitor, name="layers.0"),
+        replace(visitor, name="layers.2"),
+        replace(visitor, name="layers.3", state=Tier.DEVICE),
+        cpu,
+    )
+    return Plan(name="deep_optimizer_states", blocks=rows, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
+
+
+@pytest.mark.parametrize("planner", [_lohan, _zero_offload, _deep_optimizer_states], ids=lambda p: p.__name__.strip("_"))
+def test_schedule_for_a_device_is_the_reviewed_one(planner: Callable[[], Plan], pytestconfig: pytest.Config) -> None:
+    plan = planner().resolve(b.name for b in LAYERS.blocks)
+    rooms = Rooms(host_cache_bytes=2 * 200, device_cache_bytes=2000 + 2 * 200, staging_bytes=0)
+    (schedule,) = steady(plan, LAYERS, rooms=rooms)
+    check(schedule, plan, LAYERS, capacity_bytes=rooms.host_cache_bytes, device_capacity_bytes=rooms.device_cache_bytes)
+    _compare(f"device_{plan.name}", schedule, pytestconfig)

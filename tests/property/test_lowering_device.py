@@ -15,7 +15,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Rooms, check, lower, needs_of, steady
 from lightning_hetero.lowering.needs import Purpose
-from tests.support.machine import Machine
+from support.machine import Machine
 
 DEEP = settings(max_examples=120, deadline=None)
 
