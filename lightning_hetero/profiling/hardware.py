@@ -169,7 +169,9 @@ class _Benchmarks:
 
     def _profile(self, results: Sequence[Round], kinds: dict[str, frozenset[str]], without_disk: str) -> HardwareProfile:
         machine, when = self.machine, _now()
-        source: dict[str, str] = {}
+        no_copies = "nothing is copied: the device is the host"
+        no_disk = without_disk or "none"
+        source = {"disk_duplex": no_disk, "collective_bytes_per_s": "one device"}
 
         def rate(key: str, load: str, otherwise: str = "") -> float:
             if load not in self.how:
@@ -179,8 +181,6 @@ class _Benchmarks:
             source[key] = f"measured {when}: {self.how[load]}; {found}"
             return found.value
 
-        no_copies = "nothing is copied: the device is the host"
-        no_disk = without_disk or "none"
         updates = "update" if machine.shared_memory else "device_update"
         contention = {}
         for mine, others, found in _contention(results, kinds):
@@ -211,7 +211,7 @@ class _Benchmarks:
             cpu_downcast_params_per_s=rate("cpu_downcast_params_per_s", "downcast"),
             shared_memory=machine.shared_memory,
             contention=contention,
-            source={**source, "collective_bytes_per_s": "one device"},
+            source=source,
         )
 
 
