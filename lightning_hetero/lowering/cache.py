@@ -10,7 +10,8 @@ the next forward, this keeps the blocks that are used again at once.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 
 class Uses:
@@ -32,6 +33,14 @@ class Uses:
     def add(self, index: int, block: int) -> None:
         """Anchor ``index`` uses ``block`` too: it issues an update on the device."""
         insort(self._positions.setdefault(block, []), index)
+
+    def after(self, index: int) -> Iterator[int]:
+        """The blocks that anchors after ``index`` use, each once, without that of ``index``."""
+        seen = {None, self.anchors[index]}
+        for block in islice(self.anchors, index + 1, None):
+            if block is not None and block not in seen:
+                seen.add(block)
+                yield block
 
     def following(self, index: int, block: int, *, skip: bool = False) -> int:
         """The first anchor from ``index`` on that uses ``block``, counting into the next step; ``skip``: the second one."""

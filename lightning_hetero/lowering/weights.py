@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.cache import Cache, Uses
@@ -42,31 +43,34 @@ class WeightMoves:
         """Brings the weights of the uses after anchor ``index``, as many as depth and memory allow."""
         current = self._uses.anchors[index]
         assert current is not None, "the verdict uses no weights"
-        ahead: Sequence[int] = [b for b in dict.fromkeys(self._uses.anchors[index + 1 :]) if b is not None and b != current]
-        if self.device is not None:
-            ahead = self._prefetch_to_device(index, ahead, current)
-        self._prefetch_to_host(index, ahead, () if self.device is not None else (current,))
+        ahead = self._uses.after(index)
+        if self.device is None:
+            self._prefetch_to_host(index, ahead, keep={current})
+        else:
+            first = self._prefetch_to_device(index, ahead, keep={current})
+            self._prefetch_to_host(index, chain(first, ahead), keep=set())
 
-    def _prefetch_to_device(self, index: int, ahead: Sequence[int], current: int) -> Sequence[int]:
-        """Brings the next ``depth`` blocks to the device; returns those after them.
+    def _prefetch_to_device(self, index: int, ahead: Iterator[int], *, keep: set[int]) -> tuple[int, ...]:
+        """Brings the next ``depth`` blocks to the device; takes them from ``ahead`` and returns the one too many.
 
         Weights that live on the device take no memory there: outdated ones are renewed on the way, all of them if none that
         take memory come between.
         """
-        assert self.device is not None
-        held = self.device.held
-        ahead = [b for b in ahead if self._placed[b].below_device or (self._placed[b].renewed and b not in held)]
-        keep, up = {current}, 0
-        for place, block in enumerate(ahead):
+        up = 0
+        for block in ahead:
+            placed = self._placed[block]
+            if not (placed.below_device or placed.renewed):
+                continue
             keep.add(block)
             if up == self._depth or not self._up(index, block, keep=keep):
-                return [b for b in ahead[place:] if b not in held]
-            up += self._placed[block].below_device
+                return (block,)
+            up += placed.below_device
         return ()
 
-    def _prefetch_to_host(self, index: int, ahead: Sequence[int], keep: Collection[int]) -> None:
-        keep = set(keep)
-        for block in [b for b in ahead if self._placed[b].on_disk][: self._depth]:
+    def _prefetch_to_host(self, index: int, ahead: Iterable[int], *, keep: set[int]) -> None:
+        """Brings the next ``depth`` blocks from disk to the host that are not higher up yet."""
+        higher = () if self.device is None else self.device.held
+        for block in islice((b for b in ahead if self._placed[b].on_disk and b not in higher), self._depth):
             keep.add(block)
             if not self._fetch(index, block, keep=keep):
                 return

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Op, OpKind, Payload, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import check, lower
 
@@ -74,7 +74,14 @@ def cases(draw: st.DrawFn, *, disk_only: bool = False) -> Case:
         if disk_only and not block.pinned:
             row = BlockPlan(name=block.name, weights=Tier.DISK, state=row.state, update=UpdateLane.CPU)
         rows.append(row)
-    plan = Plan(name="p", blocks=tuple(rows), prefetch_depth=draw(st.integers(1, 4)), gradient_depth=draw(st.integers(1, 4)))
+    plan = Plan(
+        name="p",
+        blocks=tuple(rows),
+        prefetch_depth=draw(st.integers(1, 4)),
+        gradient_depth=draw(st.integers(1, 4)),
+        update_order=draw(st.sampled_from(UpdateOrder)),
+        priority=draw(st.booleans()),
+    )
     order = draw(st.permutations(range(len(rows))))
     order = order[: draw(st.integers(1, len(order)))] + draw(st.lists(st.sampled_from(order), max_size=3))
     training = draw(st.integers(0, 4)) > 0
@@ -197,7 +204,8 @@ def test_an_anchor_that_stops_waiting_is_caught(case: Case, data: st.DataObject)
     anchors = list(schedule.anchors)
     waited = {i for a in anchors[:index] for i in a.needs}
     again = {a.block for a in anchors[:index]}
-    assume(set(anchors[index].needs) - waited or (anchors[index].carried and anchors[index].block not in again))
+    carried = (OpKind.UPDATE, anchors[index].block) in anchors[index].carried
+    assume(set(anchors[index].needs) - waited or (carried and anchors[index].block not in again))
     anchors[index] = replace(anchors[index], needs=(), carried=())
     with pytest.raises(ScheduleError):
         case.check(replace(schedule, anchors=tuple(anchors)))

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, ScheduleError
 from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import check, lower
 from lightning_hetero.planners import disk, host, resident
@@ -211,3 +211,63 @@ def test_check_refuses_an_update_on_the_wrong_lane() -> None:
     plan = Plan(name="m", blocks=(BlockPlan(name="layers.0", update=UpdateLane.DEVICE),))
     with pytest.raises(ScheduleError, match="lane 'cpu', the plan says 'compute'"):
         check(schedule, plan, model, capacity_bytes=0)
+
+
+def test_updates_after_backward_run_in_forward_order_and_read_nothing_ahead() -> None:
+    model = _model(1, 1, 1)
+    plan = replace(disk(model), update_order=UpdateOrder.AFTER_BACKWARD)
+    schedule = _lower(plan, model, _signature((0, 1, 2)), capacity=3)
+    at_verdict = [(op.kind, op.block) for op in schedule.ops if str(schedule.anchors[op.at]) == "V"]
+    one = [OpKind.FETCH, OpKind.UPDATE, OpKind.STORE]
+    assert at_verdict == [(kind, block) for block in range(3) for kind in one] + [(OpKind.COMMIT, NO_BLOCK)]
+    assert not [op for op in schedule.ops if op.payload is Payload.STATE and str(schedule.anchors[op.at]) != "V"]
+
+
+def test_naive_updates_read_once_the_block_before_is_written() -> None:
+    model = _model(1, 1, 1)
+    plan = replace(disk(model), update_order=UpdateOrder.NAIVE)
+    schedule = _lower(plan, model, _signature((0, 1, 2)), capacity=3)
+    stores = {op.block: op.id for op in schedule.ops if op.kind is OpKind.STORE}
+    reads = {op.block: op for op in schedule.ops if op.kind is OpKind.FETCH and op.payload is Payload.STATE}
+    assert stores[2] in reads[1].after
+    assert stores[1] in reads[0].after
+    assert [str(schedule.anchors[reads[b].at]) for b in (2, 1, 0)] == ["B:1", "B:0", "V"]
+
+
+def test_check_refuses_a_naive_update_that_does_not_wait() -> None:
+    model = _model(1, 1)
+    plan = replace(disk(model), update_order=UpdateOrder.NAIVE)
+    schedule = _lower(plan, model, _signature((0, 1)), capacity=2)
+    overlapped = _lower(disk(model), model, _signature((0, 1)), capacity=2)
+    assert schedule != overlapped
+    with pytest.raises(ScheduleError, match=r"rule 'update'.*block 1's update"):
+        check(overlapped, plan, model, capacity_bytes=2 * MIB)
+
+
+def test_without_priority_the_first_forward_waits_for_all_of_the_last_step() -> None:
+    model = _model(1, 1, frozen=(1,))
+    plan = replace(disk(model), priority=False)
+    schedule = _lower(plan, model, _signature((1, 0)), capacity=2, resident=frozenset({0, 1}))
+    assert schedule.anchors[0].carried == ((OpKind.UPDATE, 0), (OpKind.STORE, 0))
+    assert schedule.anchors[1].carried == ((OpKind.UPDATE, 0),)
+    with pytest.raises(ScheduleError, match="without priority"):
+        check(_lower(disk(model), model, _signature((1, 0)), capacity=2), plan, model, capacity_bytes=2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("rule", "knob"),
+    [
+        (BlockPlan(name="layers.0", saved=Saved.RECOMPUTE), "saved='recompute'"),
+        (BlockPlan(name="layers.0", boundary=Saved.SWAP_HOST), "boundary='swap_host'"),
+        (BlockPlan(name="layers.0", operators={"mlp": Saved.SWAP_DISK}), r"operators\['mlp'\]='swap_disk'"),
+    ],
+)
+def test_activations_that_do_not_stay_are_refused_where_the_device_is_the_host(rule: BlockPlan, knob: str) -> None:
+    with pytest.raises(ConfigError, match=rf"plan 'm': block 'layers\.0' has {knob}.*own CPU"):
+        _lower(Plan(name="m", blocks=(rule,)), _model(1), _signature((0,)))
+
+
+def test_split_batches_are_refused_where_the_device_is_the_host() -> None:
+    plan = Plan(name="m", blocks=(BlockPlan(name="layers.0"),), micro_batches=2)
+    with pytest.raises(ConfigError, match=r"micro_batches=2.*accumulate_grad_batches"):
+        _lower(plan, _model(1), _signature((0,)))
