@@ -135,17 +135,21 @@ def rounds(experiments: Sequence[Sequence[Load]], *, seconds: float, repetitions
 
     Args:
         experiments: Loads that run at the same time.
-        seconds: For everything together.
+        seconds: For everything together; an experiment with several loads, which varies more, gets twice the time of one load.
         repetitions: Rounds that count; the dropped one is half as long.
 
     Returns:
         For each round the rates by the names of the loads that ran together.
     """
-    each = seconds / (len(experiments) * (repetitions + 0.5))
+    shares = [min(2, len(loads)) for loads in experiments]
+    each = seconds / (sum(shares) * (repetitions + 0.5))
     out: list[Round] = []
     for number in range(repetitions + 1):
         window = each if number else each / 2
-        done = {frozenset(load.name for load in loads): rates(loads, window) for loads in experiments}
+        done = {
+            frozenset(load.name for load in loads): rates(loads, share * window)
+            for loads, share in zip(experiments, shares, strict=True)
+        }
         if number:
             out.append(done)
     return out

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -115,6 +115,20 @@ def test_the_first_round_is_dropped() -> None:
     assert len(results) == 3
     assert load.settled == 4
     assert alone(results, "a").repetitions == 3
+
+
+def test_loads_together_get_twice_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[tuple[int, float]] = []
+
+    def noted(together: Sequence[Load], seconds: float) -> dict[str, float]:
+        windows.append((len(together), seconds))
+        return {}
+
+    monkeypatch.setattr(timing, "rates", noted)
+    a, b, c = (_Sleeper(name, 0.0) for name in "abc")
+    rounds([[a], [a, b], [a, b, c]], seconds=10.0, repetitions=2)
+    assert sum(seconds for _, seconds in windows) == pytest.approx(10)
+    assert windows[3:] == [(1, 0.8), (2, 1.6), (3, 1.6)] * 2
 
 
 def test_a_median_says_of_how_many_and_how_far_apart() -> None:
