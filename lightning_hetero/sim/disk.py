@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from lightning_hetero.sim.program import DEPTH, Program, Role, Server
+from lightning_hetero.sim.program import Program, Role, Server
+
+DEPTH = 8
+"""Transfers with the device (``EngineOptions.queue_depth``)."""
 
 _RESERVED_BUFFERS = 2  # staging that updates without gradients leave free (native/src/engine.h, kPrefetchReserve)
 _LEAST_BUFFERS = 3  # one being read, one computed, one written (native/src/engine_staging.h, kMinBuffers)
@@ -25,7 +28,7 @@ _LARGE = DEPTH / 2  # transfers of a job that is not with the device as a whole
 _READ = int(Role.READ)
 _OPENED = 10**9  # rank of what waits for gradients: after all others
 
-Order = tuple[int, int]  # rank, job
+Order = tuple[int, int]  # rank, number of a job
 
 
 class DiskQueue:
@@ -43,7 +46,7 @@ class DiskQueue:
     def __init__(self, program: Program, *, staging_bytes: int) -> None:
         self.handed: dict[int, list[int]] = {int(Server.DISK): [], int(Server.DISK_WRITE): []}
         self.dropped: list[int] = []
-        self._program, self._size = program, len(program.source)
+        self._program, self._jobs, self._size = program, program.jobs, len(program.jobs)
         self._streams = len(program.piece_bytes)
         self._order: dict[int, Order] = {}  # of the jobs with the device
         self._in_flight = 0.0  # transfers
@@ -56,47 +59,47 @@ class DiskQueue:
         # Staging.
         self._room_bytes = staging_bytes
         self._opened_bytes = staging_bytes - _RESERVED_BUFFERS * program.buffer_bytes
-        self._staged: set[int] = set()  # reads that have their staging
         self._held_bytes = 0.0
+        self._is_full = False  # the most urgent read with gradients has found no staging, and nothing has changed that since
 
     # ---- what happens -----------------------------------------------------------------------------------------------------
 
-    def push(self, job: int) -> None:
+    def push(self, number: int) -> None:
         """Everything that a transfer waits for has ended."""
-        index = job % self._size
-        if self._program.role[index] != _READ:
-            heappush(self._transfers, (self._program.rank[index], job))
+        job = self._jobs[number % self._size]
+        if job.role != _READ:
+            heappush(self._transfers, (job.rank, number))
             return
-        stream = self._stream(job, index)
+        stream = self._stream(number)
         if stream in self._armed:
-            heappush(self._reads, (self._program.rank[index], job))
+            heappush(self._reads, (job.rank, number))
         else:
-            heappush(self._opened, (_OPENED, job))
-            self._ahead.setdefault(stream, []).append(job)
+            heappush(self._opened, (_OPENED, number))
+            self._ahead.setdefault(stream, []).append(number)
 
-    def ended(self, job: int) -> None:
+    def ended(self, number: int) -> None:
         """The device has done a job."""
-        index = job % self._size
-        if self._order[job][0] == _OPENED:
-            self._loaded.setdefault(self._stream(job, index), []).append(job)
-        self.handed[self._program.server[index]].remove(job)
-        del self._order[job]
-        self._in_flight -= self._program.transfers[index]
+        if self._order[number][0] == _OPENED:
+            self._loaded.setdefault(self._stream(number), []).append(number)
+            self._is_full = False  # it may be dropped
+        self._leave(number)
 
-    def arm(self, job: int) -> None:
+    def arm(self, number: int) -> None:
         """An update has its gradients: what it has read, reads and has yet to read becomes urgent."""
-        stream, rank = self._stream(job, job % self._size), self._program.rank
+        stream, jobs = self._stream(number), self._jobs
         self._armed.add(stream)
-        for other in self._order:
-            if self._program.role[other % self._size] == _READ and self._stream(other, other % self._size) == stream:
-                self._order[other] = (rank[other % self._size], other)
         self._loaded.pop(stream, None)
+        self._is_full = False
+        for other, order in self._order.items():
+            if order[0] == _OPENED and self._stream(other) == stream:
+                self._order[other] = (jobs[other % self._size].rank, other)
         for other in self._ahead.pop(stream, ()):
-            heappush(self._reads, (rank[other % self._size], other))
+            heappush(self._reads, (jobs[other % self._size].rank, other))
 
-    def free(self, job: int) -> None:
-        """A piece of an update is written: its staging is free."""
-        self._held_bytes -= self._piece(job)
+    def free(self, number: int) -> None:
+        """A piece of an update is written, or has to be read again: its staging is free."""
+        self._held_bytes -= self._piece(number)
+        self._is_full = False
 
     def hand_over(self) -> None:
         """Hands the device the most urgent jobs, as many as it takes."""
@@ -113,52 +116,56 @@ class DiskQueue:
     def _next(self) -> list[Order] | None:
         """The heap with the most urgent job that may be handed over."""
         reads, transfers, opened = self._reads, self._transfers, self._opened
-        if reads and (not transfers or reads[0] < transfers[0]) and self._fits(reads[0][1], armed=True):
-            return reads
+        if reads and not self._is_full and (not transfers or reads[0] < transfers[0]):
+            if self._fits(reads[0][1], armed=True):
+                return reads
+            self._is_full = True
         if transfers:
             return transfers
-        while opened and self._stream(opened[0][1], opened[0][1] % self._size) in self._armed:
+        while opened and self._stream(opened[0][1]) in self._armed:
             heappop(opened)  # it went to the others
         return opened if opened and self._fits(opened[0][1], armed=False) else None
 
     def _hand_over(self, order: Order) -> None:
-        job, index = order[1], order[1] % self._size
-        handed = self.handed[self._program.server[index]]
+        number = order[1]
+        job = self._jobs[number % self._size]
+        handed = self.handed[job.server]
         for other in [o for o in handed if self._is_large(o) and self._order[o] > order]:
             self._take_back(other)
-        handed.append(job)
-        self._order[job] = order
-        self._in_flight += self._program.transfers[index]
-        if self._program.role[index] == _READ:
-            if order[0] == _OPENED:
-                self._ahead[self._stream(job, index)].remove(job)
-            if job not in self._staged:
-                self._staged.add(job)
-                self._held_bytes += self._piece(job)
+        handed.append(number)
+        self._order[number] = order
+        self._in_flight += job.transfers
+        if order[0] == _OPENED:
+            self._ahead[self._stream(number)].remove(number)
+        if job.role == _READ:
+            self._held_bytes += self._piece(number)
 
     def _recall(self, order: Order) -> bool:
         """Takes back a large job that is less urgent; says whether there is room with the device now."""
-        large = [(self._order[j], j) for jobs in self.handed.values() for j in jobs if self._is_large(j)]
-        if not large or max(large)[0] <= order:
+        large = max(((o, number) for number, o in self._order.items() if self._is_large(number)), default=None)
+        if large is None or large[0] <= order:
             return False
-        self._take_back(max(large)[1])
+        self._take_back(large[1])
         return self._in_flight < DEPTH
 
-    def _take_back(self, job: int) -> None:
-        index = job % self._size
-        self.handed[self._program.server[index]].remove(job)
-        del self._order[job]
-        self._in_flight -= self._program.transfers[index]
-        self.push(job)
+    def _take_back(self, number: int) -> None:
+        self._leave(number)
+        if self._jobs[number % self._size].role == _READ:
+            self.free(number)  # it goes on where it was, but nobody shall wait for staging that nobody fills
+        self.push(number)
 
-    def _is_large(self, job: int) -> bool:
-        return self._program.transfers[job % self._size] >= _LARGE
+    def _leave(self, number: int) -> None:
+        job = self._jobs[number % self._size]
+        self.handed[job.server].remove(number)
+        del self._order[number]
+        self._in_flight -= job.transfers
 
-    def _fits(self, job: int, *, armed: bool) -> bool:
+    def _is_large(self, number: int) -> bool:
+        return self._jobs[number % self._size].transfers >= _LARGE
+
+    def _fits(self, number: int, *, armed: bool) -> bool:
         """Whether there is staging for a piece; see [Note: Staging]."""
-        if job in self._staged:
-            return True
-        piece = self._piece(job)
+        piece = self._piece(number)
         if not armed:
             return self._held_bytes + piece <= self._opened_bytes
         room = max(self._room_bytes, _LEAST_BUFFERS * piece)
@@ -168,20 +175,19 @@ class DiskQueue:
 
     def _drop(self) -> bool:
         """Drops the last piece read ahead of the update without gradients that is last in order."""
-        coming = {self._stream(job, job % self._size) for job, order in self._order.items() if order[0] == _OPENED}
-        stream = max((s for s, jobs in self._loaded.items() if jobs and s not in coming), default=None)
+        coming = {self._stream(number) for number, order in self._order.items() if order[0] == _OPENED}
+        stream = max((s for s, loaded in self._loaded.items() if loaded and s not in coming), default=None)
         if stream is None:
             return False
-        job = self._loaded[stream].pop()
-        self._held_bytes -= self._piece(job)
-        self._staged.discard(job)
-        self.dropped.append(job)
-        self.push(job)
+        number = self._loaded[stream].pop()
+        self.free(number)
+        self.dropped.append(number)
+        self.push(number)
         return True
 
-    def _stream(self, job: int, index: int) -> int:
+    def _stream(self, number: int) -> int:
         """A number for the update that a job belongs to, its own in every step."""
-        return job // self._size * self._streams + self._program.stream[index]
+        return number // self._size * self._streams + self._jobs[number % self._size].stream
 
-    def _piece(self, job: int) -> float:
-        return self._program.piece_bytes[self._program.stream[job % self._size]]
+    def _piece(self, number: int) -> float:
+        return self._program.piece_bytes[self._jobs[number % self._size].stream]

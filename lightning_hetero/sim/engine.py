@@ -1,8 +1,13 @@
-"""The virtual clock: runs a program step after step, until two steps agree.
+"""The virtual clock: runs a program step after step, until a step leaves everything as it found it.
 
 Nothing changes between two events, so the clock jumps from event to event: a job ends; what waited for it begins; each server
 that is free, or whose job something more urgent has overtaken, picks its next one; the links are shared anew if what runs has
 changed. The order is fixed by the numbers of the jobs, so the same program always gives the same steps.
+
+[Note: Steady state]
+What follows the begin of a step depends only on which jobs have not ended and on what is left of those that run. Where that is the
+same as when an earlier step began, the steps from there to here repeat themselves for ever: one step as a rule; two or three where
+updates spill from one into the next.
 """
 
 from __future__ import annotations
@@ -14,14 +19,16 @@ from heapq import heappop, heappush
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.sim.disk import DiskQueue
 from lightning_hetero.sim.links import SharedRates
-from lightning_hetero.sim.memory import NOTHING
-from lightning_hetero.sim.program import Program, Role, Server
+from lightning_hetero.sim.memory import Effect
+from lightning_hetero.sim.program import Job, Program, Role, Server
 
 # Plain numbers: enums are too slow for the inner loop.
 _COMPUTE, _D2H, _DISK = int(Server.COMPUTE), int(Server.D2H), int(Server.DISK)
 _CHOOSE = frozenset(map(int, (Server.D2H, Server.CPU, Server.DISK, Server.DISK_WRITE)))  # the most urgent job, not the next one
 _ARM, _LAST = int(Role.ARM), int(Role.LAST)
-_AGREE = 1e-9  # relative difference of two steps that are the same one
+_AT_ONCE = 1 + 1e-9  # what ends that soon after another job ends with it
+_SAME = 1e-6  # difference of shares that are the same but for rounding
+_ENDED = -1  # in the place of the number of jobs that a job waits for
 
 Usage = dict[int, float]  # bit set of kinds of work → seconds in which exactly these ran
 
@@ -39,7 +46,6 @@ class Step:
         device_peak_bytes: Most device memory at any moment.
         host_peak_bytes: The same for host memory.
         timeline: When, and how much of each is in use from then on; only if recorded.
-        unfinished: Jobs of this and earlier steps that have not ended as the next step begins.
     """
 
     begin_s: float
@@ -50,12 +56,25 @@ class Step:
     usage: dict[Phase, Usage] = field(default_factory=lambda: {Phase.FORWARD: {}, Phase.BACKWARD: {}})
     waits: dict[int, float] = field(default_factory=dict)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
-    unfinished: int = 0
 
     @property
     def iteration_s(self) -> float:
         """From its first forward to the next step's."""
         return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a step begins with, as far as the future depends on it; see [Note: Steady state]."""
+
+    waiting: tuple[int, ...]  # per job from the first one that has not ended: what it waits for
+    handed: tuple[int, ...]  # jobs with the disk, counted from there
+    left: tuple[tuple[int, float], ...]  # of jobs that have begun and not ended, the same, and the share that is left
+
+    def is_same(self, other: _State) -> bool:
+        if (self.waiting, self.handed) != (other.waiting, other.handed) or len(self.left) != len(other.left):
+            return False
+        return all(a[0] == b[0] and abs(a[1] - b[1]) < _SAME for a, b in zip(self.left, other.left, strict=True))
 
 
 class Engine:
@@ -71,7 +90,7 @@ class Engine:
         steps: The steps that have ended.
         began: When each job began, by its number; a step's jobs follow those of the step before. Only if recorded.
         ended: The same for ends.
-        arrived: When compute arrived at each anchor, ready to begin its job. Only if recorded.
+        arrived: When compute arrived at each anchor, ready to begin its job, and what it waited for. Only if recorded.
     """
 
     def __init__(self, program: Program, rates: SharedRates, *, staging_bytes: int, record: bool = False) -> None:
@@ -79,19 +98,19 @@ class Engine:
         self.began: dict[int, float] = {}
         self.ended: dict[int, float] = {}
         self.arrived: dict[int, tuple[float, int]] = {}
-        self._program, self._rates, self._record = program, rates, record
-        self._size = len(program.source)
+        self._program, self._jobs, self._rates, self._record = program, program.jobs, rates, record
+        self._size = len(program.jobs)
         self._now = 0.0
-        self._left = [*program.needs]  # per job: what it still waits for
-        self._extend()
-        self._ready = [job for job, count in enumerate(program.needs) if not count]
-        self._finished = 0
-        # Servers: the job that runs, its work and what is left of it.
+        self._fresh = [job.needs + job.carried for job in program.jobs]
+        self._left = [job.needs for job in program.jobs]  # per job: how many others it still waits for
+        self._left += self._fresh
+        self._ready = [number for number, count in enumerate(self._left) if not count]
+        # Servers: the job that runs, and what is left of it.
         self._running: dict[int, int] = {}
-        self._work = [0] * len(Server)
         self._rest = [0.0] * len(Server)
+        self._work = [0] * len(Server)
         self._order = [(0, 0)] * len(Server)
-        self._mask = 0
+        self._mask = 0  # the kinds of work that run
         self._waiting: list[list[tuple[int, int]]] = [[] for _ in Server]  # on servers that choose: (rank, job)
         self._interrupted: dict[int, float] = {}  # job → what is left of it
         self._touched: set[int] = set()
@@ -99,43 +118,39 @@ class Engine:
         # The step.
         self._device, self._host = program.constant
         self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
-        self._begun = 0  # steps
+        self._states: list[_State] = []  # as each step began
+        self._unended = 0  # all jobs before this one have ended
         self._usage: Usage = {}
         self._turned_s = 0.0  # when the phase began
         self._free_s = 0.0  # when compute ended its last job
         self._cause = -1  # the job that compute's next one waited for last
         self._stop_after = 0  # steps
+        self._cycle = 0
 
-    def run(self, steps: int) -> bool:
-        """Runs until two consecutive steps are the same, or ``steps`` have ended; says whether they were."""
+    def run(self, steps: int) -> int:
+        """Runs until steps repeat themselves, or ``steps`` have ended; returns how many the cycle has, 0 if there is none yet."""
         self._stop_after = steps
         while True:
             while self._ready:
                 self._begin(self._ready.pop())
             if self._stop_after <= len(self.steps):
-                return self._steady()
+                return self._cycle
             if self._touched:
                 self._serve()
             self._advance()
-
-    def _steady(self) -> bool:
-        if len(self.steps) < 2:
-            return False
-        a, b = self.steps[-2:]
-        return abs(a.iteration_s - b.iteration_s) <= _AGREE * b.iteration_s and a.unfinished == b.unfinished
 
     # ---- the clock --------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Jumps to the next end of a job."""
-        mask, running, rest, work = self._mask, self._running, self._rest, self._work
+        mask, rest, work = self._mask, self._rest, self._work
         assert mask, "edges lead to earlier ops, so something can always run"
         rates = self._rates.of(mask)
-        needs = {server: rest[server] / rates[work[server]] for server in running}
+        needs = {server: rest[server] / rates[work[server]] for server in self._running}
         rise = min(needs.values())
         self._now += rise
         self._usage[mask] = self._usage.get(mask, 0.0) + rise
-        soon = rise * (1 + _AGREE)
+        soon = rise * _AT_ONCE
         for server, left in needs.items():
             if left <= soon:
                 self._end(server)
@@ -143,81 +158,78 @@ class Engine:
                 rest[server] -= rise * rates[work[server]]
 
     def _end(self, server: int) -> None:
-        job = self._running.pop(server)
+        number = self._running.pop(server)
         self._mask &= ~(1 << self._work[server])
         if server in _CHOOSE:
             self._touched.add(server)
             if server >= _DISK:
-                self._disk.ended(job)
-        self._finish(job)
+                self._disk.ended(number)
+        self._finish(number, self._jobs[number % self._size])
 
     # ---- jobs -------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, job: int) -> None:
+    def _begin(self, number: int) -> None:
         """Everything that the job waits for has ended."""
-        program, index = self._program, job % self._size
-        server = program.server[index]
-        if server in _CHOOSE and (server != _D2H or program.chooses_d2h):
-            self._queue(server, job)
+        job = self._jobs[number % self._size]
+        server = job.server
+        if server in _CHOOSE and (server != _D2H or self._program.chooses_d2h):
+            self._queue(server, number, job)
             return
-        if server == _COMPUTE:
-            self._begin_compute(job, index)
-            if self._stop_after <= len(self.steps):
-                return
-        if program.amount[index] > 0:
-            self._start(server, job, index)
+        if server == _COMPUTE and self._begin_compute(number):
             return
-        if program.starts[index] is not NOTHING:
-            self._take(program.starts[index])
+        if job.amount > 0:
+            self._start(server, number, job)
+            return
+        if job.starts is not None:
+            self._take(job.starts)
         if self._record:
-            self.began[job] = self._now
-        self._finish(job)
+            self.began[number] = self._now
+        self._finish(number, job)
 
-    def _start(self, server: int, job: int, index: int) -> None:
-        left = self._interrupted.pop(job, None) if self._interrupted else None
+    def _start(self, server: int, number: int, job: Job) -> None:
+        left = self._interrupted.pop(number, None) if self._interrupted else None
         if left is None:
-            left = self._program.amount[index]
-            if self._program.starts[index] is not NOTHING:
-                self._take(self._program.starts[index])
+            left = job.amount
+            if job.starts is not None:
+                self._take(job.starts)
             if self._record:
-                self.began[job] = self._now
-        self._running[server], self._rest[server] = job, left
-        self._work[server] = work = self._program.work[index]
-        self._mask |= 1 << work
+                self.began[number] = self._now
+        self._running[server], self._rest[server], self._work[server] = number, left, job.work
+        self._mask |= 1 << job.work
 
-    def _finish(self, job: int) -> None:
-        program, index = self._program, job % self._size
-        if program.ends[index] is not NOTHING:
-            self._take(program.ends[index])
-        self._finished += 1
+    def _finish(self, number: int, job: Job) -> None:
+        if job.ends is not None:
+            self._take(job.ends)
         if self._record:
-            self.ended[job] = self._now
-        base = job - index
-        if program.after[index]:
-            self._let_go(index, program.after[index], base)
-        if program.next_step[index]:
-            self._let_go(index, program.next_step[index], base + self._size)
-        if program.server[index] == _COMPUTE:
+            self.ended[number] = self._now
+        self._left[number] = _ENDED
+        base = number - number % self._size
+        if job.after:
+            self._let_go(number, job.after, base)
+        if job.next_step:
+            self._let_go(number, job.next_step, base + self._size)
+        if job.server == _COMPUTE:
             self._free_s = self._now
-            if index in program.turns:
-                self._turn(program.turns[index])
-            if index == program.last:
-                self._extend()
-        if program.role[index]:
-            self._streamed(job, program.role[index])
+            index = number - base
+            if index in self._program.turns:
+                self._turn(self._program.turns[index])
+            if index == self._program.last:
+                self._left += self._fresh  # jobs that a step carries edges to are counted before it begins
+        if job.role:
+            self._streamed(number, job)
 
-    def _let_go(self, index: int, edges: list[int], base: int) -> None:
+    def _let_go(self, number: int, edges: list[int], base: int) -> None:
         """What waited for a job waits for one less."""
-        left, servers = self._left, self._program.server
-        for other in edges:
-            job = base + other
-            left[job] -= 1
-            if not left[job]:
-                self._ready.append(job)
-                if servers[other] == _COMPUTE:
-                    self._cause = index
+        left, jobs = self._left, self._jobs
+        for index in edges:
+            other = base + index
+            left[other] -= 1
+            if not left[other]:
+                self._ready.append(other)
+                if jobs[index].server == _COMPUTE:
+                    self._cause = number % self._size
 
-    def _take(self, effect: tuple[int, int]) -> None:
+    def _take(self, effect: Effect) -> None:
         self._device += effect[0]
         self._host += effect[1]
         step = self._step
@@ -230,33 +242,42 @@ class Engine:
 
     # ---- steps ------------------------------------------------------------------------------------------------------------
 
-    def _extend(self) -> None:
-        """Room for the jobs of one more step: those that a step carries edges to are counted before it begins."""
-        self._left += [a + b for a, b in zip(self._program.needs, self._program.carried, strict=True)]
-
-    def _begin_compute(self, job: int, index: int) -> None:
+    def _begin_compute(self, number: int) -> bool:
+        """Notes what compute has waited for; says whether that ends the last step that is wanted."""
         waited = self._now - self._free_s
         if waited > 0:
             self._step.waits[self._cause] = self._step.waits.get(self._cause, 0.0) + waited
         if self._record:
-            self.arrived[job] = (self._free_s, self._cause)
-        if index == self._program.first:
-            self._next_step()
+            self.arrived[number] = (self._free_s, self._cause)
+        if number % self._size == self._program.first:
+            self._next_step(number // self._size)
+        return self._stop_after <= len(self.steps)
 
-    def _next_step(self) -> None:
+    def _next_step(self, begun: int) -> None:
         """The first forward begins, so the step before is over."""
-        if self._begun:
-            step = self._step
-            step.end_s = self._now
-            step.unfinished = self._begun * self._size - self._finished
-            self.steps.append(step)
-            if self._steady():
-                self._stop_after = len(self.steps)
-        self._begun += 1
+        state = self._state(begun * self._size)
+        if begun:
+            self._step.end_s = self._now
+            self.steps.append(self._step)
+            same = [begun - i for i, earlier in enumerate(self._states) if earlier.is_same(state)]
+            if same:
+                self._cycle, self._stop_after = min(same), begun
+        self._states.append(state)
         self._step = Step(begin_s=self._now, device_peak_bytes=self._device, host_peak_bytes=self._host)
         if self._record:
             self._step.timeline.append((self._now, self._device, self._host))
         self._turn(Phase.FORWARD)
+
+    def _state(self, base: int) -> _State:
+        while self._left[self._unended] == _ENDED:
+            self._unended += 1
+        first = self._unended
+        left = {number: self._rest[server] for server, number in self._running.items()} | self._interrupted
+        return _State(
+            waiting=(base - first, *self._left[first:]),
+            handed=tuple(number - base for jobs in self._disk.handed.values() for number in jobs),
+            left=tuple(sorted((number - base, rest / self._jobs[number % self._size].amount) for number, rest in left.items())),
+        )
 
     def _turn(self, phase: Phase) -> None:
         if phase is Phase.BACKWARD:
@@ -266,11 +287,11 @@ class Engine:
 
     # ---- servers that choose ----------------------------------------------------------------------------------------------
 
-    def _queue(self, server: int, job: int) -> None:
+    def _queue(self, server: int, number: int, job: Job) -> None:
         if server >= _DISK:
-            self._disk.push(job)
+            self._disk.push(number)
         else:
-            heappush(self._waiting[server], (self._program.rank[job % self._size], job))
+            heappush(self._waiting[server], (job.rank, number))
         self._touched.add(server)
 
     def _serve(self) -> None:
@@ -284,46 +305,48 @@ class Engine:
         self._touched.clear()
         if disk:
             self._disk.hand_over()
-            for job in self._disk.dropped:
-                self._undo(job)
-            for server, jobs in self._disk.handed.items():
-                first = jobs[0] if jobs else -1
+            for number in self._disk.dropped:
+                self._undo(number)
+            for server, numbers in self._disk.handed.items():
+                first = numbers[0] if numbers else -1
                 if self._running.get(server, -1) != first:
                     self._interrupt(server)
                     if first >= 0:
-                        self._start(server, first, first % self._size)
+                        self._start(server, first, self._jobs[first % self._size])
 
     def _choose(self, server: int) -> None:
         """Gives a server its most urgent job; the update threads leave one that is less urgent."""
-        heap, running = self._waiting[server], self._running.get(server, -1)
-        if not heap or (running >= 0 and (server == _D2H or self._order[server] <= heap[0])):
+        heap, running = self._waiting[server], server in self._running
+        if not heap or (running and (server == _D2H or self._order[server] <= heap[0])):
             return
         self._order[server], order = heappop(heap), self._order[server]
-        if running >= 0:
+        if running:
             self._interrupt(server)
             heappush(heap, order)
-        job = self._order[server][1]
-        self._start(server, job, job % self._size)
+        number = self._order[server][1]
+        self._start(server, number, self._jobs[number % self._size])
 
     def _interrupt(self, server: int) -> None:
         """The server leaves its job, if it has one."""
-        job = self._running.pop(server, -1)
-        if job >= 0:
-            self._interrupted[job] = self._rest[server]
+        number = self._running.pop(server, None)
+        if number is not None:
+            self._interrupted[number] = self._rest[server]
             self._mask &= ~(1 << self._work[server])
 
-    def _undo(self, job: int) -> None:
+    def _undo(self, number: int) -> None:
         """A read has to be done again; what waits for it has not begun, for it waits for gradients too."""
-        self._finished -= 1
-        for other in self._program.after[job % self._size]:
-            self._left[job - job % self._size + other] += 1
+        index = number % self._size
+        self._left[number] = 0
+        self._unended = min(self._unended, number)
+        for other in self._jobs[index].after:
+            self._left[number - index + other] += 1
 
-    def _streamed(self, job: int, role: int) -> None:
+    def _streamed(self, number: int, job: Job) -> None:
         """A job of a streamed update has ended."""
-        if role == _LAST:
-            self._disk.free(job)
-        elif role == _ARM:
-            self._disk.arm(job)
+        if job.role == _LAST:
+            self._disk.free(number)
+        elif job.role == _ARM:
+            self._disk.arm(number)
         self._touched.add(_DISK)
 
 

@@ -16,7 +16,6 @@ from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule
 
 Effect = tuple[int, int]  # bytes on the device, bytes on the host
-NOTHING: Effect = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,38 +77,40 @@ class Occupancy:
             taken += shape.gradient_bytes
         return self._pooled(taken, 0), self._pooled(-given, 0)
 
-    def op(self, op: Op) -> tuple[Effect, Effect]:
-        """What one op takes and gives back."""
+    def op(self, op: Op) -> tuple[Effect | None, Effect | None]:
+        """What one op takes and gives back; ``None``: nothing."""
         size, placed = op.num_bytes, self._plan.blocks[op.block] if op.block >= 0 else None
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
-                return self._pooled(0, size), NOTHING
+                return self._pooled(0, size), None
             case OpKind.RELEASE, _, Lane.H2D:
-                return NOTHING, self._pooled(-size, 0)
+                return None, self._pooled(-size, 0)
             case OpKind.RELEASE, _, _:
-                return NOTHING, self._pooled(0, -size)
+                return None, self._pooled(0, -size)
             case OpKind.UPLOAD, _, _ if placed is not None and placed.weights is not Tier.DEVICE:
-                return self._pooled(size, 0), NOTHING
+                return self._pooled(size, 0), None
             case OpKind.GRAD, _, _:
                 return self._gradients(op.block)
             case OpKind.UPDATE, _, _:
-                return NOTHING, self._updated(op.block)
+                return None, self._updated(op.block)
             case (OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H):
                 return self._pooled(0, size), self._pooled(-size, 0)
             case (OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.DISK_WRITE):
-                return NOTHING, self._pooled(0, -size)
+                return None, self._pooled(0, -size)
             case (OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ):
-                return self._pooled(0, size), NOTHING
+                return self._pooled(0, size), None
             case (OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.H2D):
                 return self._pooled(size, 0), self._pooled(0, -size)
             case (OpKind.SWAP_IN, Payload.STATE, _):
-                return self._pooled(size, 0), NOTHING
+                return self._pooled(size, 0), None
             case (OpKind.SWAP_OUT, Payload.STATE, _):
-                return NOTHING, self._pooled(-size, 0)
-        return NOTHING, NOTHING
+                return None, self._pooled(-size, 0)
+        return None, None
 
-    def end(self) -> Effect:
+    def end(self) -> Effect | None:
         """Gradients that no update has used up: the next step begins without them."""
+        if not (self._on_device or self._on_host):
+            return None
         device = sum(self._shapes[b].gradient_bytes for b in self._on_device)
         host = sum(self._shapes[b].gradient_bytes for b in self._on_host)
         return self._pooled(-device, -host)

@@ -13,10 +13,11 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
 from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.sim.engine import Engine, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
 from lightning_hetero.sim.memory import Memory
-from lightning_hetero.sim.program import Program, Role, compile_step
+from lightning_hetero.sim.program import Program, Role
 
 _DISK = "disk"  # as a bottleneck, where reads and writes share one link
 _WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane in Lane}
@@ -42,7 +43,7 @@ class Simulation:
         waits: What compute waits for (``"UPDATE"``, ``"FETCH"``, ``"SWAP_IN activations"``), seconds of one iteration.
         memory: Peaks of the step and, if asked for, every change.
         iterations_s: Seconds of each step that was simulated.
-        steady: The last two steps were the same, and the last one is reported; else the mean of all but the first.
+        steady: Whether steps repeat themselves.
     """
 
     prediction: Prediction
@@ -73,12 +74,11 @@ def simulate(
         model: The model's profile.
         hardware: The machine's profile.
         rooms: The memory that the plan leaves for staging.
-        steps: The most steps that are simulated; fewer where two consecutive ones are the same.
+        steps: The most steps that are simulated; fewer where they repeat themselves.
         keep_trace: Keep spans and the timeline of memory, which take most of the time.
 
     Returns:
-        The step that repeats itself. Where updates spill from step to step they may differ for ever; then it is the mean of all
-        but the first.
+        The step that repeats itself, or the mean of the steps that do; where ``steps`` end before, the mean of all but the first.
 
     Raises:
         ConfigError: The plan needs work for which the hardware profile has no rate.
@@ -86,8 +86,8 @@ def simulate(
     rates = Rates(hardware)
     program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
     engine = Engine(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
-    steady = engine.run(max(1, steps))
-    reported = engine.steps[-1:] if steady else engine.steps[1:] or engine.steps
+    cycle = engine.run(max(1, steps))
+    reported = engine.steps[-cycle:] if cycle else engine.steps[1:] or engine.steps
     return Simulation(
         prediction=_prediction(reported, plan, model, hardware),
         trace=_trace(engine, program, model) if keep_trace else Trace(spans=()),
@@ -95,7 +95,7 @@ def simulate(
         waits=_waits(reported, program),
         memory=_memory(reported, hardware),
         iterations_s=tuple(s.iteration_s for s in engine.steps),
-        steady=steady,
+        steady=cycle > 0,
     )
 
 
@@ -146,7 +146,7 @@ def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
     waits: dict[str, float] = {}
     for step in steps:
         for job, seconds in step.waits.items():
-            source = program.source[job]
+            source = program.jobs[job].source
             what = _what(source) if isinstance(source, Op) else "compute"
             waits[what] = waits.get(what, 0.0) + seconds / len(steps)
     return waits
@@ -175,30 +175,26 @@ def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
     """Spans with the names and lanes that ``runtime.recorder`` gives them; an op in pieces is one span, once all are done."""
     spans: dict[tuple[int, int], Span] = {}
     waits: list[Span] = []
-    size = len(program.source)
-    last = {group: index for index, group in enumerate(program.group)}
-    for job in sorted(engine.ended):
-        step, index = divmod(job, size)
-        source = program.source[index]
-        if isinstance(source, Op):
-            if program.role[index] in (Role.OPEN, Role.ARM) or job - index + last[program.group[index]] not in engine.ended:
+    jobs = program.jobs
+    last = {job.group: index for index, job in enumerate(jobs)}
+    for number in sorted(engine.ended):
+        step, index = divmod(number, len(jobs))
+        job, began, ended = jobs[index], engine.began[number], engine.ended[number]
+        if isinstance(job.source, Op):
+            if job.role in (Role.OPEN, Role.ARM) or number - index + last[job.group] not in engine.ended:
                 continue
-            key = (step, program.group[index])
-            began, ended = engine.began[job], engine.ended[job]
-            lane = Lane.COMPUTE if source.kind is OpKind.RELEASE else source.lane
-            name = f"{_what(source)} {_name(source.block, model)}"
+            op, key = job.source, (step, job.group)
             if key in spans:
                 began, ended = min(began, spans[key].start_s), max(ended, spans[key].end_s)
-            spans[key] = Span(step=step, name=name, lane=lane.value, start_s=began, end_s=ended, num_bytes=source.num_bytes)
-        elif isinstance(source, Anchor) and source.phase is not Phase.VERDICT:
-            name = f"{source.phase.value} {_name(source.block, model)}"
-            spans[step, program.group[index]] = _compute(step, name, engine.began[job], engine.ended[job])
-        if job in engine.arrived and engine.arrived[job][0] < engine.began[job]:
-            arrived, cause = engine.arrived[job]
-            waited = program.source[cause]
-            name = f"{source.phase.value} {_name(source.block, model)}" if isinstance(source, Anchor) else "V"
-            waited_for = f"{_what(waited)} {_name(waited.block, model)}" if isinstance(waited, Op) else ""
-            waits.append(_compute(step, f"wait {name}", arrived, engine.began[job], waited_for))
+            lane = Lane.COMPUTE if op.kind is OpKind.RELEASE else op.lane
+            spans[key] = Span(
+                step=step, name=_title(op, model), lane=lane.value, start_s=began, end_s=ended, num_bytes=op.num_bytes
+            )
+        elif isinstance(job.source, Anchor) and job.source.phase is not Phase.VERDICT:
+            spans[step, job.group] = _compute(step, _title(job.source, model), began, ended)
+        if number in engine.arrived and engine.arrived[number][0] < began:
+            arrived, cause = engine.arrived[number]
+            waits.append(_compute(step, f"wait {_title(job.source, model)}", arrived, began, _title(jobs[cause].source, model)))
     return Trace(spans=tuple(sorted([*spans.values(), *waits], key=lambda s: (s.start_s, s.end_s, s.lane, s.name))))
 
 
@@ -206,5 +202,9 @@ def _compute(step: int, name: str, start_s: float, end_s: float, waited_for: str
     return Span(step=step, name=name, lane=Lane.COMPUTE.value, start_s=start_s, end_s=end_s, waited_for=waited_for)
 
 
-def _name(block: int, model: ModelProfile) -> str:
-    return "" if block == NO_BLOCK else model.blocks[block].name
+def _title(source: Op | Anchor | None, model: ModelProfile) -> str:
+    """What and which block; the verdict, after which a step may wait for its updates, is ``"V"``."""
+    if source is None or (isinstance(source, Anchor) and source.phase is Phase.VERDICT):
+        return Phase.VERDICT.value
+    what = _what(source) if isinstance(source, Op) else source.phase.value
+    return f"{what} {'' if source.block == NO_BLOCK else model.blocks[source.block].name}"
