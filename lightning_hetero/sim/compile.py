@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_hetero.cost import Amount, Rates, Work, amount_of, backward_s, stored_bytes
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
+from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.sim.disk import DEPTH
 from lightning_hetero.sim.memory import Occupancy
 from lightning_hetero.sim.program import Job, Program, Role, Server
@@ -73,7 +73,8 @@ class _Compiler:
         self._duplex = rates.hardware.disk_duplex
         buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
         self._program = Program(buffer_bytes=buffer_bytes, chooses_d2h=plan.priority)
-        self._memory = Occupancy(plan, model, shared_memory=self._shared, staging_bytes=staging_bytes)
+        deferred = self._shared and schedules[-1].signature.updates is Updates.AFTER_VERDICT
+        self._memory = Occupancy(plan, model, shared_memory=self._shared, staging_bytes=staging_bytes, keeps_gradients=deferred)
         self._in_order = {Server.H2D, Server.NET} | (set() if plan.priority else {Server.D2H})
         self._lane_first: dict[Server, int] = {}  # on servers that keep the schedule's order
         self._lane_last: dict[Server, int] = {}

@@ -41,12 +41,18 @@ class Occupancy:
         model: The model.
         shared_memory: Device and host are one pool; it is counted as host memory.
         staging_bytes: Host memory through which state on disk streams.
+        keeps_gradients: They stay after the updates until the next backward, as plain Lightning leaves them; the runtime does so
+            where updates follow the verdict.
     """
 
-    def __init__(self, plan: Plan, model: ModelProfile, *, shared_memory: bool, staging_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, model: ModelProfile, *, shared_memory: bool, staging_bytes: int, keeps_gradients: bool = False
+    ) -> None:
         self._plan, self._model, self._shared = plan, model, shared_memory
         self._shapes = model.shape().blocks
         self._staging_bytes = staging_bytes
+        self._kept_bytes = sum(s.gradient_bytes for s in self._shapes) if keeps_gradients else 0
+        self._keeps_gradients = keeps_gradients
         self._on_device: set[int] = set()  # blocks whose gradients exist there
         self._on_host: set[int] = set()
 
@@ -61,7 +67,7 @@ class Occupancy:
             host += weights if placed.weights is Tier.HOST or index in schedule.resident_before or copied else 0
             device += shape.state_bytes if placed.state is Tier.DEVICE else 0
             host += shape.state_bytes if placed.state is Tier.HOST else 0
-        return self._pooled(device, host)
+        return self._pooled(device + self._kept_bytes, host)
 
     def anchor(self, phase: Phase, index: int, *, training: bool) -> tuple[Effect, Effect]:
         """What the compute of one anchor takes and gives back."""
@@ -70,7 +76,8 @@ class Occupancy:
         if phase is Phase.FORWARD:
             taken = block.activation_bytes + block.transient_bytes
             return self._pooled(taken, 0), self._pooled(-(block.transient_bytes + recomputed) if training else -taken, 0)
-        taken = recomputed + block.transient_bytes
+        taken = recomputed + block.transient_bytes - self._kept_bytes
+        self._kept_bytes = 0
         given = block.activation_bytes + block.transient_bytes
         if index not in self._on_device:
             self._on_device.add(index)
@@ -108,8 +115,8 @@ class Occupancy:
         return None, None
 
     def end(self) -> Effect | None:
-        """Gradients that no update has used up: the next step begins without them."""
-        if not (self._on_device or self._on_host):
+        """Gradients that no update has used up: the next step begins without them, unless they are kept."""
+        if self._keeps_gradients or not (self._on_device or self._on_host):
             return None
         device = sum(self._shapes[b].gradient_bytes for b in self._on_device)
         host = sum(self._shapes[b].gradient_bytes for b in self._on_host)
@@ -125,6 +132,8 @@ class Occupancy:
         return self._pooled(0, taken), self._pooled(-given, 0)
 
     def _updated(self, block: int) -> Effect:
+        if self._keeps_gradients:
+            return 0, 0
         size = self._shapes[block].gradient_bytes
         device, host = size * (block in self._on_device), size * (block in self._on_host)
         self._on_device.discard(block)

@@ -629,6 +629,23 @@ def test_shared_memory_is_one_pool_that_both_peaks_report() -> None:
     assert prediction.host_peak_bytes == prediction.device_peak_bytes == 1500 + 2 * 40 + 2 * 80 + 200 + 40
 
 
+def test_gradients_that_wait_for_the_verdict_stay_until_the_next_backward() -> None:
+    """As the runtime keeps them: the next forward saves its activations beside all of them."""
+    model, waits = _model(10, 20, activation_bytes=100), {"F:0": {"carried": UPDATE_0}, "F:1": {"carried": UPDATE_1}}
+    schedule = _schedule(2, [_update(0, 4), _update(1, 4)], waits=waits)
+    signature = replace(schedule.signature, updates=Updates.AFTER_VERDICT)
+    simulation = _simulate(replace(schedule, signature=signature), _plan(ON_HOST, ON_HOST), model, CPU)
+    constant, gradients = 30 * (4 + 8), 30 * 4
+    assert _changes(simulation, "host") == [
+        (0, constant + gradients + 100),
+        (2, constant + gradients + 200),  # compute has waited a second for update 1
+        (3, constant + 20 * 4 + 200),
+        (5, constant + gradients + 100),
+        (7, constant + gradients),
+    ]
+    assert _simulate(schedule, _plan(ON_HOST, ON_HOST), model, CPU).prediction.host_peak_bytes == constant + 200 + 20 * 4
+
+
 def test_a_cpu_update_of_weights_on_the_device_keeps_a_copy_on_the_host() -> None:
     on_device = replace(RESIDENT, state=Tier.HOST, update=UpdateLane.CPU)
     prediction = _simulate(_schedule(1), _plan(on_device), _model(10, itemsize=2)).prediction
