@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, UpdateOrder
+from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.check_host import HostCheck
 from lightning_hetero.lowering.check_swaps import SwapCheck
 from lightning_hetero.lowering.lower import last_gradients
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.updates import updates_in_backward
+from lightning_hetero.lowering.placement import updates_in_backward
 from lightning_hetero.units import format_bytes
 
 
@@ -134,7 +134,7 @@ class DeviceCheck(HostCheck):
             self.fail("gradients", op, op.block, "is not updated by the CPU, or its gradients have gone to the host before")
         if op.at <= self.last_use.get(op.block, len(self.schedule.anchors)):
             self.fail("gradients", op, op.block, f"copies gradients at anchor {op.at}, before the last backward has ended")
-        if updates_in_backward(self.plan, self.schedule.signature):
+        if updates_in_backward(self.plan, self.schedule.signature.updates):
             over = list(self.grads)[-self.plan.gradient_depth] if len(self.grads) >= self.plan.gradient_depth else None
             if over is not None and not self.behind[op.id] >> self.updated.get(over, op.id + 1) & 1:
                 got = f"does not wait for the UPDATE of block {over}, whose place in host memory it takes"
@@ -159,8 +159,7 @@ class DeviceCheck(HostCheck):
 
     def must_follow_verdict(self, block: int) -> bool:
         """Such a device may update a block between two backwards."""
-        signature = self.schedule.signature
-        return signature.updates is Updates.AFTER_VERDICT or self.plan.update_order is UpdateOrder.AFTER_BACKWARD
+        return not updates_in_backward(self.plan, self.schedule.signature.updates)
 
     def check_state_up(self, op: Op) -> None:
         """State comes to the device, in place of what has gone back."""

@@ -11,7 +11,7 @@ from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.chains import Chain, carried_into, chains_of
 from lightning_hetero.lowering.lower import expected_anchors, last_step
-from lightning_hetero.lowering.placement import placements
+from lightning_hetero.lowering.placement import placements, updates_in_backward
 from lightning_hetero.units import format_bytes
 
 
@@ -217,8 +217,7 @@ class HostCheck:
 
     def must_follow_verdict(self, block: int) -> bool:
         """Whether the block's update may not run during backward."""
-        signature = self.schedule.signature
-        after = signature.updates is Updates.AFTER_VERDICT or self.plan.update_order is UpdateOrder.AFTER_BACKWARD
+        after = not updates_in_backward(self.plan, self.schedule.signature.updates)
         return after or self.placed[block].plan.update is UpdateLane.DEVICE
 
     def check_store(self, op: Op) -> None:

@@ -19,9 +19,9 @@ from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Cache, Uses
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placement import Placement, keeps_less, placements
+from lightning_hetero.lowering.placement import Placement, keeps_less, placements, updates_in_backward
 from lightning_hetero.lowering.rooms import DeviceRoom
-from lightning_hetero.lowering.updates import UpdateMoves, updates_in_backward
+from lightning_hetero.lowering.updates import UpdateMoves
 from lightning_hetero.lowering.weights import WeightMoves
 from lightning_hetero.units import format_bytes
 
@@ -105,7 +105,7 @@ class _Lowering:
         self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
         self._anchors = expected_anchors(signature)
         uses = Uses([None if a.phase is Phase.VERDICT else a.block for a in self._anchors], signature.order)
-        if signature.updates is not Updates.NONE and not updates_in_backward(plan, signature):
+        if signature.updates is not Updates.NONE and not updates_in_backward(plan, signature.updates):
             for block in dict.fromkeys(signature.order):
                 if placed[block].weights_return:
                     uses.add(len(self._anchors) - 1, block)

@@ -7,9 +7,10 @@ block ``u`` a device with memory of its own holds
 - the constant part, and the weights and state that live there;
 - *activations*: what blocks up to ``u`` keep; what ``u`` and the ``prefetch_depth`` swapped blocks before it swap (those are on
   their way, [Note: Swaps]); what ``u`` recomputes, and its transient bytes. Forward passes through the same sums upwards;
-- *gradients*: those for the CPU of ``DEVICE_GRADIENTS`` blocks: of ``u`` and the ones that left last, or of the first ones,
-  which may still be leaving while the next forward runs. Those for updates on the device: of ``u`` alone where updates run during
-  backward, else of all blocks from ``u`` on, and over several micro-batches of all;
+- *gradients*: those for the CPU of ``DEVICE_GRADIENTS`` blocks: of ``u`` and the ones that leave, or only such (what ``u`` needs
+  may come before it has waited for them; the first blocks' may still leave while the next forward runs). Those for updates on the
+  device: of ``u`` or the block before it where updates run during backward, else of all blocks from ``u`` on, and over several
+  micro-batches of all;
 - *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the device. Where updates follow
   backward and no forward overtakes them, it takes the place of the activations, as in Deep Optimizer States;
 - the cache: at least the largest block whose weights live below the device.
@@ -30,10 +31,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
+from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.budget import least_staging
-from lightning_hetero.lowering.placement import Placement, placements
+from lightning_hetero.lowering.placement import Placement, placements, updates_in_backward
 
 DEVICE_GRADIENTS = 2
 """Blocks whose gradients for the CPU are on the device at a time: of the one that computes, and of one on its way down."""
@@ -90,7 +91,7 @@ def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: U
         updates: When updates may run: during backward, or only once all gradients are known.
     """
     placed = placements(plan, model.shape(), device=not shared_memory)
-    in_backward = updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
+    in_backward = updates_in_backward(plan, updates)
     moments = list(_moments(plan, model, placed, in_backward=in_backward, shared=shared_memory))
     device, host = _held(model, placed)
     if shared_memory:
@@ -184,6 +185,7 @@ def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, sh
     for_device = [size for _, size in sizes] if accumulate else []
     leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])
     passing: list[int] = []
+    before = 0  # what comes for a backward may come before its last update has run
     for cpu, own in sizes:
         if not accumulate:
             insort(for_cpu, cpu)
@@ -193,6 +195,7 @@ def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, sh
         if shared:  # one place for both; an update in the place of the device's follows the verdict there
             yield sum(for_device), down
         else:
-            beside = cpu + sum(passing[-DEVICE_GRADIENTS + 1 :])
+            beside = max(cpu + sum(passing[-DEVICE_GRADIENTS + 1 :]), sum(passing[-DEVICE_GRADIENTS:]))
             passing += [cpu] if cpu else []
-            yield max(beside, leaving) + (sum(for_device) if all_wait else own), down
+            yield max(beside, leaving) + (sum(for_device) if all_wait else max(own, before)), down
+            before = own

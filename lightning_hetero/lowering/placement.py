@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from lightning_hetero.ir.activations import SavedBytes, saved_bytes
 from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +83,13 @@ def keeps_less(plan: BlockPlan) -> bool:
 
 def _kept(shape: BlockShape) -> SavedBytes:
     return SavedBytes(kept=shape.activation_bytes, to_host=0, to_disk=0, recomputed=0)
+
+
+def updates_in_backward(plan: Plan, updates: Updates) -> bool:
+    """Whether a block's update follows its own backward; else all that there are follow the verdict.
+
+    Args:
+        plan: The plan, which may want them after backward.
+        updates: When they may run.
+    """
+    return updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD

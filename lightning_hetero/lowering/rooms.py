@@ -11,6 +11,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.budget import read_ahead
 from lightning_hetero.lowering.needs import Purpose, Rows, needs_of, total_bytes
+from lightning_hetero.lowering.placement import updates_in_backward
 from lightning_hetero.units import format_bytes
 
 
@@ -64,7 +65,7 @@ def rooms(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates
     disk = _Tier("disk", needs.disk, (), None, hardware.disk_capacity_bytes)
     worst = max([host, disk] if hardware.shared_memory else [device, host, disk], key=lambda tier: tier.shortfall_bytes)
     if worst.shortfall_bytes > 0:
-        raise worst.error(plan, hardware)
+        raise _refusal(worst, plan, hardware, in_backward=updates_in_backward(plan, updates))
     left = host.capacity_bytes - total_bytes(host.rows)
     ahead = min(read_ahead(left - host.largest_bytes, needs.streamed_bytes), left - host.least_bytes)
     return Rooms(
@@ -101,27 +102,30 @@ class _Tier:
         """What the cache gets of ``left`` bytes."""
         return self.least_bytes if self.given_bytes is not None else min(sum(self.caches), left)
 
-    def error(self, plan: Plan, hardware: HardwareProfile) -> PlanError:
-        """Names the shortfall, and the first remedy, cheapest first, for something that is as large."""
-        rows = {purpose: size for purpose, size in {**self.rows, Purpose.CACHE: self.least_bytes}.items() if size}
-        need, short = self.capacity_bytes + self.shortfall_bytes, self.shortfall_bytes
-        spare = {**rows, Purpose.CACHE: self.least_bytes - self.largest_bytes}
-        remedies = {purpose: text for (tier, purpose), text in _REMEDIES.items() if tier == self.name and purpose in rows}
-        helps = [text for purpose, text in remedies.items() if spare[purpose] >= short]
-        largest = remedies.get(max(rows, key=lambda purpose: rows[purpose]), f"more {self.name} memory")
-        return PlanError(
-            f"plan {plan.name!r} needs {format_bytes(need)} of {self.name} memory; {hardware.name!r} has "
-            f"{format_bytes(self.capacity_bytes)}, {format_bytes(short)} too little: "
-            f"{', '.join(f'{purpose} {format_bytes(size)}' for purpose, size in rows.items())}. "
-            f"Cheapest remedy: {(*helps, largest)[0]}.",
-            tier=self.name,
-            shortfall_bytes=short,
-        )
+
+def _refusal(tier: _Tier, plan: Plan, hardware: HardwareProfile, *, in_backward: bool) -> PlanError:
+    """Names the shortfall, and the first remedy, cheapest first, for something that can become as much smaller."""
+    rows = {purpose: size for purpose, size in {**tier.rows, Purpose.CACHE: tier.least_bytes}.items() if size}
+    need, short = tier.capacity_bytes + tier.shortfall_bytes, tier.shortfall_bytes
+    spare = {**rows, Purpose.CACHE: tier.least_bytes - tier.largest_bytes}
+    if in_backward and plan.micro_batches == 1 and (tier.name == "device" or plan.gradient_depth == 1):
+        spare[Purpose.GRADIENTS] = 0  # no fewer than there are
+    remedies = {purpose: text for (name, purpose), text in _REMEDIES.items() if name == tier.name and purpose in rows}
+    helps = [text for purpose, text in remedies.items() if spare[purpose] >= short]
+    largest = remedies.get(max(rows, key=lambda purpose: rows[purpose]), f"more {tier.name} memory")
+    return PlanError(
+        f"plan {plan.name!r} needs {format_bytes(need)} of {tier.name} memory; {hardware.name!r} has "
+        f"{format_bytes(tier.capacity_bytes)}, {format_bytes(short)} too little: "
+        f"{', '.join(f'{purpose} {format_bytes(size)}' for purpose, size in rows.items())}. "
+        f"Cheapest remedy: {(*helps, largest)[0]}.",
+        tier=tier.name,
+        shortfall_bytes=short,
+    )
 
 
 _REMEDIES = {  # cheapest first
     ("device", Purpose.CACHE): "a smaller device_cache_bytes",
-    ("device", Purpose.GRADIENTS): "update during backward (no clipping by norm, one micro-batch), or more blocks on the 'cpu'",
+    ("device", Purpose.GRADIENTS): "update during backward (no clipping by norm, one micro-batch)",
     ("device", Purpose.MOVING): "update the largest blocks on the 'cpu'",
     ("device", Purpose.STATE): "place state on 'host', with updates on the 'cpu'",
     ("device", Purpose.WEIGHTS): "place weights on 'host'",

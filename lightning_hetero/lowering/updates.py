@@ -10,13 +10,8 @@ from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Uses
 from lightning_hetero.lowering.chains import Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.placement import Placement, updates_in_backward
 from lightning_hetero.lowering.weights import WeightMoves
-
-
-def updates_in_backward(plan: Plan, signature: StepSignature) -> bool:
-    """Whether a block's update follows its own backward; else all follow the verdict."""
-    return signature.updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
 
 
 class UpdateMoves:
@@ -44,7 +39,7 @@ class UpdateMoves:
     ) -> None:
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
         self._uses, self._weights, self._activations = uses, weights, activations
-        self._in_backward = updates_in_backward(plan, signature)
+        self._in_backward = updates_in_backward(plan, signature.updates)
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
         self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
