@@ -24,17 +24,25 @@ from lightning_hetero.store.blocks import Block
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
-class Observer(Protocol):
-    """Who is told of anchors."""
+class Watcher(Protocol):
+    """Who looks on: told of every anchor once the runtime has issued and waited, with compute about to go on."""
 
-    def forward_begins(self, block: Block) -> None:
-        """The forward of a block begins."""
+    def forward_begins(self, block: Block, inputs: Any) -> None:
+        """The forward of a block begins, with these arguments (a tree that holds tensors)."""
 
     def forward_ends(self, block: Block) -> None:
         """It ended, maybe by an exception."""
 
     def backward_begins(self, block: Block) -> None:
-        """The first gradient has reached one of the block's outputs."""
+        """The first gradient has reached one of the block's outputs; blocks whose weights stay in memory have this anchor too."""
+
+
+class Observer(Watcher, Protocol):
+    """Who is told of anchors and acts on them."""
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks on."""
 
 
 def observe(blocks: list[Block], observer: Observer) -> list[RemovableHandle]:
@@ -70,12 +78,12 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
 
 
 def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
-    def before(module: nn.Module, args: Any) -> None:
-        observer.forward_begins(block)
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        observer.forward_begins(block, (args, kwargs))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         observer.forward_ends(block)
-        if not block.spec.pinned and torch.is_grad_enabled():
+        if (not block.spec.pinned or observer.watched) and torch.is_grad_enabled():
             begins = _once_per_backward(lambda: observer.backward_begins(block))
             for leaf in _tensors(output):
                 if leaf.requires_grad:
@@ -83,7 +91,7 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
                     register(begins)
 
     return [
-        block.spec.module.register_forward_pre_hook(_eager(before), prepend=True),
+        block.spec.module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True),
         block.spec.module.register_forward_hook(_eager(after), always_call=True),  # checkpointing leaves a forward by exception
     ]
 

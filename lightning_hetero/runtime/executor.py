@@ -22,6 +22,7 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import lower
+from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -83,6 +84,7 @@ class Executor:
 
     Attributes:
         serial: Nothing overlaps: compute waits for whatever it issues to be done. For measuring compute alone.
+        watcher: Who looks on, if anybody does.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Executor:
         self.recorder = recorder
         self.heap = heap
         self.serial = False
+        self.watcher: Watcher | None = None
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
@@ -175,7 +178,12 @@ class Executor:
         self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
         self._schedules.clear()
 
-    def forward_begins(self, block: Block) -> None:
+    @property
+    def watched(self) -> bool:
+        """Observer: whether there is a :attr:`watcher`."""
+        return self.watcher is not None
+
+    def forward_begins(self, block: Block, inputs: Any = ()) -> None:
         """Observer: issues what the anchor triggers and waits for the block's weights."""
         if self._in_backward:
             if block is not self._backward_block:  # recomputation: autograd has moved on to this block
@@ -186,26 +194,34 @@ class Executor:
                 block.early_unsafe = True
         with self.recorder.waiting(f"F {block.name}"):
             self._reach(Phase.FORWARD, block)
-        self.open(block)
+            self.open(block)
+        if self.watcher is not None:
+            self.watcher.forward_begins(block, inputs)
 
     def forward_ends(self, block: Block) -> None:
         """Observer: the use is over."""
+        if self.watcher is not None:
+            self.watcher.forward_ends(block)
         self.shut(block)
 
     def backward_begins(self, block: Block) -> None:
         """Observer: as ``forward_begins``; also ends the previous block's backward."""
-        if block is self._backward_block:
-            return
-        self._close_backward()
-        self.heap.check()
+        if block is not self._backward_block and not block.spec.pinned:
+            self._next_backward(block)
+        if self.watcher is not None:
+            self.watcher.backward_begins(block)
+
+    def _next_backward(self, block: Block) -> None:
         with self.recorder.waiting(f"B {block.name}"):
+            self._close_backward()
+            self.heap.check()
             self._reach(Phase.BACKWARD, block)
-        # A ticket holds its gradients until it has been seen to be done.
-        self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
-        self._backward_block = block
-        self.open(block)
-        if torch.is_grad_enabled():
-            self.hold(block)
+            # A ticket holds its gradients until it has been seen to be done.
+            self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
+            self._backward_block = block
+            self.open(block)
+            if torch.is_grad_enabled():
+                self.hold(block)
 
     def backward_starts(self) -> None:
         """Backward writes gradients: whatever still reads those of the last step must be over."""

@@ -33,6 +33,9 @@ class Heap:
     Args:
         host_memory: The user's budget; ``None``: nine tenths of what the machine has free.
         present_bytes: What of the budget is in memory already.
+
+    Attributes:
+        peak_bytes: The most resident memory that was seen, at the anchors where it is looked at; may be set back.
     """
 
     def __init__(self, host_memory: int | None, *, present_bytes: int) -> None:
@@ -40,6 +43,7 @@ class Heap:
         self._trim = getattr(libc, "malloc_trim", None)  # glibc's; other libraries give large tensors back at once
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
         self._process = psutil.Process()
+        self.peak_bytes = 0
         resident = self._resident()
         if host_memory is None:
             self._limit = resident + psutil.virtual_memory().available * 9 // 10
@@ -76,7 +80,7 @@ class Heap:
 
     def check(self) -> None:
         """Gives free heap pages back if the process is beyond budget and activations."""
-        resident = self._resident() if self._trim is not None else 0
+        resident = self._resident()
         if self._trim is None or resident <= self._limit + self._activations:
             return
         self._trim(0)
@@ -85,4 +89,6 @@ class Heap:
             self._limit = left + _WORTH_IT - self._activations
 
     def _resident(self) -> int:
-        return int(self._process.memory_info().rss)
+        resident = int(self._process.memory_info().rss)
+        self.peak_bytes = max(self.peak_bytes, resident)
+        return resident

@@ -96,7 +96,7 @@ class Session:
         plans = self.options.plans
         if parked is not None and optimizers is None:
             plans = (lambda _: parked.plan,)  # everything is where that plan has put it
-        placement = placer.first_that_fits(plans, present_bytes=self._present_bytes())
+        placement = placer.first_that_fits(plans, present_bytes=self.present_bytes)
         for block, placed in zip(self.blocks, placement.plan.blocks, strict=True):
             block.plan = placed
         for binding, rule in zip(self.bindings, placement.by, strict=True):
@@ -114,7 +114,7 @@ class Session:
         rules = placement.rules
         updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=_keeps_gradients(rules), waits=rules.waits)
         updater.own(self.bindings)
-        heap = Heap(self.options.host_memory, present_bytes=self._present_bytes())
+        heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
         self.executor = Executor(
             self.blocks, plan=placement.plan, model=placer.model, store=self.store, updater=updater,
             capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred), recorder=self.recorder, heap=heap,
@@ -150,7 +150,7 @@ class Session:
         assert self.store is not None
         placer = self._placer()
         self.executor.rest()
-        placement = placer.place(plan, present_bytes=self._present_bytes())
+        placement = placer.place(plan, present_bytes=self.present_bytes)
         self._make_disk_ready(placement)
         if placement.staging_bytes < self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
@@ -172,14 +172,30 @@ class Session:
         self._announce(placement)
         return placement.plan
 
+    def check(self, plan: Plan) -> None:
+        """Refuses a plan that could not run in the session as it is, without changing anything.
+
+        Raises:
+            OutOfMemoryBudgetError: As for :meth:`start`.
+            ConfigError: The same.
+            UnsupportedError: The same.
+        """
+        self._placer().place(plan, present_bytes=self.present_bytes)
+
+    @property
+    def rules(self) -> StepRules:
+        """How the training loop uses gradients."""
+        return self._rules
+
     def _placer(self) -> Placer:
         return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules)
 
     def host_memory(self) -> int:
         """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
-        return self._placer().host_memory(self._present_bytes())
+        return self._placer().host_memory(self.present_bytes)
 
-    def _present_bytes(self) -> int:
+    @property
+    def present_bytes(self) -> int:
         """Weights and optimizer state that are in memory now."""
         weights = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
         state = 0
@@ -228,6 +244,13 @@ class Session:
     def on_disk(self) -> bool:
         """Whether anything lives on disk."""
         return self.store is not None and self.store.directory is not None
+
+    def disk_root(self) -> Path:
+        """An existing directory on the disk where files are or would be."""
+        if self.store is not None and self.store.directory is not None:
+            return self.store.directory.path
+        wanted = (self.options.disk_path or self._default_root).expanduser().absolute()
+        return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
     def _directory(self, placement: Placement) -> StoreDirectory | None:
         self._disk_bytes = placement.disk_bytes

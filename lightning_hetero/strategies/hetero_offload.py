@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +17,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hetero import callbacks
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
-from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
-from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.strategies import checkpoint_io
+from lightning_hetero.strategies.autoplan import Autoplan
+from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.units import parse_bytes
 
@@ -36,6 +43,8 @@ else:
 
 log = logging.getLogger(__name__)
 
+_AUTO = "holistic"  # the planner behind plan="auto"
+
 
 class HeteroOffload(_Base):
     """Trains models that do not fit memory: weights and optimizer state on host or disk, updates in native threads.
@@ -44,7 +53,8 @@ class HeteroOffload(_Base):
     plain Lightning. 16-bit weights have fp32 masters.
 
     Args:
-        plan: ``"resident"`` (nothing offloaded), ``"host"`` (state in host memory, updates overlap with backward), ``"disk"``
+        plan: ``"auto"`` (the first batches are profiled, then the ``"holistic"`` planner decides), the name of another planner,
+            ``"resident"`` (nothing offloaded), ``"host"`` (state in host memory, updates overlap with backward), ``"disk"``
             (state and the weights of repeated blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
         block_cls: Classes (or their names) of the blocks that are moved as one, such as ``"LlamaDecoderLayer"``. Default: Hugging
             Face's ``_no_split_modules``, else modules that repeat.
@@ -59,6 +69,10 @@ class HeteroOffload(_Base):
         update_threads: Threads that run updates; default half of the cores.
         durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
         verify: Check digests of everything read from disk.
+        hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
+            ``LIGHTNING_HETERO_HARDWARE`` names, else micro-benchmarks, which run once per machine.
+        replan_drift: By how much, relatively, the batch, the budget or the time of a step may differ from what the plan was made
+            for before a new one is made; ``None``: by anything.
         trace: Record what happens; see :attr:`trace`.
     """
 
@@ -67,7 +81,7 @@ class HeteroOffload(_Base):
 
     def __init__(
         self,
-        plan: str | os.PathLike[str] | Plan = "host",
+        plan: str | os.PathLike[str] | Plan = "auto",
         *,
         block_cls: BlockCls | None = None,
         host_memory: str | int | None = None,
@@ -81,14 +95,20 @@ class HeteroOffload(_Base):
         update_threads: int | None = None,
         durability: str = "process",
         verify: bool = False,
+        hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
+        replan_drift: float | None = 0.5,
         trace: bool = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        self.autoplan: Autoplan | None = None
+        if (name := planner_name(plan)) is not None:
+            machine = Machine(hardware_profile)
+            self.autoplan = Autoplan(name, machine.profile, drift=_drift(replan_drift))
         self.options = SessionOptions(
-            plans=(planner(plan),),
+            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional,
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
@@ -109,6 +129,10 @@ class HeteroOffload(_Base):
         )
         self.session: Session | None = None
         self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
+        self._callback: Any = None
+        self._last_plan: Plan | None = None
+        self._began_s = self._step_s = 0.0
+        self._stepped = False
         self._failed = False
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._last_trace = Trace(spans=())
@@ -160,6 +184,10 @@ class HeteroOffload(_Base):
         root = Path(trainer.default_root_dir)
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
+        if fitting and self.autoplan is not None:
+            self.autoplan.fit_begins(block.name for block in session.blocks)
+            self._callback = callbacks.make(self.namespace, self.autoplan)
+            trainer.callbacks.insert(0, self._callback)
         session.start(self.optimizers if fitting else None, rules, default_root=root)
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
@@ -179,8 +207,10 @@ class HeteroOffload(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that trains."""
+        self._began_s = time.monotonic()
         self._begin_step(training=True)
-        return super().training_step(*args, **kwargs)
+        with nullcontext() if self._profiler is None else self._profiler.forward():
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
@@ -197,6 +227,11 @@ class HeteroOffload(_Base):
         self._begin_step(training=False)
         return super().predict_step(*args, **kwargs)
 
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs a backward."""
+        with nullcontext() if self._profiler is None else self._profiler.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Lets the runtime know that backward begins."""
         if self._executor is not None:
@@ -212,6 +247,7 @@ class HeteroOffload(_Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
+        self._stepped = True
         if self.session is None or self._executor is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._executor.arm(self.session.binding_of(optimizer))
@@ -219,6 +255,18 @@ class HeteroOffload(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._executor.arm(None)
+
+    def take_step_seconds(self) -> float | None:
+        """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
+        self._step_s += time.monotonic() - self._began_s
+        if not self._stepped:
+            return None
+        seconds, self._step_s, self._stepped = self._step_s, 0.0, False
+        return seconds
+
+    @property
+    def _profiler(self) -> BatchProfiler | None:
+        return None if self.autoplan is None else self.autoplan.profiler
 
     def _begin_step(self, *, training: bool) -> None:
         if self._executor is not None:  # steps may be called by hand after the Trainer has torn down
@@ -283,6 +331,41 @@ class HeteroOffload(_Base):
             yield
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
+        return self._executor.plan if self._executor is not None else self._last_plan
+
+    @property
+    def model_profile(self) -> ModelProfile | None:
+        """What the first batches have shown of the model, once there is a plan."""
+        return None if self.autoplan is None else self.autoplan.model
+
+    def replan(self, *, host_memory: str | int | None = None) -> None:
+        """Asks for a new plan: the next training batch is timed again, and the plan comes into force before the one after it.
+
+        Args:
+            host_memory: A new budget, in force from then on; the plan then comes before the next batch.
+
+        Raises:
+            ConfigError: The strategy was given a plan instead of a planner.
+        """
+        if self.autoplan is None:
+            raise ConfigError('replan() needs a planner, and this strategy was given a plan. Pass plan="auto".')
+        budget = parse_bytes(host_memory, name="host_memory")
+        if budget is not None:
+            self.options = replace(self.options, host_memory=budget)
+            if self.session is not None:
+                self.session.options = self.options
+        self.autoplan.request(budget=budget is not None)
+
+    def prediction_error(self) -> dict[str, float]:
+        """How far the plan's prediction is from its steps so far: ``step_time_error``, ``host_peak_error``.
+
+        Mean absolute errors relative to what is measured; empty before there are any.
+        """
+        return {} if self._callback is None else self._callback.error.compute()
+
+    @property
     def trace(self) -> Trace:
         """Spans of the latest steps, with ``trace=True``."""
         return self.session.recorder.trace() if self.session is not None else self._last_trace
@@ -300,6 +383,10 @@ class HeteroOffload(_Base):
 
     def teardown(self) -> None:
         """Gives the model back, or leaves it on disk where it does not fit."""
+        self._last_plan = self.plan
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and self._callback in trainer.callbacks:
+            trainer.callbacks.remove(self._callback)
         if self.session is not None:
             try:
                 parked = self.session.stop()
@@ -334,6 +421,12 @@ class HeteroOffload(_Base):
         return {**super().__getstate__(), "session": None}
 
 
+def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
+    """The planner that ``plan`` names, if it names one: plans that need no profile are none."""
+    name = _AUTO if plan == "auto" else plan
+    return name if isinstance(name, str) and name in PLANNERS and name not in BUILTIN_PLANS else None
+
+
 def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]:
     """What makes the plan once the model is known.
 
@@ -345,7 +438,8 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
     if isinstance(plan, str) and plan in BUILTIN_PLANS:
         return BUILTIN_PLANS[plan]
     if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file():
-        raise ConfigError(f"plan={plan!r}; allowed: {', '.join(map(repr, BUILTIN_PLANS))}, the path of a plan file, or a Plan.")
+        names = ", ".join(map(repr, dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))))
+        raise ConfigError(f"plan={plan!r}; allowed: {names}, the path of a plan file, or a Plan.")
     return partial(_given, Plan.load(Path(plan)))
 
 
@@ -362,4 +456,10 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
 def _count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
         raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
+    return value
+
+
+def _drift(value: float | None) -> float | None:
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+        raise ConfigError(f"replan_drift={value!r}; allowed: a number above 0, or None.")
     return value

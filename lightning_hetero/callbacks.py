@@ -1,0 +1,169 @@
+"""What the strategy adds to a fit: it profiles the first batches, plans between two batches, and compares steps with the plan."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier, UpdateLane
+from lightning_hetero.strategies.autoplan import Autoplan, Batch
+from lightning_hetero.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Base
+    from torchmetrics import Metric
+else:
+    _Base = object  # the namespace's class comes second among the bases
+
+
+def make(namespace: str, autoplan: Autoplan) -> Any:
+    """The callback for one fit.
+
+    Args:
+        namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        autoplan: What decides.
+    """
+    return _callback_class(namespace)(namespace, autoplan)
+
+
+@functools.cache
+def _callback_class(namespace: str) -> type[Any]:
+    return type("ModelProfiler", (_ModelProfiler, importlib.import_module(namespace).Callback), {})
+
+
+class _ModelProfiler(_Base):
+    """Profiles the first training batches and plans; later compares steps with the plan's prediction.
+
+    The strategy installs it for a fit with ``plan="auto"`` or the name of a planner, first in the list of callbacks.
+    """
+
+    def __init__(self, namespace: str, autoplan: Autoplan) -> None:
+        self._autoplan = autoplan
+        self._isolate_rng = importlib.import_module(f"{namespace}.utilities.seed").isolate_rng
+        self.error = PredictionError()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Between two batches: a new plan comes into force, or the batch is going to be profiled."""
+        session = trainer.strategy.session
+        with self._isolate_rng(include_cuda=False):  # planners and micro-benchmarks may draw random numbers
+            made = self._autoplan.before_batch(session, Batch(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
+        if made is not None:
+            self.error = PredictionError()
+            session.executor.heap.peak_bytes = 0
+            if trainer.is_global_zero:
+                show(made, self._autoplan)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The batch is over; after an optimizer step it is compared with the prediction."""
+        strategy = trainer.strategy
+        self._autoplan.after_batch()
+        seconds = strategy.take_step_seconds()
+        if seconds is None:
+            return
+        self._autoplan.after_step(strategy.session, seconds)
+        plan: Plan = strategy.session.executor.plan
+        if self._autoplan.steady and plan.predicted is not None:
+            self.error.update(plan, seconds, strategy.session.executor.heap.peak_bytes)
+            if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
+                self._log(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The batch under way is not finished."""
+        self._autoplan.abandon_batch()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Nothing is profiled any more."""
+        self._autoplan.abandon_batch()
+
+    def _log(self, trainer: Any) -> None:
+        """Straight to the loggers: the module's own metrics, which callbacks monitor, stay as they are."""
+        values = {f"hetero_offload/{name}": value for name, value in self.error.compute().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+
+class PredictionError:
+    """How far a plan's prediction is from the steps that follow: mean absolute errors, relative to what is measured."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def update(self, plan: Plan, step_s: float, peak_bytes: int) -> None:
+        """Adds one step.
+
+        Args:
+            plan: The plan with its prediction.
+            step_s: Seconds that the step took.
+            peak_bytes: The process's peak under the plan so far; 0 where it is not known.
+        """
+        assert plan.predicted is not None
+        pairs = {"step_time_error": (plan.predicted.iteration_s, step_s)}
+        if peak_bytes:
+            pairs["host_peak_error"] = (plan.predicted.host_peak_bytes, peak_bytes)
+        for name, (predicted, measured) in pairs.items():
+            if name not in self._metrics:
+                from torchmetrics import MeanAbsolutePercentageError
+
+                self._metrics[name] = MeanAbsolutePercentageError()
+            with torch.no_grad():
+                values = (torch.tensor([float(x)], dtype=torch.float64) for x in (predicted, measured))
+                self._metrics[name].update(*values)
+
+    def compute(self) -> dict[str, float]:
+        """The errors by name; empty before the first step."""
+        return {name: float(metric.compute()) for name, metric in self._metrics.items()}
+
+
+def num_tokens(batch: Any) -> int:
+    """Tokens of a batch: elements of its first integer tensor with a sequence, else samples.
+
+    ``"input_ids"`` of a dict comes first, as tokenizers name it.
+    """
+    if isinstance(batch, dict) and isinstance(batch.get("input_ids"), Tensor):
+        return max(1, int(batch["input_ids"].numel()))
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    whole = next((t for t in tensors if t.ndim == 2 and not t.is_floating_point() and not t.is_complex()), None)
+    if whole is not None:
+        return max(1, whole.numel())
+    return max(1, len(tensors[0])) if tensors else 1
+
+
+def _micro_batches(trainer: Any) -> int:
+    return max(1, int(trainer.accumulate_grad_batches)) if trainer.lightning_module.automatic_optimization else 1
+
+
+def show(plan: Plan, autoplan: Autoplan) -> None:
+    """A short table of what is where, on the standard error stream."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    console.print(f"lightning-hetero: plan {plan.name!r}, made in {autoplan.planned_s:.2g} s")
+    table = Table("blocks", "weights", "state", "update")
+    for kind, rows in groupby(plan.blocks, key=_kind):
+        names = [row.name for row in rows]
+        table.add_row(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})", *kind)
+    console.print(table)
+    if plan.predicted is not None:
+        console.print(_prediction(plan.predicted))
+
+
+def _kind(row: BlockPlan) -> tuple[str, str, str]:
+    """In the terms of a machine whose device is the host."""
+    weights, state = ("disk" if tier is Tier.DISK else "memory" for tier in (row.weights, row.state))
+    return weights, state, "in threads beside compute" if row.update is UpdateLane.CPU else "after backward"
+
+
+def _prediction(predicted: Prediction) -> str:
+    return (
+        f"predicted: a step in {predicted.iteration_s:.3g} s, bound by {predicted.bottleneck.get('forward', '?')} in forward and "
+        f"{predicted.bottleneck.get('backward', '?')} in backward; peak {format_bytes(predicted.host_peak_bytes)} of memory, "
+        f"{format_bytes(predicted.disk_bytes)} on disk"
+    )

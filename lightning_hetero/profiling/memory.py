@@ -1,0 +1,196 @@
+"""What a recorded batch says about memory: what each block saves, what else it needs, and which operators it consists of."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_hetero.ir.model import OperatorProfile
+from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.profiling.operators import Made, Ran
+from lightning_hetero.profiling.timeline import Stretch
+from lightning_hetero.units import MIB
+
+_HEAP_SAYS_MORE = 1.25  # malloc sees more than activations, so it has to say far more than the operators do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What was seen of one batch.
+
+    Attributes:
+        stretches: Its compute, in order, every stretch with its block.
+        ran: Its operators, in order; empty where they were not recorded.
+        made: The storages that they made.
+        live_bytes: Bytes of storages after each event, parameters' gradients left out.
+        saved_live_bytes: Of these, what forward saves.
+        saved: Numbers of the storages that forward saves.
+        inputs: Numbers of the storages that came with the arguments of each block's forward, by the block's index.
+    """
+
+    stretches: tuple[Stretch, ...]
+    ran: tuple[Ran, ...] = ()
+    made: tuple[Made, ...] = ()
+    live_bytes: tuple[int, ...] = ()
+    saved_live_bytes: tuple[int, ...] = ()
+    saved: frozenset[int] = frozenset()
+    inputs: Mapping[int, tuple[int, ...]]
+
+    def seconds(self, phase: Phase, block: int | None = None) -> float:
+        """Compute of one phase, of one block or of all."""
+        return sum(s.seconds for s in self.stretches if s.phase is phase and block in (None, s.block))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorMeasure:
+    """One operator of the recorded batch, with what it found and left.
+
+    Attributes:
+        block: Index of its block.
+        phase: Forward or backward.
+        name: As in :class:`~lightning_hetero.ir.model.OperatorProfile`.
+        seconds: How long it took.
+        flop: Its FLOP.
+        gap_s: Seconds since the operator before it ended.
+        gap_bytes: Change of live bytes in that gap: what autograd and Python have freed.
+        before_bytes: Live bytes as it began.
+        peak_bytes: The most while it ran, as far as storages show it.
+        after_bytes: Live bytes as it ended.
+    """
+
+    block: int
+    phase: Phase
+    name: str
+    seconds: float
+    flop: float
+    gap_s: float
+    gap_bytes: int
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
+    """The operators of a recorded batch one by one, in order."""
+    labels = _labels(observed)
+    rows: list[OperatorMeasure] = []
+    end_s, left = 0.0, 0
+    for op, stretch, label in zip(observed.ran, _stretches(observed), labels, strict=True):
+        before = observed.live_bytes[op.events]
+        after = observed.live_bytes[op.events + len(op.made)]
+        first = not rows or rows[-1].phase is not stretch.phase
+        rows.append(
+            OperatorMeasure(
+                block=_block(stretch),
+                phase=stretch.phase,
+                name=label,
+                seconds=op.end_s - op.start_s,
+                flop=op.flop,
+                gap_s=op.start_s - (stretch.begin.seconds if first else end_s),
+                gap_bytes=before - left,
+                before_bytes=before,
+                peak_bytes=max(before, after),
+                after_bytes=after,
+            )
+        )
+        end_s, left = op.end_s, after
+    return tuple(rows)
+
+
+class Memory:
+    """The memory and the FLOP of each block, from one recorded batch.
+
+    [Note: Whose activation]
+    A saved storage is the boundary of the first block that got it as an argument; else it belongs to the block whose operator
+    made it. So a tensor that one block makes and the next one starts from is counted once, where recomputation would start.
+
+    Args:
+        observed: The batch.
+        num_blocks: How many blocks the model has.
+    """
+
+    def __init__(self, observed: Observed, num_blocks: int) -> None:
+        self._observed = observed
+        self._stretches = _stretches(observed)
+        self.forward_flop = [0.0] * num_blocks
+        self.activation_bytes = [0] * num_blocks
+        self.boundary_bytes = [0] * num_blocks
+        self.transient_bytes = [0] * num_blocks
+        for op, stretch in zip(observed.ran, self._stretches, strict=True):
+            if stretch.phase is Phase.FORWARD:
+                self.forward_flop[_block(stretch)] += op.flop
+        boundary: dict[int, int] = {}
+        for block, numbers in observed.inputs.items():
+            for number in numbers:
+                if boundary.setdefault(number, block) == block:
+                    self.boundary_bytes[block] += observed.made[number].num_bytes
+        self._own = sorted(observed.saved - boundary.keys())
+        for number in sorted(observed.saved | boundary.keys()):
+            block = boundary.get(number, _block(self._stretches[observed.made[number].operator]))
+            self.activation_bytes[block] += observed.made[number].num_bytes
+        for stretch in observed.stretches:
+            block = _block(stretch)
+            self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch))
+
+    def _beside(self, stretch: Stretch) -> int:
+        """The most that a stretch of compute needs beside what is saved: in forward up to its end, in backward as it begins."""
+        live, saved = self._observed.live_bytes, self._observed.saved_live_bytes
+        forward = stretch.phase is Phase.FORWARD
+        most = max(live[stretch.begin.events : stretch.end.events + 1])
+        return max(0, most - saved[stretch.end.events if forward else stretch.begin.events])
+
+    def correct(self, timed: Observed) -> None:
+        """Believes malloc where it has given out far more during forward than operators show, as compiled code lets it.
+
+        Args:
+            timed: A batch of the same shape with marks of the heap.
+        """
+        grown = [0] * len(self.activation_bytes)
+        for stretch in timed.stretches:
+            if stretch.phase is Phase.FORWARD:
+                grown[_block(stretch)] += stretch.end.heap_bytes - stretch.begin.heap_bytes
+        if sum(grown) > _HEAP_SAYS_MORE * sum(self.activation_bytes) + MIB:
+            self.activation_bytes = [max(a, g) for a, g in zip(self.activation_bytes, grown, strict=True)]
+
+    def operators(self, block: int) -> tuple[OperatorProfile, ...]:
+        """The operators of one block's forward whose outputs are saved, in the order in which they first ran."""
+        flop: Counter[str] = Counter()
+        saved: Counter[str] = Counter()
+        labels = _labels(self._observed)
+        for op, stretch, label in zip(self._observed.ran, self._stretches, labels, strict=True):
+            if _block(stretch) == block and stretch.phase is Phase.FORWARD:
+                flop[label] += op.flop  # type: ignore[assignment]
+        for number in self._own:
+            operator = self._observed.made[number].operator
+            if _block(self._stretches[operator]) == block:
+                saved[labels[operator]] += self._observed.made[number].num_bytes
+        return tuple(OperatorProfile(name=name, flop=flop[name], bytes=saved[name]) for name in flop if saved[name])
+
+
+def _block(stretch: Stretch) -> int:
+    assert stretch.block is not None, "attributed"
+    return stretch.block
+
+
+def _stretches(observed: Observed) -> list[Stretch]:
+    """The stretch in which each operator ran."""
+    begins = [s.begin.operators for s in observed.stretches]
+    return [observed.stretches[bisect_right(begins, number) - 1] for number in range(len(observed.ran))]
+
+
+def _labels(observed: Observed) -> list[str]:
+    """A name for each operator: its parameter's module inside the block, else its own name, numbered where a block has several."""
+    counts: Counter[tuple[int, Phase, str]] = Counter()
+    labels = []
+    for op, stretch in zip(observed.ran, _stretches(observed), strict=True):
+        module = op.param.rpartition(".")[0]
+        if module:
+            labels.append(module)
+            continue
+        key = _block(stretch), stretch.phase, op.name
+        if op.made:  # views make nothing, so they need no number
+            counts[key] += 1
+        labels.append(op.name if counts[key] < 2 else f"{op.name}.{counts[key] - 1}")
+    return labels

@@ -1,0 +1,182 @@
+"""The profile of a model, measured in a real training step.
+
+Two batches are looked at (ProTrain section 3.2): the first with a recorder of operators, for FLOP and memory; the second with
+nothing but a clock at the blocks' anchors, for seconds, because recording slows a step, and a process's first step is slow anyway.
+During both nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed alone, and
+static memory stays on the tiers where the plan in force has it. Neither changes a bit of what is computed.
+
+The seconds of all blocks, forward and backward, add up to those of the second batch: what runs outside every block belongs to the
+block that follows, and the loss to the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
+from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.profiling.memory import Memory, Observed
+from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
+from lightning_hetero.profiling.timeline import Mark, Timeline, attributed, heap_meter
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.store.blocks import Block
+
+
+class BatchProfiler:
+    """Looks at one training batch of a session, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        session: The session, between two batches.
+        operators: Record operators; else only time blocks.
+    """
+
+    def __init__(self, session: Session, *, operators: bool) -> None:
+        assert session.executor is not None
+        self._session, self._executor = session, session.executor
+        self._recorder = OperatorRecorder(Addresses(session.blocks), self._now) if operators else None
+        self._heap_bytes: Callable[[], int] = heap_meter()
+        self._timeline = Timeline(self._mark, self._note_inputs)
+        self._inputs: dict[int, tuple[int, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._saved: frozenset[int] | None = None
+        self._recording = False
+        self._looking_s = 0.0  # spent on marks; compute stands still meanwhile
+
+    def start(self) -> None:
+        """From now on nothing overlaps."""
+        self._executor.rest()
+        self._executor.serial = True
+        self._executor.watcher = self._timeline
+        if self._recorder is not None:
+            for block in self._session.blocks:
+                for param in block.params():
+                    if param.requires_grad:
+                        register: Callable[..., RemovableHandle] = param.register_post_accumulate_grad_hook
+                        self._handles.append(register(self._recorder.is_gradient))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The batch's ``training_step`` runs inside."""
+        with self._looking(Phase.FORWARD):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward of the batch runs inside."""
+        if self._saved is None:
+            self._saved = frozenset() if self._recorder is None else self._recorder.alive()
+        with self._looking(Phase.BACKWARD):
+            yield
+
+    def stop(self) -> Observed | None:
+        """Lets the session overlap again; ``None`` if the batch had no backward."""
+        self._executor.serial = False
+        self._executor.watcher = None
+        for handle in self._handles:
+            handle.remove()
+        stretches = tuple(attributed(self._timeline.stretches))
+        recorder, saved = self._recorder, self._saved
+        if saved is None:
+            return None
+        if recorder is None:
+            return Observed(stretches=stretches, inputs={})
+        recorder.forget()
+        return Observed(
+            stretches=stretches,
+            ran=tuple(recorder.ran),
+            made=tuple(recorder.made),
+            live_bytes=tuple(live_bytes(recorder)),
+            saved_live_bytes=tuple(live_bytes(recorder, only=saved)),
+            saved=saved,
+            inputs=self._inputs,
+        )
+
+    @contextmanager
+    def _looking(self, phase: Phase) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._timeline.during(phase))
+            if self._recorder is not None and not self._recording:  # a backward may run inside training_step
+                self._recording = True
+                stack.callback(setattr, self, "_recording", False)
+                mode: AbstractContextManager[Any] = self._recorder
+                stack.enter_context(mode)
+            yield
+
+    def _now(self) -> float:
+        return time.monotonic() - self._session.recorder.waited_s - self._looking_s
+
+    def _mark(self) -> Mark:
+        recorder, now = self._recorder, self._now()
+        if recorder is not None:
+            return Mark(seconds=now, operators=len(recorder.ran), events=len(recorder.events))
+        mark = Mark(seconds=now, heap_bytes=self._heap_bytes())
+        self._looking_s += self._now() - now
+        return mark
+
+    def _note_inputs(self, block: Block, inputs: Any) -> None:
+        if self._recorder is not None and block.index not in self._inputs:
+            self._inputs[block.index] = tuple(dict.fromkeys(storages_in(self._recorder, inputs)))
+
+
+def model_profile(
+    model: ModelShape,
+    recorded: Observed,
+    timed: Observed | None = None,
+    *,
+    tokens: int,
+    timed_tokens: int | None = None,
+    compute_itemsize: int,
+    constant_host_bytes: int,
+) -> ModelProfile:
+    """Puts together what two batches have shown.
+
+    Args:
+        model: The blocks' sizes.
+        recorded: A batch with its operators.
+        timed: A later batch without; ``None``: seconds are those of the recorded one.
+        tokens: Tokens of the recorded batch.
+        timed_tokens: Tokens of the timed one; its seconds are scaled to the recorded batch's. ``None``: as many.
+        compute_itemsize: Bytes of one weight.
+        constant_host_bytes: Host memory that no plan changes.
+    """
+    scale = 1.0 if timed is None else tokens / (timed_tokens or tokens)
+    clock = timed or recorded
+    memory = Memory(recorded, len(model.blocks))
+    if timed is not None:
+        memory.correct(timed)
+    state_itemsize = 8 if compute_itemsize == 4 else 12
+    rows = []
+    for index, block in enumerate(model.blocks):
+        rows.append(
+            BlockProfile(
+                name=block.name,
+                num_params=block.num_params,
+                num_trainable_params=_trainable(block, state_itemsize),
+                forward_s=scale * clock.seconds(Phase.FORWARD, index),
+                backward_s=scale * clock.seconds(Phase.BACKWARD, index),
+                forward_flop=memory.forward_flop[index],
+                activation_bytes=memory.activation_bytes[index],
+                boundary_bytes=memory.boundary_bytes[index],
+                transient_bytes=memory.transient_bytes[index],
+                operators=memory.operators(index),
+                pinned=block.pinned,
+            )
+        )
+    return ModelProfile(
+        name=model.name,
+        tokens=tokens,
+        compute_itemsize=compute_itemsize,
+        constant_device_bytes=0,
+        constant_host_bytes=constant_host_bytes,
+        blocks=tuple(rows),
+    )
+
+
+def _trainable(block: BlockShape, state_itemsize: int) -> int:
+    """Elements with state, alignment padding included where the engine keeps the state."""
+    return min(block.num_params, max(block.num_trainable_params, block.state_bytes // state_itemsize))

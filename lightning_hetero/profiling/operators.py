@@ -1,0 +1,232 @@
+"""What one training batch computes, operator by operator: seconds, FLOP, memory, and which outputs stay until backward.
+
+[Note: Nothing is unhookable]
+A dispatch mode sees every ATen operator of the batch below autograd, whoever calls it. Between two operators there is a gap:
+Python, and autograd that frees what it has used. Its seconds and its change of memory are recorded with the operator that follows.
+What an operator allocates and frees inside its kernel is not seen.
+
+[Note: Saved by liveness]
+What forward saves is what it has made and what still exists as backward begins: storages are watched until they die. So no
+saved-tensors hook is needed, which ``torch.func`` would refuse to run under, and what user code keeps is counted too. Parameters
+are not made by operators of the batch, so they are never counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_hetero.store.blocks import Block
+
+_ATEN = torch.ops.aten
+# The registry has the attention kernels of accelerators only; those of the CPU take the same arguments first.
+_SAME_FLOP = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+
+
+@dataclass(slots=True)
+class Made:
+    """A storage that an operator has made.
+
+    Attributes:
+        operator: Number of the operator.
+        num_bytes: Its size.
+        gradient: It has become a parameter's gradient.
+    """
+
+    operator: int
+    num_bytes: int
+    gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """One operator as it ran.
+
+    Attributes:
+        name: ATen's name, such as ``"addmm"``.
+        param: Name of the first parameter that it took, in the block's terms; empty if none.
+        start_s: When it began, on the recorder's clock.
+        end_s: When it ended.
+        flop: FLOP, 0 for operators that torch has no formula for.
+        events: How many storages had been made or freed before it.
+        made: Numbers of the storages that it made.
+    """
+
+    name: str
+    param: str
+    start_s: float
+    end_s: float
+    flop: float
+    events: int
+    made: tuple[int, ...]
+
+
+class Addresses:
+    """Finds the parameter at an address; parameters lie at fixed ones.
+
+    Args:
+        blocks: Blocks bound to memory.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        rows = [
+            (param.data_ptr(), param.data_ptr() + param.nbytes, inner_name(name, block.name))
+            for block in blocks
+            for part in block.parts
+            for name, param in zip(part.names, part.params, strict=True)
+            if param.numel()
+        ]
+        self._rows = sorted(rows)
+        self._starts = [start for start, _, _ in self._rows]
+
+    def name_at(self, address: int) -> str:
+        """The parameter's name inside its block; empty where there is none."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._rows[index][1]:
+            return ""
+        return self._rows[index][2]
+
+
+def inner_name(name: str, block: str) -> str:
+    """A parameter's name as its block says it: ``"attn.weight"`` for ``"layers.3.attn.weight"`` in block ``"layers.3"``."""
+    return name.removeprefix(f"{block}.")
+
+
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Records the operators that run while it is active; changes none of them.
+
+    Args:
+        addresses: Where the parameters are.
+        clock: Seconds, of the kind in which blocks are timed.
+
+    Attributes:
+        ran: The operators, in order.
+        made: The storages that they have made, in order.
+        events: Numbers of storages as they were made (``n``) and freed (``~n``), in order.
+    """
+
+    def __init__(self, addresses: Addresses, clock: Callable[[], float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._addresses, self._clock = addresses, clock
+        self.ran: list[Ran] = []
+        self.made: list[Made] = []
+        self.events: list[int] = []
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # a storage's identity -> its number
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled: it is one operator to us, or none."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator and notes it."""
+        kwargs = kwargs or {}
+        events, start = len(self.events), self._clock()
+        out = func(*args, **kwargs)
+        end = self._clock()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)]
+        given = {leaf.untyped_storage()._cdata for leaf in tensors}
+        number = len(self.ran)
+        made = tuple(self._note(leaf, number) for leaf in tree_leaves(out) if self._is_new(leaf, given))
+        packet = func._overloadpacket
+        param = next(filter(None, (self._addresses.name_at(leaf.data_ptr()) for leaf in tensors)), "")
+        self.ran.append(
+            Ran(
+                name=packet.__name__,
+                param=param,
+                start_s=start,
+                end_s=end,
+                flop=_flop(packet, args, kwargs, out),
+                events=events,
+                made=made,
+            )
+        )
+        return out
+
+    def number_of(self, tensor: object) -> int | None:
+        """The number of a tensor's storage, if an operator has made it."""
+        if not _has_storage(tensor):
+            return None
+        assert isinstance(tensor, Tensor)
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def alive(self) -> frozenset[int]:
+        """Numbers of the storages that exist now."""
+        return frozenset(number for number, _ in self._alive.values())
+
+    def is_gradient(self, param: nn.Parameter) -> None:
+        """Autograd has accumulated a gradient: its storage is no working memory any more."""
+        number = self.number_of(param.grad)
+        if number is not None:
+            self.made[number].gradient = True
+
+    def forget(self) -> None:
+        """Lets go of the storages; what was noted stays."""
+        self._alive.clear()
+
+    def _is_new(self, leaf: object, given: set[int]) -> bool:
+        if not _has_storage(leaf):
+            return False
+        assert isinstance(leaf, Tensor)
+        identity = leaf.untyped_storage()._cdata
+        return identity not in self._alive and identity not in given
+
+    def _note(self, tensor: Tensor, operator: int) -> int:
+        storage, number = tensor.untyped_storage(), len(self.made)
+        identity = storage._cdata
+
+        def freed(_: object) -> None:
+            if self._alive.pop(identity, None) is not None:
+                self.events.append(~number)
+
+        self._alive[identity] = number, weakref.ref(storage, freed)
+        self.made.append(Made(operator, storage.nbytes()))
+        self.events.append(number)
+        return number
+
+
+def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None) -> list[int]:
+    """Bytes of storages before the first event and after each, parameters' gradients left out.
+
+    Args:
+        recorder: What was recorded.
+        only: Count these storages alone.
+    """
+    totals = [0]
+    for event in recorder.events:
+        number = event if event >= 0 else ~event
+        made = recorder.made[number]
+        size = 0 if made.gradient or (only is not None and number not in only) else made.num_bytes
+        totals.append(totals[-1] + (size if event >= 0 else -size))
+    return totals
+
+
+def storages_in(recorder: OperatorRecorder, tree: Any) -> Iterator[int]:
+    """Numbers of the storages in a tree of arguments that operators have made."""
+    for leaf in tree_leaves(tree):
+        number = recorder.number_of(leaf)
+        if number is not None:
+            yield number
+
+
+def _has_storage(leaf: object) -> bool:
+    """An ordinary dense CPU tensor: neither a handle of the door nor one that a compiler traces with."""
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu" and leaf.layout is torch.strided  # type: ignore[attr-defined]
+
+
+def _flop(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+    formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))

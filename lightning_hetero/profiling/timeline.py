@@ -1,0 +1,158 @@
+"""One training batch cut into stretches of compute, each of one block, on a clock that stops while compute waits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.store.blocks import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A moment.
+
+    Attributes:
+        seconds: Compute so far; waiting for the runtime does not count.
+        operators: Operators recorded so far.
+        events: Storages made or freed so far.
+        heap_bytes: What malloc has given out; 0 where the C library does not say.
+    """
+
+    seconds: float
+    operators: int = 0
+    events: int = 0
+    heap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Compute of one block without interruption.
+
+    Attributes:
+        phase: Forward or backward.
+        block: The block's index; ``None``: none of them, until :func:`attributed` says which.
+        begin: Where it begins.
+        end: Where it ends.
+    """
+
+    phase: Phase
+    block: int | None
+    begin: Mark
+    end: Mark
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end.seconds - self.begin.seconds
+
+
+class Timeline:
+    """Follows the anchors of one batch (a ``Watcher`` of the executor).
+
+    Blocks may contain each other: what runs between two inner ones belongs to the outer one. A block's backward ends where the next
+    one's begins. A block that is recomputed computes from there on.
+
+    Args:
+        now: Makes marks.
+        on_inputs: Told of the arguments of each block's first forward.
+    """
+
+    def __init__(self, now: Callable[[], Mark], on_inputs: Callable[[Block, Any], None] = lambda block, inputs: None) -> None:
+        self._now, self._on_inputs = now, on_inputs
+        self.stretches: list[Stretch] = []
+        self._phase = Phase.FORWARD
+        self._inside: list[int] = []  # blocks whose forward is under way, outermost first
+        self._current: int | None = None
+        self._begin: Mark | None = None
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Compute of one phase happens inside; nested, the inner phase interrupts the outer one."""
+        outer = self._phase, self._current, self._begin
+        if self._begin is not None:
+            self._cut(None)
+        self._phase, self._current, self._begin = phase, None, self._now()
+        try:
+            yield
+        finally:
+            self._cut(None)
+            self._phase, self._current = outer[:2]
+            self._begin = None if outer[2] is None else self._now()
+
+    def forward_begins(self, block: Block, inputs: Any) -> None:
+        """Watcher."""
+        if self._begin is None:
+            return
+        if self._phase is Phase.FORWARD:
+            self._on_inputs(block, inputs)
+            self._inside.append(block.index)
+        self._cut(block.index)
+
+    def forward_ends(self, block: Block) -> None:
+        """Watcher."""
+        if self._begin is None or self._phase is not Phase.FORWARD:
+            return
+        if self._inside and self._inside[-1] == block.index:
+            self._inside.pop()
+        self._cut(self._inside[-1] if self._inside else None)
+
+    def backward_begins(self, block: Block) -> None:
+        """Watcher."""
+        if self._begin is not None and self._phase is Phase.BACKWARD:
+            self._cut(block.index)
+
+    def _cut(self, following: int | None) -> None:
+        assert self._begin is not None
+        mark = self._now()
+        self.stretches.append(Stretch(phase=self._phase, block=self._current, begin=self._begin, end=mark))
+        self._current, self._begin = following, mark
+
+
+def attributed(stretches: list[Stretch]) -> list[Stretch]:
+    """Gives stretches of no block to the one that follows in their phase, and those after the last one to that.
+
+    What lies before a block's forward (masks, positions) belongs to it then, and so does its backward, which follows the block's
+    own; the loss belongs to the last block in both.
+    """
+    last: dict[Phase, int] = {}
+    for stretch in stretches:
+        if stretch.block is not None:
+            last[stretch.phase] = stretch.block
+    rows: list[Stretch] = []
+    following = {phase: last.get(phase, last.get(Phase.FORWARD, 0)) for phase in Phase}
+    for stretch in reversed(stretches):
+        if stretch.block is not None:
+            following[stretch.phase] = stretch.block
+        rows.append(replace(stretch, block=following[stretch.phase]))
+    return rows[::-1]
+
+
+def heap_meter() -> Callable[[], int]:
+    """A function that says how many bytes malloc has given out; 0 where the C library has none.
+
+    Source: mallinfo(3), ``uordblks`` and ``hblkhd`` of all arenas.
+    """
+    query = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if query is None:
+        return lambda: 0
+    query.restype = _MallocInfo
+
+    def in_use() -> int:
+        info = query()
+        return int(info.uordblks + info.hblkhd)
+
+    return in_use
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]

@@ -1,0 +1,371 @@
+"""Planning while a model trains: which batches are profiled, when a plan is made, and when another one is called for.
+
+The course of a fit, batch by batch: *record* the operators, *time* the blocks, *plan* before the next batch, then *run* and watch.
+A drift goes back to the stage whose knowledge it has outdated.
+
+[Note: No flapping]
+A drift has to last for ``_WINDOW`` batches in a row. After every plan that was not asked for, twice as many steps pass before
+another one is. Where planning anew changes nothing, the measured time takes the place of the predicted one, so the same difference
+is not a drift again.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import psutil
+
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile, ModelShape
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.schedule import StepSignature, Updates
+from lightning_hetero.lowering import rooms, steady
+from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.profiling.memory import Observed
+from lightning_hetero.profiling.model import BatchProfiler, model_profile
+from lightning_hetero.runtime.optimizers import Rule
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.sim import simulate
+from lightning_hetero.units import format_bytes
+
+_WINDOW = 5
+_PATIENCE = 16  # steps after a plan before a drift of time or budget calls for another one
+_ATTEMPTS = 4
+_LEAST_S = 0.02  # a difference per step that no planning is worth
+_SPARE = 0.9  # of the memory that the machine has free, this much is planned with
+
+log = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    """What the next batch is for."""
+
+    RECORD = "record"
+    TIME = "time"
+    PLAN = "plan"
+    RUN = "run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What planning needs to know of a batch.
+
+    Attributes:
+        tokens: Tokens, or samples where there are none.
+        micro_batches: Batches of one optimizer step.
+    """
+
+    tokens: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How the training loop runs a plan.
+
+    Attributes:
+        deferred: Updates wait for all gradients.
+        accumulates: Gradients live through several batches.
+        micro_batches: Batches of one optimizer step.
+    """
+
+    deferred: bool = False
+    accumulates: bool = False
+    micro_batches: int = 1
+
+    @property
+    def updates(self) -> Updates:
+        """When gradients leave memory: during backward, or all at once."""
+        return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
+
+
+class Autoplan:
+    """Plans for one strategy.
+
+    Args:
+        planner: A name in ``PLANNERS``.
+        hardware: The machine's profile; asked when a plan is due, so that nothing is measured before.
+        drift: By how much, relatively, the batch, the budget or the step's time may differ from what was planned with;
+            ``None``: by anything.
+
+    Attributes:
+        stage: What the next batch is for.
+        plan: The last plan made.
+        model: The model's profile, once there is one.
+        machine: The machine's profile that the plan was made with.
+        profiler: Looks at the batch under way, if it is profiled.
+        planned_s: Seconds that the last planning took, measuring the machine included.
+    """
+
+    def __init__(self, planner: str, hardware: Callable[[Session], HardwareProfile], *, drift: float | None) -> None:
+        self.planner, self._hardware, self._drift = planner, hardware, drift
+        self.stage = Stage.RECORD
+        self.plan: Plan | None = None
+        self.model: ModelProfile | None = None
+        self.machine: HardwareProfile | None = None
+        self.profiler: BatchProfiler | None = None
+        self.planned_s = 0.0
+        self._recorded: Observed | None = None
+        self._timed: Observed | None = None
+        self._batches: dict[Stage, Batch] = {}
+        self._constant_bytes = 0
+        self._budget_bytes = 0
+        self._expected_s: float | None = None
+        self._times: deque[float] = deque(maxlen=_WINDOW)
+        self._odd_batches = 0
+        self._patience, self._steps = _PATIENCE, 0
+        self._reason = ""
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last step was one that the plan's prediction speaks of: not the first one under it, nor a profiled one."""
+        return self.stage is Stage.RUN and self._steps > 1
+
+    # ---- what the strategy asks -------------------------------------------------------------------------------------------
+
+    @property
+    def provisional(self) -> tuple[Callable[[ModelShape], Plan], ...]:
+        """What a session starts with: the plan made for its model before, else everything in memory, else as little as possible."""
+        return self._known, BUILTIN_PLANS["host"], BUILTIN_PLANS["disk"]
+
+    def _known(self, model: ModelShape) -> Plan:
+        return self.plan if self.plan is not None and _is_for(self.plan, model) else BUILTIN_PLANS["host"](model)
+
+    def fit_begins(self, names: Iterable[str]) -> None:
+        """A fit begins: the plan of an earlier one counts if the model has the same blocks.
+
+        Args:
+            names: The blocks' names.
+        """
+        self._times.clear()
+        self._steps = self._odd_batches = 0
+        if self.plan is None or [b.name for b in self.plan.blocks] != list(names):
+            self.plan = self.model = None
+            self.stage = Stage.RECORD
+
+    def request(self, *, budget: bool = False) -> None:
+        """A new plan is wanted.
+
+        Args:
+            budget: Because the budget is another: what is known of the model holds.
+        """
+        if self.stage is Stage.RUN:
+            self.stage, self._reason = Stage.PLAN if budget else Stage.TIME, ""
+
+    def before_batch(self, session: Session, batch: Batch) -> Plan | None:
+        """A training batch is about to begin; returns the plan if one has just come into force.
+
+        Raises:
+            PlanError: No plan fits; nothing has changed.
+            ConfigError: Planning lacks something.
+        """
+        self.abandon_batch()
+        self._look_at(batch)
+        made = None
+        if self.stage is Stage.PLAN:
+            made = self._plan(session, batch)
+        if self.stage in (Stage.RECORD, Stage.TIME):
+            if self.stage is Stage.RECORD:
+                self._constant_bytes = max(0, _resident_bytes() - session.present_bytes)
+            self._batches[self.stage] = batch
+            self.profiler = BatchProfiler(session, operators=self.stage is Stage.RECORD)
+            self.profiler.start()
+        return made
+
+    def after_batch(self) -> None:
+        """The batch is over."""
+        if self.profiler is None:
+            return
+        profiler, self.profiler = self.profiler, None
+        observed = profiler.stop()
+        if observed is None:
+            return  # it had no backward: the next one is looked at instead
+        if self.stage is Stage.RECORD:
+            self._recorded, self._timed, self.stage = observed, None, Stage.TIME
+        else:
+            self._timed, self.stage = observed, Stage.PLAN
+
+    def abandon_batch(self) -> None:
+        """The batch under way will not end in order."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
+
+    def after_step(self, session: Session, seconds: float) -> None:
+        """An optimizer step has taken ``seconds`` of its batches."""
+        if self.stage is not Stage.RUN:
+            return
+        self._steps += 1
+        if self._steps == 1:  # the first one under a new plan brings weights where they belong
+            return
+        self._times.append(seconds)
+        if self._drift is None or self._steps < self._patience or len(self._times) < _WINDOW:
+            return
+        self._look_at_time()
+        if self.stage is Stage.RUN:
+            self._look_at_budget(session)
+
+    # ---- drifts -----------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, batch: Batch) -> None:
+        if self.stage is not Stage.RUN or self._drift is None or self.model is None:
+            return
+        self._odd_batches = self._odd_batches + 1 if _differs(batch.tokens, self.model.tokens, self._drift) else 0
+        if self._odd_batches >= _WINDOW:
+            self._odd_batches = 0
+            self._replan(Stage.RECORD, f"batches have {batch.tokens} tokens, the plan is for {self.model.tokens}")
+
+    def _look_at_time(self) -> None:
+        assert self._drift is not None
+        measured = statistics.median(self._times)
+        if self._expected_s is None or abs(measured - self._expected_s) < _LEAST_S:
+            return
+        if _differs(measured, self._expected_s, self._drift):
+            self._replan(Stage.TIME, f"a step takes {measured:.3g} s, expected were {self._expected_s:.3g} s")
+
+    def _look_at_budget(self, session: Session) -> None:
+        assert self._drift is not None
+        budget = session.host_memory()
+        if _differs(budget, self._budget_bytes, self._drift):
+            text = f"the budget of host memory is {format_bytes(budget)}, the plan is for {format_bytes(self._budget_bytes)}"
+            self._replan(Stage.PLAN, text)
+
+    def _replan(self, stage: Stage, reason: str) -> None:
+        log.info("planning anew: %s.", reason)
+        self.stage, self._reason = stage, reason
+        self._patience *= 2
+
+    # ---- planning ---------------------------------------------------------------------------------------------------------
+
+    def _plan(self, session: Session, batch: Batch) -> Plan:
+        assert self._recorded is not None
+        assert session.executor is not None
+        begin = time.monotonic()
+        self.model = self._profile(session)
+        plan, self.machine = self._search(session, self.model, batch.micro_batches)
+        before = session.executor.plan
+        self.plan = plan = session.replan(plan)
+        self.planned_s = time.monotonic() - begin
+        changed = plan.blocks != before.blocks or plan.predicted is None
+        if self._reason and not changed and self._times:
+            self._expected_s = statistics.median(self._times)
+        else:
+            self._expected_s = None if plan.predicted is None else plan.predicted.iteration_s
+        self._budget_bytes = session.host_memory()
+        self._times.clear()
+        self._steps, self._odd_batches, self._reason = 0, 0, ""
+        self.stage = Stage.RUN
+        return plan
+
+    def _profile(self, session: Session) -> ModelProfile:
+        assert self._recorded is not None
+        assert session.executor is not None
+        parts = [part for block in session.blocks for part in block.parts]
+        wide = sum(p.num_elements for p in parts if p.dtype.itemsize > 2)
+        return model_profile(
+            session.executor.model,
+            self._recorded,
+            self._timed,
+            tokens=self._batches[Stage.RECORD].tokens,
+            timed_tokens=self._batches[Stage.TIME].tokens,
+            compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
+            constant_host_bytes=self._constant_bytes,
+        )
+
+    def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
+        """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""
+        machine = room = self._machine(session, model)
+        loop = Loop(deferred=bool(session.rules.deferred), accumulates=session.rules.accumulates, micro_batches=micro_batches)
+        options = {"updates": loop.updates} if self.planner == "holistic" else {}
+        refusal: HeteroError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                plan = PLANNERS[self.planner](model, room, **options)
+            except ImportError as error:
+                raise ConfigError(
+                    f"planner {self.planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
+                    f'{error.name}`, or pass plan="host" or plan="disk".'
+                ) from error
+            try:
+                plan = in_loop(plan, model, machine, loop)
+                session.check(plan)
+                return plan, machine
+            except OutOfMemoryBudgetError as error:
+                refusal, short = error, error.needed_bytes - session.host_memory()
+            except PlanError as error:  # of the plan as this loop runs it: with all gradients at once, for instance
+                refusal, short = error, error.shortfall_bytes
+            if short <= 0:
+                break
+            room = replace(room, host_memory_bytes=max(1, room.host_memory_bytes - short))
+        raise PlanError(f"no plan of {self.planner!r} can run here: {refusal}", tier="host") from refusal
+
+    def _machine(self, session: Session, model: ModelProfile) -> HardwareProfile:
+        """The machine with the capacities that training may use, and the speed that this model reaches."""
+        hardware = self._hardware(session)
+        if session.options.host_memory is None:
+            memory = _resident_bytes() + int(_SPARE * psutil.virtual_memory().available)
+        else:  # activations and the process itself come on top of the budget
+            activations = max(_held(model), default=0)
+            memory = session.options.host_memory + model.constant_host_bytes + activations
+        disk = hardware.disk_capacity_bytes
+        if session.options.disk_capacity is not None:
+            disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
+        compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
+        flop = 3 * sum(b.forward_flop for b in model.blocks)
+        speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
+        hardware = replace(
+            hardware,
+            host_memory_bytes=memory,
+            device_memory_bytes=memory,
+            disk_capacity_bytes=disk,
+            device_flop_per_s=speed,
+            source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
+        )
+        if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
+            hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+        return hardware
+
+
+def in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loop) -> Plan:
+    """The plan with a prediction for the way in which the training loop runs it.
+
+    Raises:
+        PlanError: It does not fit the machine then.
+    """
+    if plan.predicted is not None and loop == Loop():
+        return plan
+    shape = model.shape()
+    plan = plan.resolve(b.name for b in shape.blocks)
+    space = rooms(plan, model, machine, updates=loop.updates)
+    order = tuple(range(len(shape.blocks)))
+    last = StepSignature(order=order, training=True, updates=Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD)
+    batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
+    schedules = steady(plan, shape, batches, rooms=space)
+    return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)
+
+
+def _is_for(plan: Plan, model: ModelShape) -> bool:
+    return [b.name for b in plan.blocks] == [b.name for b in model.blocks]
+
+
+def _held(model: ModelProfile) -> Iterator[int]:
+    """Activations that exist while each block computes, where all are kept."""
+    kept = 0
+    for block in model.blocks:
+        kept += block.activation_bytes
+        yield kept + block.transient_bytes
+
+
+def _differs(value: float, reference: float, drift: float) -> bool:
+    return abs(value - reference) > drift * reference
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,59 @@
+"""Which machine a fit is planned for: a given profile, else one of this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.runtime.session import Session
+
+ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
+
+log = logging.getLogger(__name__)
+
+
+class Machine:
+    """The machine that a strategy plans for.
+
+    Args:
+        given: Its profile, or the profile's file. ``None``: the file that the environment variable names, else micro-benchmarks.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a profile.
+    """
+
+    def __init__(self, given: str | os.PathLike[str] | HardwareProfile | None) -> None:
+        self._given = given if given is None or isinstance(given, HardwareProfile) else HardwareProfile.load(Path(given))
+
+    def profile(self, session: Session) -> HardwareProfile:
+        """The profile, measured where none was given; capacities are those of the machine.
+
+        Raises:
+            ConfigError: The environment variable names no profile, or the machine has a device with memory of its own.
+        """
+        found = self._given
+        if found is None:
+            file = os.environ.get(ENVIRONMENT)
+            found = HardwareProfile.load(file) if file else _measured(session)
+        if not found.shared_memory:
+            raise ConfigError(
+                f"hardware_profile {found.name!r} describes a device with memory of its own; this version computes on the CPU. "
+                f"Pass a profile with shared_memory true, such as the one that `lightning-hetero profile` measures here."
+            )
+        return found
+
+
+def _measured(session: Session) -> HardwareProfile:
+    from lightning_hetero.profiling import hardware
+
+    threads = session.options.engine.threads()
+    try:
+        return hardware.measure(session.disk_root(), device="cpu", update_threads=threads)
+    except ConfigError as error:  # a file system in memory, for instance: it is no tier then
+        log.info("planning without a disk: %s", error)
+        found = hardware.measure(None, device="cpu", update_threads=threads)
+        return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
