@@ -20,7 +20,8 @@ that lives there; the gradients of the ``gradient_depth`` largest blocks where u
 ``u`` on; the activations that blocks up to ``u`` swap to the host, and those of one more than twice ``prefetch_depth`` blocks
 on their way to the disk; staging for what streams from disk; and the cache: at least the largest block whose weights live on disk.
 
-Where the device is the host's own CPU the two are one pool, and nothing is there twice.
+Where the device is the host's own CPU the two are one pool, and nothing is there twice. There, gradients that an update after the
+verdict has used stay until the next backward, as plain Lightning leaves them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,15 @@ def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: U
     """
     placed = placements(plan, model.shape(), device=not shared_memory)
     in_backward = updates_in_backward(plan, updates)
-    moments = list(_moments(plan, model, placed, in_backward=in_backward, shared=shared_memory))
+    last = plan.micro_batches > 1 or (shared_memory and updates is Updates.AFTER_VERDICT)
+    gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
+    activations = list(_activations(plan, model.blocks, placed))
+    state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
+    early = state if in_backward or plan.priority else 0
+    moments = [
+        *(_moment(*a, *g, early, shared=shared_memory) for a, g in zip(reversed(activations), gradients, strict=True)),
+        _moment(0, 0, *gradients[-1], state, shared=shared_memory),
+    ]
     device, host = _held(model, placed)
     if shared_memory:
         device, host = {}, _sum(device, host)
@@ -140,24 +149,11 @@ def _held(model: ModelProfile, placed: Sequence[Placement]) -> tuple[Rows, Rows]
     return device, host
 
 
-def _moments(
-    plan: Plan, model: ModelProfile, placed: Sequence[Placement], *, in_backward: bool, shared: bool
-) -> Iterator[tuple[Rows, Rows]]:
-    """What comes and goes, on the device and on the host, at each backward and after the last one."""
-    state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
-    activations = list(_activations(plan, model.blocks, placed))
-    gradients = list(_gradients(plan, placed, in_backward=in_backward, shared=shared))
-    for (on_device, on_host), (stay, down) in zip(reversed(activations), gradients, strict=True):
-        device = {
-            Purpose.ACTIVATIONS: on_device,
-            Purpose.GRADIENTS: stay,
-            Purpose.MOVING: state if in_backward or plan.priority else 0,
-        }
-        host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down}
-        yield ({}, _sum(device, host)) if shared else (device, host)
-    stay, down = gradients[-1]
-    if not shared:
-        yield {Purpose.GRADIENTS: stay, Purpose.MOVING: state}, {Purpose.GRADIENTS: down}
+def _moment(on_device: int, on_host: int, stay: int, down: int, state: int, *, shared: bool) -> tuple[Rows, Rows]:
+    """What comes and goes at one moment: activations and gradients, on the device and on the host, and state on the device."""
+    device = {Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state}
+    host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down}
+    return ({}, _sum(device, host)) if shared else (device, host)
 
 
 def _activations(plan: Plan, blocks: Sequence[BlockProfile], placed: Sequence[Placement]) -> Iterator[tuple[int, int]]:
@@ -177,20 +173,29 @@ def _activations(plan: Plan, blocks: Sequence[BlockProfile], placed: Sequence[Pl
         yield kept + sum(others) + here, to_host + sum(to_disk[-2 * depth - 1 :])
 
 
-def _gradients(plan: Plan, placed: Sequence[Placement], *, in_backward: bool, shared: bool) -> Iterator[tuple[int, int]]:
-    """Gradients while each block's backward runs, from the last block to the first, on the device and on the host."""
-    accumulate = plan.micro_batches > 1
+def _gradients(
+    plan: Plan, placed: Sequence[Placement], *, in_backward: bool, last: bool, shared: bool
+) -> Iterator[tuple[int, int]]:
+    """Gradients while each block's backward runs, from the last block to the first, on the device and on the host.
+
+    Args:
+        plan: The plan.
+        placed: The blocks.
+        in_backward: Updates use them up as they come.
+        last: They last from one backward to the next.
+        shared: The device is the host's own CPU.
+    """
     sizes = [(p.shape.gradient_bytes * p.on_cpu, p.shape.gradient_bytes * (not p.on_cpu)) for p in reversed(placed)]
-    for_cpu = [size for size, _ in sizes] if accumulate else []
-    for_device = [size for _, size in sizes] if accumulate else []
+    for_cpu = [size for size, _ in sizes] if last else []
+    for_device = [size for _, size in sizes] if last else []
     leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])
     passing: list[int] = []
     before = 0  # what comes for a backward may come before its last update has run
     for cpu, own in sizes:
-        if not accumulate:
+        if not last:
             insort(for_cpu, cpu)
             for_device.append(own)
-        all_wait = accumulate or not in_backward
+        all_wait = last or not in_backward
         down = sum(for_cpu if all_wait else for_cpu[-plan.gradient_depth :])
         if shared:  # one place for both; an update in the place of the device's follows the verdict there
             yield sum(for_device), down
