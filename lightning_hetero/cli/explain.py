@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.cli import planning, reasons
 from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
-from lightning_hetero.cli.plan import comparison, describe, print_refusals
+from lightning_hetero.cli.plan import comparison, describe
 from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.cli.simulate import lanes, tiers, waits
+from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier
+from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
 
@@ -33,7 +33,8 @@ class Explanation:
 
     Attributes:
         plan: The resolved plan, judged anew.
-        model: The model.
+        model: The model, at the batch of a step.
+        part: The model at the batch of one forward.
         hardware: The machine.
         simulation: The plan's step.
         influences: What a faster resource brings.
@@ -45,6 +46,7 @@ class Explanation:
 
     plan: Plan
     model: ModelProfile
+    part: ModelProfile
     hardware: HardwareProfile
     simulation: Simulation
     influences: Sequence[reasons.Influence]
@@ -89,14 +91,15 @@ def explain(plan: Plan, request: Request) -> Explanation:
     from lightning_hetero.planners.judge import judged, simulation
 
     model, hardware = request.profiles()
+    part = planning.micro_batch(model, plan)
     planners = planning.planners(planning.ALL)
     planner = plan.name if plan.name in planners else planning.DEFAULT
     options = planning.stored_options(plan) if plan.name in planners else {}
     with working("simulating"):
-        plan = judged(plan, model, hardware)
-        simulated = simulation(plan, model, hardware)
-        influences = reasons.influences(plan, model, hardware)
-        alternatives = reasons.alternatives(plan, model, hardware)
+        plan = judged(plan, part, hardware)
+        simulated = simulation(plan, part, hardware)
+        influences = reasons.influences(plan, part, hardware)
+        alternatives = reasons.alternatives(plan, part, hardware)
     with working("planning with the other planners"):
         rivals = {name: chosen for name, chosen in planners.items() if name != plan.name}
         others = planning.run(rivals, model, hardware, {})
@@ -109,6 +112,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
     return Explanation(
         plan=plan,
         model=model,
+        part=part,
         hardware=hardware,
         simulation=simulated,
         influences=influences,
@@ -126,8 +130,8 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "objective_s": e.plan.objective_s,
         "decisions": e.plan.decisions,
         "predicted": e.predicted,
-        "placement": [_placement(group, e.plan, e.model) for group in reasons.groups(e.plan)],
-        "where": where(e.plan, e.model),
+        "placement": [_placement(group, e.plan, e.part) for group in reasons.groups(e.plan)],
+        "where": where(e.plan, e.part),
         "tiers": e.use,
         "lanes": e.simulation.busy,
         "waits_s": e.simulation.waits,
@@ -143,8 +147,8 @@ def _print(e: Explanation) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
     screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step}))
-    screen.print(_placements(e.plan, e.model))
-    screen.print(_where(e.plan, e.model, e.use))
+    screen.print(_placements(e.plan, e.part))
+    screen.print(_where(e.plan, e.part, e.use))
     screen.print(_alternatives(e.alternatives, p.iteration_s))
     screen.print(lanes(e.simulation))
     if e.simulation.waits:
@@ -152,8 +156,11 @@ def _print(e: Explanation) -> None:
     screen.print(_binding(e.influences, full(e.use), e.use), markup=False)
     this = Outcome(planner=e.plan.name, plan=e.plan)
     ranked = sorted([this, *e.others], key=lambda o: o.iteration_s)
-    screen.print(comparison("\nThis plan and the other planners'", ranked, this=this))
-    print_refusals(e.others)
+    screen.print(comparison("\nThis plan and the other planners' (beside each phase what bounds it)", ranked, this=this))
+    for outcome in e.others:
+        if outcome.error is not None:
+            screen.print(f"No plan by {outcome.planner}: {_shortly(outcome.error)}", markup=False)
+    screen.print()
     screen.print(_what_ifs(e.what_ifs, e.plan, e.model, e.planner))
 
 
@@ -203,7 +210,7 @@ def _placements(plan: Plan, model: ModelProfile) -> Table:
             group.placed.weights.value,
             group.placed.state.value,
             group.placed.update.value,
-            _activations(group.placed),
+            _activations(group, plan, model),
         )
         for group in reasons.groups(plan)
     ]
@@ -211,13 +218,18 @@ def _placements(plan: Plan, model: ModelProfile) -> Table:
     return table("What is where", columns, rows, right=("count", "parameters"))
 
 
-def _activations(placed: BlockPlan) -> str:
-    parts = [placed.saved.value]
-    if placed.boundary is not Saved.KEEP:
-        parts.append(f"input {placed.boundary.value}")
-    for policy, number in Counter(placed.operators.values()).items():
-        parts.append(f"{number} operator{'s' if number > 1 else ''} {policy.value}")
-    return ", ".join(parts).replace("_", " to ")
+def _activations(group: reasons.Group, plan: Plan, model: ModelProfile) -> str:
+    """What becomes of what the group's blocks save: shares of the bytes."""
+    found = [saved_bytes(model.blocks[index], plan.blocks[index]) for index in group.indices]
+    policies = {
+        "keep": sum(s.kept for s in found),
+        "recompute": sum(s.recomputed for s in found),
+        "to host": sum(s.to_host for s in found),
+        "to disk": sum(s.to_disk for s in found),
+    }
+    total = sum(policies.values())
+    shares = {name: round(100 * size / total) for name, size in policies.items() if size}
+    return ", ".join(f"{name} {share} %" if share < 100 else name for name, share in shares.items() if share) or "none"
 
 
 def _where(plan: Plan, model: ModelProfile, use: dict[str, dict[str, int]]) -> Table:
@@ -249,13 +261,19 @@ def _binding(influences: Sequence[reasons.Influence], full_tiers: Sequence[str],
     return "\n".join(lines)
 
 
+def _shortly(error: Exception) -> str:
+    if isinstance(error, PlanError) and error.tier:
+        return f"{format_bytes(error.shortfall_bytes)} of {error.tier} memory missing."
+    return str(error)
+
+
 def _what_ifs(found: Sequence[tuple[reasons.Scenario, Outcome]], plan: Plan, model: ModelProfile, planner: str) -> Table:
     assert plan.predicted is not None
     before = plan.predicted.iteration_s / model.tokens
     rows = []
     for scenario, outcome in found:
-        if outcome.plan is None:
-            rows.append((scenario.change, "no plan", "", str(outcome.error)))
+        if outcome.error is not None:
+            rows.append((scenario.change, "no plan", "", _shortly(outcome.error)))
             continue
         per_token = outcome.iteration_s / scenario.model.tokens
         rows.append((scenario.change, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), change(before, per_token)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,9 @@ def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardwar
     if len(outcomes) == 1:
         screen.print(pairs(f"Plan of {best.name}", _details(outcomes[0], model)))
     else:
-        screen.print(comparison("Plans, fastest first", sorted(outcomes, key=lambda o: o.iteration_s)))
+        screen.print(
+            comparison("Plans, fastest first (beside each phase what bounds it)", sorted(outcomes, key=lambda o: o.iteration_s))
+        )
         print_refusals(outcomes)
     if out is not None:
         screen.print(f"Wrote {best.name}'s plan to {out}.", markup=False)
@@ -100,7 +102,7 @@ def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
             "disk space": format_bytes(p.disk_bytes),
         }
     rows["objective"] = "none" if plan.objective_s is None else f"{seconds(plan.objective_s)} by the planner's own formula"
-    rows |= {name.replace("_", " "): _decision(name, value) for name, value in plan.decisions.items()}
+    rows |= {name.removesuffix("_s").replace("_", " "): _decision(name, value) for name, value in plan.decisions.items()}
     return rows | {"planned in": seconds(outcome.planning_s)}
 
 
@@ -108,6 +110,8 @@ def _decision(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         shown = ", ".join(map(str, value[:6]))
         return f"{shown}, … ({len(value)})" if len(value) > 6 else shown or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {number}" for key, number in value.items()) or "none"
     if value is None:
         return "none"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -115,7 +119,7 @@ def _decision(name: str, value: Any) -> str:
             return format_bytes(value)
         if name.endswith("_s"):
             return seconds(value)
-        return f"{value:g}" if isinstance(value, float) else f"{value:,}"
+        return f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
     return str(plain(value))
 
 
@@ -126,8 +130,8 @@ def comparison(title: str, outcomes: Sequence[Outcome], *, this: Outcome | None 
         "planner",
         "step",
         "x best",
-        "forward, bound by",
-        "backward, bound by",
+        "forward",
+        "backward",
         "device",
         "host",
         "disk",

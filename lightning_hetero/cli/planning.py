@@ -29,7 +29,7 @@ class Outcome:
         planner: Its name.
         plan: The plan, with ``predicted``.
         error: The reason.
-        planning_s: Seconds that it took.
+        planning_s: Seconds that it took, the solver loaded.
     """
 
     planner: str
@@ -81,6 +81,15 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
     return out
 
 
+def micro_batch(model: ModelProfile, plan: Plan) -> ModelProfile:
+    """What one forward of the plan computes: the whole batch, or one part where the plan splits it."""
+    if plan.micro_batches == 1:
+        return model
+    from lightning_hetero.planners.holistic import split
+
+    return split(model, plan.micro_batches)
+
+
 def stored_options(plan: Plan) -> dict[str, Any]:
     """The options that a plan was made with.
 
@@ -127,6 +136,8 @@ def run_one(
     name: str, planner: Callable[..., Plan], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
 ) -> Outcome:
     """Runs one planner. Only what the request cannot have is an outcome; anything else is a fault and goes up."""
+    if name == DEFAULT:
+        import cvxpy  # noqa: F401  its solver takes a second to load, once, which is none of planning
     start = time.perf_counter()
     try:
         plan = planner(model, hardware, **options)

@@ -37,7 +37,7 @@ class Group:
     placed: BlockPlan
 
     def names(self, plan: Plan) -> str:
-        """The blocks' names, runs of neighbours as first and last."""
+        """The blocks' names: runs of neighbours as first and last, many runs as one with gaps."""
         runs: list[list[int]] = []
         for index in self.indices:
             if runs and runs[-1][-1] == index - 1:
@@ -45,7 +45,9 @@ class Group:
             else:
                 runs.append([index])
         texts = [plan.blocks[r[0]].name + (f" … {plan.blocks[r[-1]].name}" if len(r) > 1 else "") for r in runs]
-        return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]}, …, {texts[-1]}"
+        if len(runs) <= 2:
+            return ", ".join(texts)
+        return f"{plan.blocks[runs[0][0]].name} … {plan.blocks[runs[-1][-1]].name}, with gaps"
 
 
 def groups(plan: Plan) -> list[Group]:

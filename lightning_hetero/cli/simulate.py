@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import console, pairs, percent, print_json, seconds, table, write_text
 from lightning_hetero.cli.plan import describe
+from lightning_hetero.cli.planning import micro_batch
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
@@ -28,7 +29,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
     plan, request = load_plan(path, request)
     model, hardware = request.profiles()
     plan = plan.resolve(block.name for block in model.blocks)
-    simulation = simulated(plan, model, hardware, keep_trace=trace is not None or timeline is not None)
+    simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=trace is not None or timeline is not None)
     if trace is not None:
         write_text(trace, simulation.trace.to_chrome())
     if timeline is not None:

@@ -168,13 +168,15 @@ def _draw_lanes(
 
 def _draw_lane(axes: Axes, found: Sequence[Bar], top: float, height: float, scale: float, width: float) -> None:
     track_height = height / (1 + max(bar.track for bar in found))
-    thin = len(found) > 250  # then white edges would hide the bars
+    narrow = 0.002 * width  # a white edge would hide such a bar; an edge of its own colour keeps it visible
     for kind, (_, colour) in _KINDS.items():
-        for track in sorted({bar.track for bar in found if bar.kind == kind}):
+        for track, thin in sorted({(bar.track, (bar.end_s - bar.start_s) * scale < narrow) for bar in found if bar.kind == kind}):
             pieces = [
-                (bar.start_s * scale, (bar.end_s - bar.start_s) * scale) for bar in found if (bar.kind, bar.track) == (kind, track)
+                (bar.start_s * scale, (bar.end_s - bar.start_s) * scale)
+                for bar in found
+                if (bar.kind, bar.track, (bar.end_s - bar.start_s) * scale < narrow) == (kind, track, thin)
             ]
-            style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.2 if thin else 0.6}
+            style: dict[str, Any] = {"edgecolor": colour if thin else "white", "linewidth": 0.4}
             if kind == "wait":
                 style = {"edgecolor": "#a0a0a0", "hatch": "////", "linewidth": 0.0}
             axes.broken_barh(pieces, (top + track * track_height, track_height), facecolor=colour, **style)
@@ -220,4 +222,10 @@ def _legend(figure: Any, kinds: set[str]) -> None:
         for kind, (name, colour) in _KINDS.items()
         if kind in kinds
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), fontsize=9, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles) if len(handles) <= 6 else (len(handles) + 1) // 2,
+        fontsize=9,
+        frameon=False,
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from lightning_hetero.cli import doctor, output, planning, profile, reasons, system, timeline
@@ -79,6 +81,12 @@ def _run(*arguments: str | Path, code: int = 0) -> Result:
 
 def _json(*arguments: str | Path, code: int = 0) -> Any:
     return json.loads(_run(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test leaves a measurement that later runs on this machine would trust."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -368,8 +376,11 @@ def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
     assert times[0] >= got["predicted"]["iteration_s"] * (1 - 1e-9)
     changes = {row["change"]: row for row in got["what_ifs"]}
     assert set(changes) == {"as it is, planned anew", "+32 GiB host memory", "+1 SSD", "2x batch", "2x link"}
-    assert changes["as it is, planned anew"]["predicted"] == got["predicted"]
-    assert changes["2x link"]["predicted"]["iteration_s"] <= got["predicted"]["iteration_s"] * (1 + 1e-9)
+    # The search ends by the clock, so that another one may come out a little otherwise.
+    iteration_s = got["predicted"]["iteration_s"]
+    assert changes["as it is, planned anew"]["predicted"]["iteration_s"] == pytest.approx(iteration_s, rel=0.1)
+    assert changes["2x link"]["predicted"]["iteration_s"] <= iteration_s * 1.1
+    assert changes["2x batch"]["predicted"]["iteration_s"] > iteration_s * 1.1
     assert changes["2x batch"]["tokens"] == 2 * MODEL.tokens
     text = _run("explain", plan_file).stdout
     for words in ("What is where", "Why not otherwise", "Lanes", "Binding: ", "other planners", "What if (planned by holistic)"):
@@ -444,7 +455,7 @@ def test_groups_put_together_what_is_placed_alike() -> None:
         name="mine",
         blocks=tuple(BlockPlan(name=f"b{i}", update=UpdateLane.DEVICE if i % 2 else UpdateLane.CPU) for i in range(10)),
     )
-    assert [g.names(alternating) for g in reasons.groups(alternating)] == ["b0, b2, …, b8", "b1, b3, …, b9"]
+    assert [g.names(alternating) for g in reasons.groups(alternating)] == ["b0 … b8, with gaps", "b1 … b9, with gaps"]
 
 
 def test_one_more_drive_is_one_of_the_same_kind() -> None:
@@ -499,6 +510,21 @@ def test_simulate_writes_a_chrome_trace_and_a_picture(plan_file: Path, tmp_path:
     assert "Lanes" in text
     assert "Wrote the timeline to" in text
     assert "optimizer update" in (tmp_path / "timeline.svg").read_text(encoding="utf-8")
+
+
+def test_a_plan_that_splits_the_batch_computes_its_parts(tmp_path: Path, profiles: list[str]) -> None:
+    rule = BlockPlan(name="*", weights=Tier.DEVICE, saved=Saved.RECOMPUTE)
+    times = {}
+    for parts in (1, 2):
+        path = tmp_path / f"{parts}.json"
+        path.write_text(Plan(name="mine", blocks=(rule,), micro_batches=parts).to_json(), encoding="utf-8")
+        got = _json("simulate", path, *profiles)
+        times[parts] = got["busy"]["compute"] * got["predicted"]["iteration_s"]
+        explained = _json("explain", path, *profiles)
+        assert explained["predicted"] == got["predicted"]
+        assert sum(explained["where"]["activations"].values()) == 7 * 140 * MIB // parts
+    # The same work in halves; how much of it runs beside updates, which slow it down, differs a little.
+    assert times[2] == pytest.approx(times[1], rel=0.02)
 
 
 def test_a_picture_of_unknown_kind_exits_2(plan_file: Path, tmp_path: Path) -> None:
@@ -562,7 +588,8 @@ def test_figures_have_their_units() -> None:
 
 def test_without_a_machine_the_plan_is_for_this_one(monkeypatch: pytest.MonkeyPatch, profiles: list[str]) -> None:
     monkeypatch.setattr("lightning_hetero.profiling.hardware.measure", lambda: HARDWARE)
-    assert _json("plan", *profiles[:2])["predicted"] == _json("plan", *profiles)["predicted"]
+    here, named = (_json("plan", *options, "--planner", "zero_offload") for options in (profiles[:2], profiles))
+    assert here["predicted"] == named["predicted"]
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------------------------
@@ -654,6 +681,35 @@ def test_direct_io_is_tried_and_leaves_nothing(tmp_path: Path) -> None:
     assert isinstance(error, str)
     assert list(tmp_path.iterdir()) == []
     assert system.direct_io_error(tmp_path / "missing")
+
+
+# ---- the page ----
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+
+
+def test_every_command_and_option_is_documented_and_no_other() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    sections = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
+    assert set(commands) <= set(sections)
+    for name, command in commands.items():
+        real = {flag for p in command.params for flag in p.opts if flag.startswith("--")} - {"--json", "--help"}
+        shared = _documented(sections["The model and the machine"]) if "--preset-model" in real else set()
+        assert _documented(sections[name]) | shared == real, name
+
+
+def _documented(section: str) -> set[str]:
+    """The options in the first column of the tables."""
+    rows = re.findall(r"^\| (`--.*?) \| ", section, re.MULTILINE)
+    return set(re.findall(r"--[a-z-]+", "".join(rows)))
+
+
+def test_documented_planners_are_the_real_ones() -> None:
+    from lightning_hetero.planners import PLANNERS
+
+    (row,) = re.findall(r"^\| `--planner NAME` \| (.*) \|$", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == {*PLANNERS, "all"}
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------------------------
