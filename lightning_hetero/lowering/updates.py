@@ -70,8 +70,8 @@ class UpdateMoves:
             yield from waiting[-depth:][:1] if len(waiting) >= depth else []
         elif len(self._grads) >= DEVICE_GRADIENTS:
             grad, _, over = self._grads[-DEVICE_GRADIENTS]
-            if over is not None and self._placed[over].renewed:
-                self._weights.renew(over)  # its update is over once this GRAD has been waited for, so it holds nothing up
+            if over is not None:
+                self._renew(over)  # its update is over once this GRAD has been waited for, so it holds nothing up
             yield grad
 
     def verdict(self, index: int) -> None:
@@ -97,7 +97,7 @@ class UpdateMoves:
             self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
 
     def _renew(self, block: int) -> None:
-        """Where the next forward waits for all updates anyway, new weights go up in their order; else it sends for them itself."""
+        """New weights go up where they hold nothing up, once: where the next forward waits for all updates anyway, in their order."""
         device = self._weights.device
         if device is not None and self._placed[block].renewed and block not in device.held:
             self._weights.renew(block)
