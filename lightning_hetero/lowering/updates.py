@@ -97,7 +97,7 @@ class UpdateMoves:
             self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
 
     def _renew(self, block: int) -> None:
-        """New weights go up where they hold nothing up, once: where the next forward waits for all updates anyway, in their order."""
+        """New weights go up, once, where they hold nothing up; where the next forward waits for all updates, in their order."""
         device = self._weights.device
         if device is not None and self._placed[block].renewed and block not in device.held:
             self._weights.renew(block)
