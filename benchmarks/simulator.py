@@ -183,7 +183,8 @@ def main() -> None:
     errors = {}
     with scratch(args.dir) as directory:
         for index, (name, case) in enumerate(CASES.items()):
-            simulated, measured = compare(case, directory / str(index))
+            (path := directory / str(index)).mkdir()
+            simulated, measured = compare(case, path)
             errors[name] = abs(simulated / measured - 1)
             print(f"{name:34} measured {measured:.3f} s, simulated {simulated:.3f} s ({errors[name]:.1%})", flush=True)
     figures = {"median_error": statistics.median(errors.values()), "worst_error": max(errors.values())}
