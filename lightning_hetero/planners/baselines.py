@@ -118,6 +118,17 @@ _VARIANTS: dict[str, Callable[[ModelShape, bool], tuple[Plan, ...]]] = {
 }
 
 
+def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan, ...]:
+    """A baseline's plans before they are judged, the one that a user would try first first.
+
+    Args:
+        name: A name in :data:`BASELINES`.
+        model: The blocks.
+        shared_memory: The device is the host's own CPU: nothing is recomputed or swapped there.
+    """
+    return _VARIANTS[name](model, shared_memory)
+
+
 def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str) -> Plan:
     """The first of a baseline's variants that fits the machine.
 
@@ -136,7 +147,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str) -> Pl
         f"baseline {baseline!r} recomputes or swaps activations, and {hardware.name!r} computes in host memory, where they stay. "
         f"Use 'resident', 'host' or 'disk'."
     )
-    for variant in _VARIANTS[baseline](model.shape(), hardware.shared_memory):
+    for variant in variants(baseline, model.shape(), shared_memory=hardware.shared_memory):
         try:
             found = judged(variant, model, hardware)
         except PlanError as error:

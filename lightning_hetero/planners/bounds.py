@@ -1,0 +1,374 @@
+"""What no schedule can beat: the work that a plan puts on each resource, in whole and between two uses of a block.
+
+[Note: Bound]
+A step takes at least as long as each resource works for it. Two windows say more. Let a cut part the blocks into early and
+late ones, in forward order:
+
+- *Updates.* From the end of the late blocks' backward until their next forward, compute has only the early blocks to do. In that
+  window the early blocks' gradients leave, their updates run and their new weights come back, and outside of it compute does
+  the late blocks. So a step takes at least late compute plus early update work, on each resource.
+- *Activations.* From the end of the early blocks' forward until their backward, compute has only the late blocks to do. In that
+  window the late blocks' activations leave and come back, and their weights come for forward and for backward but for what a
+  cache holds. So a step takes at least early compute plus late transfers, on each resource.
+
+Two phases add up, each as long as any resource works in it:
+
+- *Forward*, with its compute, and with all passes of weights from below but for what a cache held before it began.
+- *Backward and after*, with its compute, the gradients' way down, another pass of weights, and all updates but for those whose
+  gradients wait when the next forward begins; they take host memory meanwhile.
+
+And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes longer than the longer one.
+
+All rows are linear in the work, so the least bound of all plans is a linear programme (:mod:`.relaxation`), and the bound of one
+plan is its largest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from itertools import product
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetero.cost import Rates, Work, backward_s, cpu_update_bytes, stored_bytes
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.activations import saved_bytes
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
+from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
+
+Vector = NDArray[np.float64]
+_Key = TypeVar("_Key")
+
+
+class Use(IntEnum):
+    """What a block takes in one optimizer step; bytes but for the first two."""
+
+    COMPUTE_S = 0  # seconds of forward and backward, of all micro-batches
+    DEVICE_UPDATE = 1  # parameters; on shared memory bytes as for CPU_UPDATE
+    CPU_UPDATE = 2  # host memory traffic of the update
+    FRESH = 3  # new weights that the CPU has made and the device fetches
+    PASSED_CPU = 4  # weights below the device that the CPU updates, once per pass of forward or backward
+    PASSED_DEVICE = 5  # the same, updated on the device or not at all
+    GRADIENTS = 6  # to the host, once per micro-batch
+    STATE_UP = 7
+    STATE_DOWN = 8
+    SWAPPED = 9  # activations, each way, once per micro-batch
+    SWAPPED_DISK = 10  # of these to disk
+    STATE_READ = 11
+    STORED = 12
+    PASSED_DISK = 13  # weights on disk, once per pass
+    DEVICE_HELD = 14  # weights and state that live on the device
+    DEVICE_SAVED = 15  # activations there as forward ends
+    DEVICE_GRADIENTS = 16  # gradients there until the update after backward
+    HOST_HELD = 17
+    HOST_SAVED = 18
+    DISK_HELD = 19
+
+
+class Room(IntEnum):
+    """Memory for what comes and goes, bytes."""
+
+    PASSED_CPU = 0  # device memory for weights of that kind
+    PASSED_DEVICE = 1
+    PASSED_DISK = 2  # host memory for weights that live on disk
+    WAITING = 3  # host memory for gradients that wait for their update as forward begins
+
+
+def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: HardwareProfile, micro_batches: int = 1) -> Vector:
+    """What one block takes under one rule, by :class:`Use`.
+
+    Args:
+        block: The block.
+        placed: Its rule.
+        model: The block's model.
+        hardware: The machine.
+        micro_batches: Forwards and backwards of one step.
+    """
+    weights, gradients = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
+    params, state = block.num_trainable_params, block.num_trainable_params * model.state_itemsize
+    alone = not hardware.shared_memory
+    on_cpu = params > 0 and placed.update is UpdateLane.CPU
+    on_device = params > 0 and not on_cpu
+    below, on_disk = alone and placed.weights is not Tier.DEVICE, placed.weights is Tier.DISK
+    moves, returns = alone and on_device and placed.state is Tier.HOST, alone and on_device and placed.weights is Tier.HOST
+    # A CPU update writes the weights in host memory, whatever their tier.
+    on_host = placed.weights is Tier.HOST or (alone and on_cpu and placed.weights is Tier.DEVICE)
+    read, saved = placed.state is Tier.DISK, saved_bytes(block, placed)
+    taken: dict[Use, float] = {
+        Use.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
+        Use.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
+        Use.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
+        Use.FRESH: (alone and on_cpu) * weights,
+        Use.PASSED_CPU: (below and on_cpu) * weights,
+        Use.PASSED_DEVICE: (below and not on_cpu) * weights,
+        Use.GRADIENTS: (alone and on_cpu) * gradients,
+        Use.STATE_UP: moves * state,
+        Use.STATE_DOWN: moves * state + returns * weights,
+        Use.SWAPPED: saved.to_host + saved.to_disk,
+        Use.SWAPPED_DISK: saved.to_disk,
+        Use.STATE_READ: read * state,
+        Use.STORED: stored_bytes(block, placed, model) if params else 0,
+        Use.PASSED_DISK: on_disk * weights,
+        Use.DEVICE_HELD: (placed.weights is Tier.DEVICE) * weights + (placed.state is Tier.DEVICE) * state,
+        Use.DEVICE_SAVED: saved.kept,
+        Use.DEVICE_GRADIENTS: on_device * gradients,
+        Use.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
+        Use.HOST_SAVED: saved.to_host,
+        Use.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
+    }
+    return np.array([taken[use] for use in Use], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One lower bound of a step's seconds: a sum over the uses of all blocks, and of those before and behind a cut.
+
+    Attributes:
+        resource: What is busy all that time.
+        always: Seconds per unit of each use, for every block.
+        early: The same for blocks before the cut alone.
+        late: The same for blocks behind it.
+        here: More of it for the first block behind it.
+        rooms: Seconds per byte of each room: less than 0 where room saves work.
+        constant_s: Seconds besides.
+        whole: All that passes the resource in a step.
+    """
+
+    resource: str
+    always: Mapping[Use, float] = field(default_factory=dict)
+    early: Mapping[Use, float] = field(default_factory=dict)
+    late: Mapping[Use, float] = field(default_factory=dict)
+    here: Mapping[Use, float] = field(default_factory=dict)
+    rooms: Mapping[Room, float] = field(default_factory=dict)
+    constant_s: float = 0.0
+    whole: bool = False
+
+
+class _For(Enum):
+    """What passes a resource, by when it has to."""
+
+    UPDATE = 0  # between a block's backward and its next forward, once a step
+    PASS = 1  # weights, for each pass of forward or backward unless they are cached
+    SWAP = 2  # activations, between a block's forward and its backward in each micro-batch
+    REST = 3  # any time, once a step
+
+
+_Seconds = dict[Use, float]
+
+ROOMS = {Use.PASSED_CPU: Room.PASSED_CPU, Use.PASSED_DEVICE: Room.PASSED_DEVICE, Use.PASSED_DISK: Room.PASSED_DISK}
+LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Use, ...]]]] = {
+    "h2d": (
+        Work.H2D,
+        {
+            _For.UPDATE: (Use.FRESH,),
+            _For.PASS: (Use.PASSED_CPU, Use.PASSED_DEVICE),
+            _For.SWAP: (Use.SWAPPED,),
+            _For.REST: (Use.STATE_UP,),
+        },
+    ),
+    "d2h": (Work.D2H, {_For.UPDATE: (Use.GRADIENTS,), _For.SWAP: (Use.SWAPPED,), _For.REST: (Use.STATE_DOWN,)}),
+    "cpu": (Work.CPU_UPDATE, {_For.UPDATE: (Use.CPU_UPDATE,)}),
+    "disk_read": (
+        Work.DISK_READ,
+        {_For.UPDATE: (Use.STATE_READ,), _For.PASS: (Use.PASSED_DISK,), _For.SWAP: (Use.SWAPPED_DISK,)},
+    ),
+    "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Use.SWAPPED_DISK,), _For.REST: (Use.STORED,)}),
+}
+_CONTENDERS = {"h2d": "copy", "d2h": "copy", "cpu": "update", "disk_read": "disk", "disk_write": "disk", "disk": "disk"}
+
+
+def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
+    """Seconds per byte of everything that passes each resource; host memory and a disk that is not duplex serve several lanes."""
+    rates = Rates(hardware)
+    result: dict[str, dict[_For, _Seconds]] = {}
+    dram: dict[_For, _Seconds] = {kind: {} for kind in _For}
+    for lane, (work, table) in LANES.items():
+        seconds = unit_s(rates, work)
+        result[lane] = {kind: dict.fromkeys(table.get(kind, ()), seconds) for kind in _For}
+        for kind, members in table.items():
+            for use in members:
+                dram[kind][use] = dram[kind].get(use, 0.0) + 1 / hardware.host_dram_bytes_per_s
+    if not hardware.disk_duplex:
+        read, write = result["disk_read"], result["disk_write"]
+        result["disk"] = {kind: _total(read[kind], write[kind]) for kind in _For}
+    return result | {"dram": dram}
+
+
+def unit_s(rates: Rates, work: Work) -> float:
+    """Seconds of one unit of work with nothing beside it; 0 where the machine cannot do it: no plan that needs it runs there."""
+    try:
+        return rates.alone_s(work, 1.0)
+    except ConfigError:
+        return 0.0
+
+
+def _total(*tables: Mapping[_Key, float]) -> dict[_Key, float]:
+    total: dict[_Key, float] = {}
+    for table in tables:
+        for key, seconds in table.items():
+            total[key] = total.get(key, 0.0) + seconds
+    return total
+
+
+def _times(factor: float, table: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: factor * seconds for key, seconds in table.items()} if factor else {}
+
+
+def rows(model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int = 1, staging_bytes: int = 0) -> tuple[Row, ...]:
+    """All lower bounds; see [Note: Bound].
+
+    Args:
+        model: The model.
+        hardware: The machine.
+        micro_batches: Forwards and backwards of one step.
+        staging_bytes: The most host memory through which state on disk may stream: so much of it is read before it is needed.
+    """
+    traffic, m = _traffic(hardware), micro_batches
+    on_device = {Use.DEVICE_UPDATE: unit_s(Rates(hardware), Work.DEVICE_UPDATE)}
+    compute = Row(resource="compute", always={Use.COMPUTE_S: 1.0, **on_device}, whole=True)
+    found = [compute]
+    update = _total(*(traffic[lane][_For.UPDATE] for lane in ("d2h", "cpu", "h2d")))
+    swap = _times(m, _total(traffic["d2h"][_For.SWAP], traffic["h2d"][_For.SWAP]))
+    found.append(Row(resource="update", early={Use.COMPUTE_S: (m - 1) / m}, late={Use.COMPUTE_S: 1.0}, here=update))
+    found.append(Row(resource="swap", early={Use.COMPUTE_S: 1.0}, here=_total({Use.COMPUTE_S: 1.0}, swap)))
+    for name, kinds in traffic.items():
+        whole = _whole(name, kinds, m)
+        found.append(whole)
+        early = _total({Use.COMPUTE_S: (m - 1) / m}, kinds[_For.UPDATE])
+        ahead_s = staging_bytes * kinds[_For.UPDATE].get(Use.STATE_READ, 0.0)
+        found.append(Row(resource=name, late={Use.COMPUTE_S: 1.0}, early=early, constant_s=-ahead_s))
+        swaps, passes = _times(m, kinds[_For.SWAP]), _times(2 * m, kinds[_For.PASS])
+        before = {Use.COMPUTE_S: 1.0, **on_device}
+        if swaps:
+            found.append(Row(resource=name, early=before, late=swaps))
+        if passes:
+            found.append(Row(resource=name, early=before, late=_total(swaps, passes), rooms=_cached(passes)))
+        found += _contended(compute, whole, hardware)
+    return (*found, *_phases(traffic, model, m, staging_bytes))
+
+
+def _whole(name: str, kinds: Mapping[_For, _Seconds], m: int) -> Row:
+    """All that passes a resource in a step."""
+    # A pass whose weights the CPU has just made is not spared by a cache: FRESH counts it.
+    passes = {use: seconds * (2 * m - (use is Use.PASSED_CPU)) for use, seconds in kinds[_For.PASS].items()}
+    always = _total(kinds[_For.UPDATE], kinds[_For.REST], _times(m, kinds[_For.SWAP]), passes)
+    if Use.GRADIENTS in always:
+        always[Use.GRADIENTS] *= m
+    return Row(resource=name, always=always, rooms=_cached(passes), whole=True)
+
+
+def _cached(passes: Mapping[Use, float]) -> dict[Room, float]:
+    return {ROOMS[use]: -seconds for use, seconds in passes.items()}
+
+
+def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile, m: int, staging_bytes: int) -> Iterator[Row]:
+    """Forward and what comes after it, each bound by one resource; all but the last of several backwards count as forward."""
+    forward_s = sum(b.forward_s for b in model.blocks)
+    first = [Row(resource="compute", always={Use.COMPUTE_S: (m - 1) / m}, constant_s=forward_s)]
+    second = [Row(resource="compute", always={Use.COMPUTE_S: 1 / m}, constant_s=-forward_s)]
+    for name, kinds in traffic.items():
+        passes = _times(2 * m - 1, kinds[_For.PASS])
+        if passes:
+            first.append(Row(resource=name, always=passes, rooms=_cached(passes)))
+        if name != "dram":
+            second.append(_after_forward(name, kinds, model, staging_bytes))
+    for a, b in product(first, second):
+        yield Row(
+            resource=b.resource if a.resource == "compute" else a.resource,
+            always=_total(a.always, b.always),
+            rooms=_total(a.rooms, b.rooms),
+            constant_s=a.constant_s + b.constant_s,
+        )
+
+
+def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfile, staging_bytes: int) -> Row:
+    """What passes a resource from the begin of the last backward to the next forward, at least.
+
+    Of updates all but those whose gradients are waiting then: in host memory, and those of two blocks on the device
+    (``lowering.needs.DEVICE_GRADIENTS``).
+    """
+    size = model.compute_itemsize
+    per_gradient: _Seconds = {
+        Use.GRADIENTS: 0.0,
+        Use.CPU_UPDATE: cpu_update_bytes(1) / size,
+        Use.STATE_READ: model.state_itemsize / size,
+        Use.STORED: max((_stored(model, b) for b in model.blocks if b.num_trainable_params), default=0.0),
+    }
+    work = {use: seconds for use, seconds in _total(kinds[_For.UPDATE], kinds[_For.REST]).items() if use in per_gradient}
+    waiting_s = sum(seconds * per_gradient[use] for use, seconds in work.items())
+    on_device = DEVICE_GRADIENTS * max(b.num_trainable_params for b in model.blocks) * size
+    left_s = on_device * (waiting_s + work.get(Use.GRADIENTS, 0.0))
+    staged_s = staging_bytes * max((s for u, s in work.items() if u in (Use.STATE_READ, Use.STORED)), default=0.0)
+    passes = kinds[_For.PASS]
+    rooms = _total({Room.WAITING: -waiting_s}, _cached(passes))
+    return Row(resource=name, always=_total(work, passes), rooms=rooms, constant_s=-left_s - staged_s)
+
+
+def _stored(model: ModelProfile, block: BlockProfile) -> float:
+    """Bytes that an update writes at most, per byte of gradients."""
+    weights = block.num_params / block.num_trainable_params
+    return weights + model.state_itemsize / model.compute_itemsize
+
+
+def _contended(compute: Row, other: Row, hardware: HardwareProfile) -> Iterator[Row]:
+    """Compute and other work that slow each other, ``a`` and ``b`` times.
+
+    In ``t`` seconds together they do ``t/a`` and ``t/b`` seconds' worth, of which there is ``C`` and ``U``, so that
+    ``T >= C + U - t (1/a + 1/b - 1)`` with ``t <= a C`` and ``t <= b U``.
+    """
+    name = _CONTENDERS.get(other.resource)
+    a = max(1.0, hardware.contention.get(f"compute|{name}", 1.0))
+    b = max(1.0, hardware.contention.get(f"{name}|compute", 1.0))
+    if name is None or a * b == 1.0:
+        return
+    alone = Row(resource="compute", always={Use.COMPUTE_S: 1.0}) if hardware.shared_memory else compute
+    for row, spared, factor in ((other, alone, a * (1 - 1 / b)), (alone, other, b * (1 - 1 / a))):
+        if 1 / a + 1 / b < 1:
+            factor = 1.0  # together they are slower than one after the other
+        always = _total(row.always, _times(factor, spared.always))
+        rooms = {**row.rooms, **_times(factor, spared.rooms)}
+        yield Row(resource=f"{alone.resource}|{other.resource}", always=always, rooms=rooms)
+
+
+class Matrices:
+    """The rows as matrices, for plans and for the programme.
+
+    Args:
+        found: The rows.
+    """
+
+    def __init__(self, found: Sequence[Row]) -> None:
+        self.rows = tuple(found)
+        tables = ("always", "early", "late", "here")
+        self.always, self.early, self.late, self.here = (_matrix([getattr(r, table) for r in found], Use) for table in tables)
+        self.rooms = _matrix([r.rooms for r in found], Room)
+        self.constant_s = np.array([r.constant_s for r in found])
+        self.uncut = np.array([not (r.early or r.late or r.here) for r in found])
+        self.single = np.array([bool(r.here) for r in found])
+
+    def largest(self, taken: Vector, rooms: Vector) -> float:
+        """The bound of one plan, seconds.
+
+        Args:
+            taken: What each block takes, one row of :class:`Use` a block.
+            rooms: Bytes by :class:`Room`.
+        """
+        before = np.vstack((np.zeros(len(Use)), np.cumsum(taken, axis=0)[:-1]))
+        total = taken.sum(axis=0)
+        cut = before @ self.early.T + (total - before) @ self.late.T + taken @ self.here.T
+        seconds = self.always @ total + self.rooms @ rooms + self.constant_s + cut.max(axis=0)
+        return float(seconds.max())
+
+
+def _matrix(tables: Sequence[Mapping[Any, float]], columns: type[IntEnum]) -> Vector:
+    matrix = np.zeros((len(tables), len(columns)))
+    for index, table in enumerate(tables):
+        for column, value in table.items():
+            matrix[index, column] = value
+    return matrix

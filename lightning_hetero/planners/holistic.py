@@ -1,0 +1,297 @@
+"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; the simulator judges a search.
+
+What is decided together: for each block the tiers of its weights and state, the lane of its update, and what becomes of each
+operator's output and of its input; for the plan the depths of prefetching and of waiting gradients, and how a batch is split.
+Caches take what is left. The other planners' plans are candidates too, so the result is never slower than theirs by simulation.
+
+See docs/planners/holistic.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.errors import ConfigError, PlanError
+from lightning_hetero.ir.activations import saved_bytes
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.planners.baselines import BASELINES, disk, variants
+from lightning_hetero.planners.bounds import Room, Use, uses
+from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.relaxation import Relaxation
+from lightning_hetero.planners.search import NAME, Referee, Search
+from lightning_hetero.units import format_bytes
+
+OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
+_SECONDS = 0.8
+_SIMULATED_BLOCKS = 600  # blocks of all simulations of one search together, so that a large model gets fewer of them
+_EVALUATIONS = (6, 40)
+_MARGIN = 0.05  # see prefer_resident
+_TIE = 1e-9
+
+
+def plan(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    micro_batches: Sequence[int] = (1,),
+    updates: Updates = Updates.IN_BACKWARD,
+    prefer_resident: float | None = None,
+    evaluations: int | None = None,
+    seconds: float = _SECONDS,
+) -> Plan:
+    """The fastest plan found by simulation.
+
+    ``objective_s`` is its simulated step. ``decisions`` say what is where: counts of blocks by tier of ``weights`` and ``state``
+    and by lane of the ``update``; ``kept_bytes``, ``recomputed_bytes``, ``swapped_host_bytes`` and ``swapped_disk_bytes`` of
+    activations in one micro-batch; the depths. And how good that is: ``lower_bound_s`` (no plan is faster), ``gap`` to it,
+    ``start`` (the planner whose plan it is, or that it grew from) and ``evaluations`` (simulations of the search).
+
+    Args:
+        model: The model; the batch of its profile is the batch of one step.
+        hardware: The machine.
+        micro_batches: Allowed splits of that batch. Where the best is not 1, the plan is for a profile of so many times smaller
+            micro-batches: :func:`split`.
+        updates: When updates may run: during backward, or only once all gradients are known.
+        prefer_resident: How much slower than the fastest plan found, relatively, the resident one may be and still be chosen, as it
+            depends least on the profile. ``None``: 0.05 where the device is the host's own CPU, whose figures are measured with
+            about such an error while threads share cores, else 0.
+        evaluations: Simulations that the search may use; ``None``: as many as a second allows on two cores.
+        seconds: Wall time after which the search ends whatever is left: a backstop, since a result that depends on it depends on
+            the machine that plans.
+
+    Raises:
+        PlanError: Nothing fits: names the tightest tier, what is missing there and the cheapest remedy.
+        ConfigError: A split that is not positive, or none that this machine runs.
+    """
+    import cvxpy  # noqa: F401  takes a second to import, which is none of planning
+
+    deadline_s = time.monotonic() + seconds
+    margin = prefer_resident if prefer_resident is not None else _MARGIN if hardware.shared_memory else 0.0
+    budget = evaluations if evaluations is not None else _evaluations(model)
+    found: list[_Joint] = []
+    for parts in _splits(micro_batches, model, hardware):
+        referee = Referee(split(model, parts), hardware, updates=updates, evaluations=budget, deadline_s=deadline_s)
+        found.append(_Joint(referee, parts, margin=margin))
+        found[-1].run(min((j.referee.best_s for j in found[:-1]), default=math.inf))
+    best = min(found, key=lambda j: j.referee.best_s)
+    if best.referee.best is None:
+        raise infeasible(model, hardware, found[0].relaxation, found[0].referee.refusal)
+    return best.described()
+
+
+def split(model: ModelProfile, parts: int) -> ModelProfile:
+    """The profile of one of ``parts`` equal micro-batches.
+
+    Times, FLOP and activations shrink by ``parts`` [assumed: small micro-batches compute less efficiently, which only another
+    profile could tell]; constants and parameters stay.
+    """
+    if parts == 1:
+        return model
+
+    def less(size: int) -> int:
+        return -(-size // parts)
+
+    blocks = (
+        replace(
+            b,
+            forward_s=b.forward_s / parts,
+            backward_s=b.backward_s / parts,
+            forward_flop=b.forward_flop / parts,
+            activation_bytes=less(b.activation_bytes),
+            boundary_bytes=less(b.boundary_bytes),
+            transient_bytes=less(b.transient_bytes),
+            operators=tuple(replace(o, flop=o.flop / parts, bytes=less(o.bytes)) for o in b.operators),
+        )
+        for b in model.blocks
+    )
+    return replace(model, tokens=less(model.tokens), blocks=tuple(blocks))
+
+
+def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfile) -> list[int]:
+    """The allowed splits that this machine runs and the batch has, smallest first."""
+    if not allowed or not all(isinstance(m, int) and not isinstance(m, bool) and 1 <= m <= 1024 for m in allowed):
+        raise ConfigError(f"micro_batches={allowed!r}; allowed: integers from 1 to 1024, such as (1, 2, 4).")
+    found = [m for m in sorted(set(allowed)) if m == 1 or (model.tokens % m == 0 and not hardware.shared_memory)]
+    if not found:
+        where = "the host's own CPU splits no batch" if hardware.shared_memory else f"a batch has {model.tokens} tokens"
+        raise ConfigError(f"micro_batches={allowed!r}: {where}. Allow 1 too.")
+    return found
+
+
+def _evaluations(model: ModelProfile) -> int:
+    least, most = _EVALUATIONS
+    return max(least, min(most, _SIMULATED_BLOCKS // len(model.blocks)))
+
+
+class _Joint:
+    """The search for one split of the batch.
+
+    Args:
+        referee: Who judges; its model is that of one micro-batch.
+        parts: Micro-batches of a step.
+        margin: As ``prefer_resident`` of :func:`plan`.
+    """
+
+    def __init__(self, referee: Referee, parts: int, *, margin: float) -> None:
+        self.referee, self.parts, self.margin = referee, parts, margin
+        self.relaxation = Relaxation(referee.model, referee.hardware, micro_batches=parts)
+        self.bound_s = self.relaxation.bound_s()
+
+    def run(self, rival_s: float) -> None:
+        """Looks for the fastest plan, unless none can be faster than ``rival_s``."""
+        if self.bound_s is not None and self.bound_s >= rival_s:
+            return
+        resident = self._other("resident")
+        if resident is not None and self.bound_s is not None and self.referee.best_s <= self.bound_s * (1 + self.margin):
+            return
+        resident_s = self.referee.best_s
+        search = Search(relaxation=self.relaxation, referee=self.referee, bound_s=self.bound_s or 0.0)
+        search.first()
+        for name in (*BASELINES, *OTHERS):
+            if name != "resident":
+                self._other(name)
+        search.run()
+        if resident is not None and resident_s <= self.referee.best_s * (1 + self.margin + _TIE):
+            self.referee.best, self.referee.best_s = resident, resident_s
+
+    def _other(self, name: str) -> Plan | None:
+        """Another planner's plan, admitted; ``None`` if it has none, or none that could be the fastest."""
+        referee = self.referee
+        if self._floor_s(name) >= referee.best_s:
+            return None
+        planner: Callable[..., Plan] = BASELINES.get(name) or importlib.import_module(f"{__package__}.{name}").plan
+        try:
+            found = planner(referee.model, referee.hardware)
+        except PlanError as error:
+            referee.refusal = referee.refusal or error
+            return None
+        assert found.predicted is not None
+        if self.parts == 1 and referee.updates is Updates.IN_BACKWARD:
+            referee.admit(found, found.predicted.iteration_s)
+        else:
+            found = replace(found, micro_batches=self.parts)
+            if math.isinf(referee.seconds(found, always=True)):
+                return None
+        return found
+
+    def _floor_s(self, name: str) -> float:
+        """What another planner's plan takes at least, as far as it is known before it plans."""
+        shared = self.referee.hardware.shared_memory
+        shape = self.referee.model.shape()
+        # LoHan places weights and state as the plan disk does; whatever becomes of activations takes longer than keeping them.
+        plans = (disk(shape),) if name == "lohan" else variants(name, shape, shared_memory=shared) if name in BASELINES else ()
+        return min((self._bound_s(p) for p in plans), default=0.0)
+
+    def _bound_s(self, plan: Plan) -> float:
+        """The bound of one plan with all the memory that its weights and state leave."""
+        model, h, m = self.referee.model, self.referee.hardware, self.relaxation.micro_batches
+        taken = np.array([uses(block, rule, model, h, m) for block, rule in zip(model.blocks, plan.blocks, strict=True)])
+        total = taken.sum(axis=0)
+        left = np.zeros(len(Room))
+        device = max(0.0, h.device_memory_bytes - total[Use.DEVICE_HELD])
+        left[[Room.PASSED_CPU, Room.PASSED_DEVICE]] = np.minimum(device, total[[Use.PASSED_CPU, Use.PASSED_DEVICE]])
+        left[Room.PASSED_DISK] = min(max(0.0, h.host_memory_bytes - total[Use.HOST_HELD]), total[Use.PASSED_DISK])
+        left[Room.WAITING] = h.host_memory_bytes
+        return self.relaxation.matrices.largest(taken, left)
+
+    def described(self) -> Plan:
+        """The best plan, proved and with its decisions."""
+        referee, best = self.referee, self.referee.best
+        assert best is not None
+        model, hardware = referee.model, referee.hardware
+        placed = replace(best, name=NAME, predicted=None, objective_s=None, decisions={})
+        found = judged(placed, model, hardware, updates=referee.updates)
+        assert found.predicted is not None
+        step_s = found.predicted.iteration_s
+        saved = Counter[str]()
+        for block, rule in zip(model.blocks, found.blocks, strict=True):
+            saved.update(asdict(saved_bytes(block, rule)))
+        bound_s = self.bound_s or 0.0
+        decisions: dict[str, Any] = {
+            key: dict(Counter(getattr(rule, key).value for rule in found.blocks)) for key in ("weights", "state", "update")
+        }
+        decisions |= {
+            "kept_bytes": saved["kept"],
+            "recomputed_bytes": saved["recomputed"],
+            "swapped_host_bytes": saved["to_host"],
+            "swapped_disk_bytes": saved["to_disk"],
+            "prefetch_depth": found.prefetch_depth,
+            "gradient_depth": found.gradient_depth,
+            "micro_batches": found.micro_batches,
+            "lower_bound_s": bound_s,
+            "gap": step_s / bound_s - 1 if bound_s else None,
+            "start": best.name,
+            "evaluations": referee.evaluations,
+        }
+        return replace(found, objective_s=step_s, decisions=decisions)
+
+
+# ---- nothing fits ------------------------------------------------------------------------------------------------------------
+
+
+def infeasible(model: ModelProfile, hardware: HardwareProfile, relaxation: Relaxation, refusal: PlanError | None) -> PlanError:
+    """Why nothing fits, and the cheapest thing that would change it.
+
+    The tightest tier is the one that lacks least, were it the only one to grow. Remedies, cheapest first: smaller micro-batches,
+    which cost nothing; then disk, host memory, device memory.
+
+    Args:
+        model: The model.
+        hardware: The machine.
+        relaxation: The programme of the model on it.
+        refusal: Why the last plan tried did not fit.
+    """
+    lacking = {tier: size for tier in _TIERS if (size := _lacking(model, hardware, tier)) is not None}
+    if lacking and min(lacking.values()) > 0:
+        tightest = min(lacking, key=lambda tier: lacking[tier])
+        short, why = lacking[tightest], f"{tightest.value} memory lacks {format_bytes(lacking[tightest])}"
+    else:  # the programme fits, whole blocks do not
+        tightest = Tier(refusal.tier) if refusal is not None and refusal.tier else Tier.DEVICE
+        short = refusal.shortfall_bytes if refusal is not None else 0
+        why = f"the closest plan lacks {format_bytes(short)} of {tightest.value} memory"
+        lacking = {tightest: short}
+    remedies = [f"{format_bytes(size)} more {_NAMES[tier]}" for tier, size in lacking.items() if size]
+    parts = _smaller(model, hardware)
+    if parts is not None:
+        whole = "a batch" if hardware.shared_memory else f"micro_batches=({parts},), micro-batches"
+        remedies.insert(0, f"{whole} {parts} times smaller")
+    return PlanError(
+        f"no plan fits model {model.name!r} on {hardware.name!r}, not with everything on the lowest tier and all activations "
+        f"recomputed: {why}. Cheapest remedy: {remedies[0]}{'; else ' + ', or '.join(remedies[1:]) if remedies[1:] else ''}.",
+        tier=tightest.value,
+        shortfall_bytes=short,
+    )
+
+
+_TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # cheapest first
+_NAMES = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
+_ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would fit does not depend on it
+
+
+def _lacking(model: ModelProfile, hardware: HardwareProfile, tier: Tier) -> int | None:
+    if tier is Tier.DEVICE and hardware.shared_memory:
+        return None
+    if tier is Tier.DISK and not hardware.disk_capacity_bytes:
+        hardware = replace(hardware, disk_capacity_bytes=1, disk_read_bytes_per_s=_ANY_RATE, disk_write_bytes_per_s=_ANY_RATE)
+    return Relaxation(model, hardware).shortfall_bytes(tier)
+
+
+def _smaller(model: ModelProfile, hardware: HardwareProfile) -> int | None:
+    """How many times smaller a batch fits, up to 16."""
+    for parts in (2, 4, 8, 16):
+        if model.tokens % parts == 0:
+            count = 1 if hardware.shared_memory else parts
+            if Relaxation(split(model, parts), hardware, micro_batches=count).bound_s() is not None:
+                return parts
+    return None
