@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
-from lightning_hetero.units import KIB, MIB, format_bytes
+from lightning_hetero.units import KIB, MIB, format_bytes, round_up
 
-_STAGED_CHUNKS, _CHUNK_ELEMENTS, _CHUNK_FOOTERS = 8, 256 * KIB, 4 * 4096  # store.tiers, which stages them
+_STAGED_CHUNKS, _CHUNK_ELEMENTS, _CHUNK_ALIGN, _CHUNK_FOOTERS = 8, 256 * KIB, 4096, 4 * 4096  # store.tiers, which stages them
+_LEAST_CHUNK = 64 * KIB
 _READ_AHEAD_BYTES = 512 * MIB  # the state of the largest block of most models, an embedding; more than that gains little
 
 
@@ -122,8 +123,11 @@ def read_ahead(spare: int, streamed: int) -> int:
 
 
 def least_staging(model: ModelProfile) -> int:
-    """The engine's staging for weights and state of a model as large as most are: eight chunks."""
-    return _STAGED_CHUNKS * (_CHUNK_ELEMENTS * (model.compute_itemsize + model.state_itemsize) + _CHUNK_FOOTERS)
+    """The engine's staging for weights and state: eight chunks, none larger than the largest block."""
+    largest = max((block.num_params for block in model.blocks), default=0)
+    elements = min(_CHUNK_ELEMENTS, round_up(largest, _CHUNK_ALIGN))
+    chunk = elements * (model.compute_itemsize + model.state_itemsize) + _CHUNK_FOOTERS
+    return _STAGED_CHUNKS * max(_LEAST_CHUNK, chunk)
 
 
 def check_device(plan: Plan, model: ModelShape, device_memory: int | None) -> None:

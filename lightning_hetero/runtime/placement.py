@@ -15,7 +15,7 @@ from lightning_hetero._native import BlockGeometry, file_bytes
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
-from lightning_hetero.lowering.budget import check_device, host_needs, share_out
+from lightning_hetero.lowering.budget import HostNeeds, check_device, host_needs, share_out
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
@@ -218,18 +218,23 @@ class Placer:
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
 
-    def _shares(self, plan: Plan, rules: StepRules, present_bytes: int) -> tuple[int, int]:
-        """Bytes for weights that live on disk, and for staging."""
-        check_device(plan, self.model, self._options.device_memory)
+    def needs(self, plan: Plan, rules: StepRules | None = None) -> HostNeeds:
+        """What a resolved plan needs of host memory, whether there is as much or not."""
+        rules = rules or self._rules
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
         staging = staging_bytes(self._options.engine, self.chunk_bytes) if on_disk else 0
-        needs = host_needs(plan, self.model, staging=staging, all_gradients=bool(rules.deferred) or rules.accumulates)
+        return host_needs(plan, self.model, staging=staging, all_gradients=bool(rules.deferred) or rules.accumulates)
+
+    def _shares(self, plan: Plan, rules: StepRules, present_bytes: int) -> tuple[int, int]:
+        """Bytes for weights that live on disk and for staging."""
+        check_device(plan, self.model, self._options.device_memory)
+        needs = self.needs(plan, rules)
         source = "the machine's free memory" if self._options.host_memory is None else "host_memory"
         shares = share_out(plan, needs, host_memory=self.host_memory(present_bytes), source=source)
         cache = shares.cache
         if plan.host_cache_bytes is not None:
             cache = min(cache, max(plan.host_cache_bytes, needs.smallest_cache))
-        return cache, staging + shares.read_ahead if on_disk else 0
+        return cache, needs.staging + shares.read_ahead if needs.staging else 0
 
     def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
         geometries: dict[Part, BlockGeometry] = {}

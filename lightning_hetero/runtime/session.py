@@ -172,6 +172,11 @@ class Session:
         self._announce(placement)
         return placement.plan
 
+    def needed_bytes(self, plan: Plan) -> int:
+        """The least host memory that a resolved plan needs, whether there is as much or not."""
+        needs = self._placer().needs(plan)
+        return needs.fixed + needs.smallest_cache
+
     def check(self, plan: Plan) -> None:
         """Refuses a plan that could not run in the session as it is, without changing anything.
 

@@ -15,7 +15,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -26,7 +26,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import rooms, steady
+from lightning_hetero.lowering import needs_of, rooms, steady
+from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.profiling.memory import Observed
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
@@ -281,8 +282,8 @@ class Autoplan:
 
     def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
         """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""
-        machine = room = self._machine(session, model)
         loop = Loop(deferred=bool(session.rules.deferred), accumulates=session.rules.accumulates, micro_batches=micro_batches)
+        machine = room = self._machine(session, model, loop)
         options = {"updates": loop.updates} if self.planner == "holistic" else {}
         refusal: HeteroError | None = None
         for _ in range(_ATTEMPTS):
@@ -306,14 +307,13 @@ class Autoplan:
             room = replace(room, host_memory_bytes=max(1, room.host_memory_bytes - short))
         raise PlanError(f"no plan of {self.planner!r} can run here: {refusal}", tier="host") from refusal
 
-    def _machine(self, session: Session, model: ModelProfile) -> HardwareProfile:
+    def _machine(self, session: Session, model: ModelProfile, loop: Loop) -> HardwareProfile:
         """The machine with the capacities that training may use, and the speed that this model reaches."""
         hardware = self._hardware(session)
         if session.options.host_memory is None:
             memory = _resident_bytes() + int(_SPARE * psutil.virtual_memory().available)
-        else:  # activations and the process itself come on top of the budget
-            activations = max(_held(model), default=0)
-            memory = session.options.host_memory + model.constant_host_bytes + activations
+        else:
+            memory = session.options.host_memory + _on_top(session, model, loop)
         disk = hardware.disk_capacity_bytes
         if session.options.disk_capacity is not None:
             disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
@@ -355,12 +355,19 @@ def _is_for(plan: Plan, model: ModelShape) -> bool:
     return [b.name for b in plan.blocks] == [b.name for b in model.blocks]
 
 
-def _held(model: ModelProfile) -> Iterator[int]:
-    """Activations that exist while each block computes, where all are kept."""
-    kept = 0
-    for block in model.blocks:
-        kept += block.activation_bytes
-        yield kept + block.transient_bytes
+def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
+    """What planners count beyond the session's budget: activations, the process itself.
+
+    The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
+    """
+    assert session.executor is not None
+    plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
+    differences = []
+    for plan in plans:
+        needs = needs_of(plan, model, shared_memory=True, updates=loop.updates)
+        planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
+        differences.append(planners - session.needed_bytes(plan))
+    return max(differences)
 
 
 def _differs(value: float, reference: float, drift: float) -> bool:

@@ -222,12 +222,14 @@ def test_the_tightest_tier_is_named() -> None:
 # ---- the runtime's budget ---------------------------------------------------------------------------------------------------
 
 
-def test_the_least_staging_is_the_engines() -> None:
+@pytest.mark.parametrize(("elements", "chunk"), [(2**30, 256 * 1024), (256 * 1024, 256 * 1024), (20_000, 20_480), (10, 4096)])
+def test_the_least_staging_is_the_engines(elements: int, chunk: int) -> None:
     geometry = BlockGeometry(
         id=0, weight_dtype=1, num_elements=2**30, num_state=3, weights_on_disk_file=True, state_on_disk_file=True,
-        num_slots=2, chunk_elements=256 * 1024,
+        num_slots=2, chunk_elements=chunk,
     )  # fmt: skip
-    assert least_staging(_model()) == staging_bytes(EngineOptions(), chunk_bytes(geometry))
+    engine = staging_bytes(EngineOptions(), max(64 * 1024, chunk_bytes(geometry)))
+    assert least_staging(_model(num_params=elements)) == engine
 
 
 def test_state_is_read_ahead_into_a_quarter_of_what_is_left() -> None:
