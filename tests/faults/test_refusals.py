@@ -413,7 +413,7 @@ def row(name: str, **values: str) -> dict[str, str]:
     ("content", "words"),
     [
         ("{not json", ["plan.json is not JSON", "line 1"]),
-        ("[]", ["is not a plan", "expected format"]),
+        ("[]", ["is not a plan", "expected an object"]),
         ({"version": 2}, ["version", "expected"]),
         ({"blocks": []}, ["'blocks' must be a non-empty list"]),
         ({"blocks": [row("*", weights="tape")]}, ["blocks[0]", "weights='tape'", "allowed", "'disk'"]),
