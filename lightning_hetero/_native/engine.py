@@ -350,7 +350,8 @@ class Engine(Handle):
             ConfigError: less than three chunks.
             HeteroError: a task is not done.
         """
-        self.check(functions()["engine_resize_staging"](self.pointer, check_range("staging_bytes", staging_bytes, low=0, high=_INT63)))
+        num_bytes = check_range("staging_bytes", staging_bytes, low=0, high=_INT63)
+        self.check(functions()["engine_resize_staging"](self.pointer, num_bytes))
 
     def close(self) -> None:
         """Waits for running tasks and joins all threads; raises the first error that the engine met."""

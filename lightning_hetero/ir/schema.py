@@ -46,7 +46,7 @@ _RULES: dict[tuple[type, str], dict[str, Any]] = {
     (plan.BlockPlan, "boundary"): {"enum": [kind.value for kind in plan.Saved if kind is not plan.Saved.RECOMPUTE]},
 }
 _FREE_NUMBERS = {(hardware.HardwareProfile, "contention"), (plan.Plan, "origin")}  # their range is not checked
-_NEEDED = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
+_NEEDED: dict[type, list[str]] = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
 
 
 def schema(kind: type, module: Any) -> dict[str, Any]:

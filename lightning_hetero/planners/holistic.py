@@ -33,6 +33,7 @@ from lightning_hetero.planners.search import NAME, Referee, Search
 from lightning_hetero.units import format_bytes
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
+_WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
 _SECONDS = 0.8
 _SIMULATED_BLOCKS = 600  # blocks of all simulations of one search together, so that a large model gets fewer of them
 _EVALUATIONS = (6, 40)
@@ -186,11 +187,16 @@ class _Joint:
         return found
 
     def _floor_s(self, name: str) -> float:
-        """What another planner's plan takes at least, as far as it is known before it plans."""
-        shared = self.referee.hardware.shared_memory
-        shape = self.referee.model.shape()
-        # LoHan places weights and state as the plan disk does; whatever becomes of activations takes longer than keeping them.
-        plans = (disk(shape),) if name == "lohan" else variants(name, shape, shared_memory=shared) if name in BASELINES else ()
+        """What another planner's plan takes at least, as far as it is known before it plans; infinite if it cannot have one."""
+        h, shape = self.referee.hardware, self.referee.model.shape()
+        if name in _WITHOUT_DISK:
+            memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
+            return math.inf if sum(b.weight_bytes + b.state_bytes for b in shape.blocks) > memory else 0.0
+        plans: tuple[Plan, ...] = ()
+        if name == "lohan":  # places weights and state as disk does; whatever becomes of activations takes longer than keeping them
+            plans = (disk(shape),)
+        elif name in BASELINES:
+            plans = variants(name, shape, shared_memory=h.shared_memory)
         return min((self._bound_s(p) for p in plans), default=0.0)
 
     def _bound_s(self, plan: Plan) -> float:

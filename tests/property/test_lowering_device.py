@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.machine import Machine
 
 from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
@@ -15,7 +16,6 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Rooms, check, lower, needs_of, steady
 from lightning_hetero.lowering.needs import Purpose
-from support.machine import Machine
 
 DEEP = settings(max_examples=120, deadline=None)
 

@@ -84,9 +84,10 @@ def _json(*arguments: str | Path, code: int = 0) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test leaves a measurement that later runs on this machine would trust."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist gives its workers the width of a terminal
 
 
 @pytest.fixture

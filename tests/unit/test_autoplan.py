@@ -1,0 +1,188 @@
+"""When a new plan is called for: drifts that last, patience that grows, and differences that no plan removes."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.callbacks import PredictionError, num_tokens
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction
+from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
+
+GIB = 2**30
+
+
+def plan(seconds: float = 1.0, name: str = "p") -> Plan:
+    predicted = Prediction(
+        iteration_s=seconds, forward_s=seconds / 3, backward_s=2 * seconds / 3, device_peak_bytes=100, host_peak_bytes=200,
+        disk_bytes=0, bottleneck={},
+    )  # fmt: skip
+    return Plan(name=name, blocks=(BlockPlan(name="b"),), predicted=predicted)
+
+
+class Session:
+    """A budget and a plan in force."""
+
+    def __init__(self) -> None:
+        self.budget = 8 * GIB
+        self.present_bytes = 0
+        self.executor = SimpleNamespace(plan=plan(0.0, "provisional"))
+
+    def host_memory(self) -> int:
+        return self.budget
+
+    def replan(self, wanted: Plan) -> Plan:
+        self.executor.plan = wanted
+        return wanted
+
+
+class Driver:
+    """Runs batches through an Autoplan whose planning gives the plans in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, drift: float | None = 0.5) -> None:
+        self.auto = Autoplan("holistic", lambda session: None, drift=drift)  # type: ignore[arg-type, return-value]
+        self.session: Any = Session()
+        self.made = 0
+        self.stages: list[Stage] = []
+
+        def search(session: Any, model: Any, micro_batches: int) -> tuple[Plan, Any]:
+            self.made += 1
+            return plans[min(self.made, len(plans)) - 1], None
+
+        monkeypatch.setattr(self.auto, "_search", search)
+        monkeypatch.setattr(self.auto, "_profile", lambda session: SimpleNamespace(tokens=self.tokens))
+        profiler = SimpleNamespace(start=lambda: None, stop=lambda: object())
+        monkeypatch.setattr("lightning_hetero.strategies.autoplan.BatchProfiler", lambda *a, **k: profiler)
+        self.tokens = 100
+
+    def steps(self, number: int, seconds: float = 1.0, *, tokens: int = 100) -> None:
+        self.tokens = tokens
+        for _ in range(number):
+            self.auto.before_batch(self.session, Batch(tokens=tokens, micro_batches=1))
+            self.stages.append(self.auto.stage)
+            self.auto.after_batch()
+            self.auto.after_step(self.session, seconds)
+
+
+def test_two_batches_are_profiled_then_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(100)
+    assert driver.stages[:3] == [Stage.RECORD, Stage.TIME, Stage.RUN]
+    assert driver.made == 1
+
+
+def test_a_step_that_stays_slow_is_timed_and_planned_anew_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The new plan is the old one, so two seconds are what is expected from then on."""
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(2)
+    driver.steps(200, 2.0)
+    assert driver.made == 2
+    assert driver.stages.count(Stage.TIME) == 2
+    assert driver.stages.count(Stage.RECORD) == 1
+    assert sum("a step takes 2 s, expected were 1 s" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_few_slow_steps_are_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(2)
+    for _ in range(20):
+        driver.steps(8, 1.0)
+        driver.steps(2, 9.0)
+    assert driver.made == 1
+
+
+def test_steps_in_turns_do_not_make_plans_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases that last and plans that differ each time: twice as many steps pass before another plan."""
+    plans = [Plan(name=str(i), blocks=(BlockPlan(name=f"b{i}"),), predicted=plan().predicted) for i in range(50)]
+    driver = Driver(monkeypatch, plans)
+    driver.steps(2)
+    for _ in range(40):
+        driver.steps(25, 3.0)
+        driver.steps(25, 1.0)
+    assert 2 < driver.made <= 8  # 2000 steps: 16, 32, 64, ... apart
+
+
+def test_differences_that_no_planning_is_worth_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan(0.001)])
+    driver.steps(100, 0.01)
+    assert driver.made == 1
+
+
+def test_longer_batches_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(10)
+    for _ in range(10):
+        driver.steps(4, tokens=300)  # not long enough
+        driver.steps(1)
+    assert driver.made == 1
+    driver.steps(10, tokens=300)
+    assert driver.made == 2
+    assert driver.stages.count(Stage.RECORD) == 2
+    driver.steps(50, tokens=310)
+    assert driver.made == 2
+
+
+def test_less_memory_is_planned_with_at_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    driver = Driver(monkeypatch, [plan(), plan(1.0, "smaller")])
+    driver.steps(30)
+    driver.session.budget = 3 * GIB
+    driver.steps(30)
+    assert driver.made == 2
+    assert driver.stages.count(Stage.TIME) == 1
+    assert any("the budget of host memory is 3.0 GiB, the plan is for 8.0 GiB" in r.getMessage() for r in caplog.records)
+
+
+def test_without_a_threshold_only_requests_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()], drift=None)
+    driver.steps(40, 5.0)
+    driver.session.budget = GIB
+    driver.steps(40, 5.0, tokens=900)
+    assert driver.made == 1
+    driver.auto.request()
+    driver.steps(3)
+    assert driver.made == 2
+    driver.auto.request(budget=True)
+    assert driver.auto.stage is Stage.PLAN
+    driver.steps(1)
+    assert driver.made == 3
+
+
+def test_a_request_while_profiling_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(1)
+    driver.auto.request()
+    driver.steps(5)
+    assert driver.stages[:3] == [Stage.RECORD, Stage.TIME, Stage.RUN]
+    assert driver.made == 1
+
+
+def test_prediction_errors_are_relative_to_what_is_measured() -> None:
+    error = PredictionError()
+    assert error.compute() == {}
+    error.update(plan(1.0), 2.0, 0)
+    assert error.compute() == {"step_time_error": pytest.approx(0.5)}
+    error.update(plan(1.0), 0.5, 400)
+    assert error.compute() == {"step_time_error": pytest.approx((0.5 + 1.0) / 2), "host_peak_error": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"labels": torch.zeros(3), "input_ids": torch.zeros(2, 7, dtype=torch.long)}, 14),
+        ([torch.zeros(2, 7, dtype=torch.long), torch.zeros(2)], 14),
+        ((torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)), 4),
+        (torch.zeros(5, 9), 5),
+        (torch.tensor(1.0), 1),
+        ("text", 1),
+        ([], 1),
+        (torch.zeros(0, 3), 1),
+    ],
+)
+def test_tokens_of_a_batch(batch: Any, tokens: int) -> None:
+    assert num_tokens(batch) == tokens
