@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from contextlib import nullcontext
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier, UpdateLane
-from lightning_hetero.strategies.autoplan import Autoplan, Batch
+from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class _ModelProfiler(_Base):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Between two batches: a new plan comes into force, or the batch is going to be profiled."""
         session = trainer.strategy.session
-        with self._isolate_rng(include_cuda=False):  # planners and micro-benchmarks may draw random numbers
+        # Planners and micro-benchmarks may draw random numbers.
+        alone = self._isolate_rng(include_cuda=False) if self._autoplan.stage is Stage.PLAN else nullcontext()
+        with alone:
             made = self._autoplan.before_batch(session, Batch(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
         if made is not None:
             self.error = PredictionError()

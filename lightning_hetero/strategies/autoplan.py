@@ -29,7 +29,7 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.profiling.memory import Observed
+from lightning_hetero.profiling.memory import Observed, OperatorMeasure, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
@@ -123,6 +123,10 @@ class Autoplan:
         self._odd_batches = 0
         self._patience, self._steps = _PATIENCE, 0
         self._reason = ""
+
+    def operators(self) -> tuple[OperatorMeasure, ...]:
+        """The operators of the recorded batch, one by one."""
+        return () if self._recorded is None else measures(self._recorded)
 
     @property
     def steady(self) -> bool:

@@ -25,6 +25,7 @@ from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
@@ -339,6 +340,10 @@ class HeteroOffload(_Base):
     def model_profile(self) -> ModelProfile | None:
         """What the first batches have shown of the model, once there is a plan."""
         return None if self.autoplan is None else self.autoplan.model
+
+    def operator_measures(self) -> tuple[OperatorMeasure, ...]:
+        """Every operator of the recorded batch, forward and backward: seconds, FLOP, and memory before, during and after it."""
+        return () if self.autoplan is None else self.autoplan.operators()
 
     def replan(self, *, host_memory: str | int | None = None) -> None:
         """Asks for a new plan: the next training batch is timed again, and the plan comes into force before the one after it.

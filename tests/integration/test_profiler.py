@@ -88,7 +88,8 @@ def test_the_blocks_seconds_add_up_to_the_steps(profiled: Profiled, tmp_path: Pa
     found = sum(b.forward_s + b.backward_s for b in profile.blocks)
     assert found == pytest.approx(total - between, rel=1e-9)
     assert all(b.forward_s > 0 for b in profile.blocks)
-    assert {row.phase for row in measures(recorded)} == {Phase.FORWARD, Phase.BACKWARD}
+    assert strategy.operator_measures() == measures(recorded)
+    assert {row.phase for row in strategy.operator_measures()} == {Phase.FORWARD, Phase.BACKWARD}
 
 
 def test_the_profile_has_the_runtimes_blocks_and_sizes(tmp_path: Path) -> None:
