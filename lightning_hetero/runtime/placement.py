@@ -186,12 +186,6 @@ class Placer:
             later_bytes=self._later_bytes(plan),
         )
 
-    def host_memory(self, present_bytes: int) -> int:
-        """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
-        if self._options.host_memory is not None:
-            return self._options.host_memory
-        return int(psutil.virtual_memory().available) + present_bytes
-
     def _fitting(self, plan: Plan) -> Plan:
         """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
         pinned = [b.name for b, p in zip(self.model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
@@ -230,7 +224,7 @@ class Placer:
         check_device(plan, self.model, self._options.device_memory)
         needs = self.needs(plan, rules)
         source = "the machine's free memory" if self._options.host_memory is None else "host_memory"
-        shares = share_out(plan, needs, host_memory=self.host_memory(present_bytes), source=source)
+        shares = share_out(plan, needs, host_memory=host_budget(self._options, present_bytes), source=source)
         cache = shares.cache
         if plan.host_cache_bytes is not None:
             cache = min(cache, max(plan.host_cache_bytes, needs.smallest_cache))
@@ -254,6 +248,13 @@ class Placer:
             for part in block.parts
             if placed.state is Tier.DISK and not native_state(part, self.owners)
         )
+
+
+def host_budget(options: SessionOptions, present_bytes: int) -> int:
+    """The budget of host memory: the user's, else what is free and what of the model is in memory already."""
+    if options.host_memory is not None:
+        return options.host_memory
+    return int(psutil.virtual_memory().available) + present_bytes
 
 
 def native_state(part: Part, owners: Owners) -> int:

@@ -29,7 +29,7 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, native_state
+from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, native_state
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
@@ -197,7 +197,7 @@ class Session:
 
     def host_memory(self) -> int:
         """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
-        return self._placer().host_memory(self.present_bytes)
+        return host_budget(self.options, self.present_bytes)
 
     @property
     def present_bytes(self) -> int:

@@ -141,19 +141,20 @@ class Autoplan:
         return self._known, BUILTIN_PLANS["host"], BUILTIN_PLANS["disk"]
 
     def _known(self, model: ModelShape) -> Plan:
-        return self.plan if self.plan is not None and _is_for(self.plan, model) else BUILTIN_PLANS["host"](model)
+        known = self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks)
+        return self.plan if known and self.plan is not None else BUILTIN_PLANS["host"](model)
 
-    def fit_begins(self, names: Iterable[str]) -> None:
-        """A fit begins: the plan of an earlier one counts if the model has the same blocks.
+    def _knows(self, sizes: Iterable[tuple[str, int]]) -> bool:
+        return self.model is not None and [(b.name, b.num_params) for b in self.model.blocks] == list(sizes)
 
-        Args:
-            names: The blocks' names.
-        """
+    def fit_begins(self, session: Session) -> None:
+        """A fit is about to start: the plan of an earlier one counts if the model has the same blocks."""
         self._times.clear()
         self._steps = self._odd_batches = 0
-        if self.plan is None or [b.name for b in self.plan.blocks] != list(names):
+        if not self._knows((b.name, sum(p.num_elements for p in b.parts)) for b in session.blocks):
             self.plan = self.model = None
             self.stage = Stage.RECORD
+            self._constant_bytes = 0
 
     def request(self, *, budget: bool = False) -> None:
         """A new plan is wanted.
@@ -177,8 +178,8 @@ class Autoplan:
         if self.stage is Stage.PLAN:
             made = self._plan(session, batch)
         if self.stage in (Stage.RECORD, Stage.TIME):
-            if self.stage is Stage.RECORD:
-                self._constant_bytes = max(0, _resident_bytes() - session.present_bytes)
+            if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
+                self._constant_bytes = max(1, _resident_bytes() - session.present_bytes)
             self._batches[self.stage] = batch
             self.profiler = BatchProfiler(session, operators=self.stage is Stage.RECORD)
             self.profiler.start()
@@ -223,7 +224,7 @@ class Autoplan:
         if self.stage is not Stage.RUN or self._drift is None or self.model is None:
             return
         self._odd_batches = self._odd_batches + 1 if _differs(batch.tokens, self.model.tokens, self._drift) else 0
-        if self._odd_batches >= _WINDOW:
+        if self._odd_batches >= _WINDOW and self._steps >= self._patience - _PATIENCE:
             self._odd_batches = 0
             self._replan(Stage.RECORD, f"batches have {batch.tokens} tokens, the plan is for {self.model.tokens}")
 
@@ -353,10 +354,6 @@ def in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loo
     batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
     schedules = steady(plan, shape, batches, rooms=space)
     return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)
-
-
-def _is_for(plan: Plan, model: ModelShape) -> bool:
-    return [b.name for b in plan.blocks] == [b.name for b in model.blocks]
 
 
 def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:

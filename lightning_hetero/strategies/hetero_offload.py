@@ -186,7 +186,7 @@ class HeteroOffload(_Base):
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
         if fitting and self.autoplan is not None:
-            self.autoplan.fit_begins(block.name for block in session.blocks)
+            self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self.namespace, self.autoplan)
             trainer.callbacks.insert(0, self._callback)
         session.start(self.optimizers if fitting else None, rules, default_root=root)
