@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.bounds import Room, Use, uses
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.relaxation import Relaxation
-from lightning_hetero.planners.search import NAME, Referee, Search
-from lightning_hetero.units import format_bytes
+from lightning_hetero.planners.search import NAME, Referee, Search, Start
+from lightning_hetero.units import MIB, format_bytes
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
@@ -87,7 +87,8 @@ def plan(
         found[-1].run(min((j.referee.best_s for j in found[:-1]), default=math.inf))
     best = min(found, key=lambda j: j.referee.best_s)
     if best.referee.best is None:
-        raise infeasible(model, hardware, found[0].relaxation, found[0].referee.refusal)
+        request = _Request(model=model, hardware=hardware, parts=found[-1].parts, updates=updates)
+        raise infeasible(request, found[-1].referee.refusal)
     return best.described()
 
 
@@ -150,14 +151,14 @@ class _Joint:
         self.bound_s = self.relaxation.bound_s()
 
     def run(self, rival_s: float) -> None:
-        """Looks for the fastest plan, unless none can be faster than ``rival_s``."""
-        if self.bound_s is not None and self.bound_s >= rival_s:
+        """Looks for the fastest plan, unless there is none, or none that can be faster than ``rival_s``."""
+        if self.bound_s is None or self.bound_s >= rival_s:
             return
         resident = self._other("resident")
-        if resident is not None and self.bound_s is not None and self.referee.best_s <= self.bound_s * (1 + self.margin):
+        if resident is not None and self.referee.best_s <= self.bound_s * (1 + self.margin):
             return
         resident_s = self.referee.best_s
-        search = Search(relaxation=self.relaxation, referee=self.referee, bound_s=self.bound_s or 0.0)
+        search = Search(relaxation=self.relaxation, referee=self.referee, bound_s=self.bound_s)
         search.first()
         for name in (*BASELINES, *OTHERS):
             if name != "resident":
@@ -245,59 +246,67 @@ class _Joint:
 
 # ---- nothing fits ------------------------------------------------------------------------------------------------------------
 
+_CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
+_ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
+_GROWTH = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)  # of what the programme asks for, until whole blocks fit
 
-def infeasible(model: ModelProfile, hardware: HardwareProfile, relaxation: Relaxation, refusal: PlanError | None) -> PlanError:
-    """Why nothing fits, and the cheapest thing that would change it.
 
-    The tightest tier is the one that lacks least, were it the only one to grow. Remedies, cheapest first: smaller micro-batches,
-    which cost nothing; then disk, host memory, device memory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What was asked for, in so many micro-batches."""
 
-    Args:
-        model: The model.
-        hardware: The machine.
-        relaxation: The programme of the model on it.
-        refusal: Why the last plan tried did not fit.
+    model: ModelProfile
+    hardware: HardwareProfile
+    parts: int
+    updates: Updates
+
+    def fits(self) -> bool:
+        """Whether a plan is found whose rooms suffice, however slow it is."""
+        part, count = split(self.model, self.parts), 1 if self.hardware.shared_memory else self.parts
+        relaxation = Relaxation(part, self.hardware, micro_batches=count)
+        if relaxation.bound_s() is None:
+            return False
+        referee = Referee(part, self.hardware, updates=self.updates, evaluations=0)
+        search = Search(relaxation=relaxation, referee=referee, bound_s=0.0)
+        return any(True for _ in search.frugal()) or search.start(Start(slots=1)) is not None
+
+    def lacking(self, tier: Tier, least: int) -> int | None:
+        """Bytes that make a plan possible if they are added on one tier alone, ``least`` or more; ``None`` if none do."""
+        h = self.hardware
+        if tier is Tier.DEVICE and h.shared_memory:
+            return None
+        if tier is Tier.DISK and not h.disk_capacity_bytes:
+            h = replace(h, disk_capacity_bytes=1, disk_read_bytes_per_s=_ANY_RATE, disk_write_bytes_per_s=_ANY_RATE)
+        short = Relaxation(split(self.model, self.parts), h, micro_batches=self.parts).shortfall_bytes(tier)
+        key = {Tier.DISK: "disk_capacity_bytes", Tier.HOST: "host_memory_bytes", Tier.DEVICE: "device_memory_bytes"}[tier]
+        for factor in _GROWTH if short is not None else ():
+            size = int(factor * max(short or 0, least))
+            if replace(self, hardware=replace(h, **{key: getattr(h, key) + size})).fits():
+                return size
+        return None
+
+
+def infeasible(request: _Request, refusal: PlanError | None) -> PlanError:
+    """Why nothing fits, and what would change that, cheapest first.
+
+    The tightest tier is the one that lacks least, were it alone to grow; of equals the cheaper one. Smaller micro-batches cost
+    nothing, then come disk, host memory and device memory. Each remedy is one with which a plan was found.
     """
-    lacking = {tier: size for tier in _TIERS if (size := _lacking(model, hardware, tier)) is not None}
-    if lacking and min(lacking.values()) > 0:
-        tightest = min(lacking, key=lambda tier: lacking[tier])
-        short, why = lacking[tightest], f"{tightest.value} memory lacks {format_bytes(lacking[tightest])}"
-    else:  # the programme fits, whole blocks do not
-        tightest = Tier(refusal.tier) if refusal is not None and refusal.tier else Tier.DEVICE
-        short = refusal.shortfall_bytes if refusal is not None else 0
-        why = f"the closest plan lacks {format_bytes(short)} of {tightest.value} memory"
-        lacking = {tightest: short}
-    remedies = [f"{format_bytes(size)} more {_NAMES[tier]}" for tier, size in lacking.items() if size]
-    parts = _smaller(model, hardware)
-    if parts is not None:
-        whole = "a batch" if hardware.shared_memory else f"micro_batches=({parts},), micro-batches"
-        remedies.insert(0, f"{whole} {parts} times smaller")
+    model, hardware, parts = request.model, request.hardware, request.parts
+    least = {tier: refusal.shortfall_bytes if refusal is not None and refusal.tier == tier else 0 for tier in _CHEAPEST_FIRST}
+    lacking = {tier: size for tier in _CHEAPEST_FIRST if (size := request.lacking(tier, max(least[tier], MIB))) is not None}
+    remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]
+    smaller = (n for n in (2 * parts, 4 * parts, 8 * parts) if model.tokens % n == 0)
+    enough = next((n for n in smaller if replace(request, parts=n).fits()), None)
+    if enough is not None:
+        what = "a batch" if hardware.shared_memory else f"micro_batches=({enough},), micro-batches"
+        remedies.insert(0, f"{what} {enough // parts} times smaller")
+    tier = min(lacking, key=lambda t: lacking[t]) if lacking else Tier((refusal and refusal.tier) or Tier.DEVICE)
+    short = lacking.get(tier, least[tier])
     return PlanError(
         f"no plan fits model {model.name!r} on {hardware.name!r}, not with everything on the lowest tier and all activations "
-        f"recomputed: {why}. Cheapest remedy: {remedies[0]}{'; else ' + ', or '.join(remedies[1:]) if remedies[1:] else ''}.",
-        tier=tightest.value,
+        f"recomputed: {_CHEAPEST_FIRST[tier]} lacks {format_bytes(short)}. Cheapest remedy: "
+        f"{'; else '.join(remedies) if remedies else 'smaller blocks'}.",
+        tier=tier.value,
         shortfall_bytes=short,
     )
-
-
-_TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)  # cheapest first
-_NAMES = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
-_ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would fit does not depend on it
-
-
-def _lacking(model: ModelProfile, hardware: HardwareProfile, tier: Tier) -> int | None:
-    if tier is Tier.DEVICE and hardware.shared_memory:
-        return None
-    if tier is Tier.DISK and not hardware.disk_capacity_bytes:
-        hardware = replace(hardware, disk_capacity_bytes=1, disk_read_bytes_per_s=_ANY_RATE, disk_write_bytes_per_s=_ANY_RATE)
-    return Relaxation(model, hardware).shortfall_bytes(tier)
-
-
-def _smaller(model: ModelProfile, hardware: HardwareProfile) -> int | None:
-    """How many times smaller a batch fits, up to 16."""
-    for parts in (2, 4, 8, 16):
-        if model.tokens % parts == 0:
-            count = 1 if hardware.shared_memory else parts
-            if Relaxation(split(model, parts), hardware, micro_batches=count).bound_s() is not None:
-                return parts
-    return None

@@ -234,6 +234,10 @@ class Practice:
     stress: Mapping[str, float] = field(default_factory=dict)
 
 
+class UnsolvedError(RuntimeError):
+    """No solver could say whether a programme has an optimum."""
+
+
 class _Extra(IntEnum):
     """Variables beside the columns and the rooms."""
 
@@ -264,7 +268,8 @@ class Relaxation:
             self.staging_bytes = least_staging(model) + read_ahead(4 * hardware.host_memory_bytes, streamed)
         self.matrices = Matrices(rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes))
         self.columns = tuple(column for index in range(len(self.segments)) for column in self._columns(index))
-        self._unit_s = sum(b.forward_s + b.backward_s for b in model.blocks) * micro_batches or 1.0
+        self._compute_s = sum(b.forward_s + b.backward_s for b in model.blocks) * micro_batches
+        self._unit_s = self._compute_s or 1.0
         self._segment = np.array([c.segment for c in self.columns])
         self._taken = np.array([c.taken for c in self.columns]).T
         # Variables: the columns, then the rooms and the others.
@@ -396,22 +401,31 @@ class Relaxation:
     # ---- optima ---------------------------------------------------------------------------------------------------------------
 
     def bound_s(self) -> float | None:
-        """No plan's step is shorter, seconds; ``None`` if not even this relaxation fits."""
-        found = self._minimum(self._extras_of(_Extra.TIME), Practice())
+        """No plan's step is shorter, seconds; ``None`` if not even this relaxation fits. What compute takes if no solver knows."""
+        try:
+            found = self._minimum(self._extras_of(_Extra.TIME), Practice())
+        except UnsolvedError:
+            return self._compute_s
         return None if found is None else float(found[self._extra[_Extra.TIME]]) * self._unit_s
 
     def start(self, practice: Practice) -> Relaxed | None:
         """Shares that take little time in practice, and of those that take as little the ones that move least.
 
         Returns:
-            ``None`` if nothing fits.
+            ``None`` if nothing fits, or nothing was found.
         """
-        found = self._minimum(self._extras_of(_Extra.TIME) + _EASE * self._moved(), practice)
+        try:
+            found = self._minimum(self._extras_of(_Extra.TIME) + _EASE * self._moved(), practice)
+        except UnsolvedError:
+            return None
         return None if found is None else self._read(found)
 
     def shortfall_bytes(self, tier: Tier) -> int | None:
         """The least memory that would have to be added on one tier alone for the relaxation to fit; ``None`` if none is enough."""
-        found = self._minimum(self._extras_of(_Extra.LACKING), Practice(), short=tier)
+        try:
+            found = self._minimum(self._extras_of(_Extra.LACKING), Practice(), short=tier)
+        except UnsolvedError:
+            return None
         return None if found is None else math.ceil(found[self._extra[_Extra.LACKING]] * GB)
 
     def _minimum(self, objective: Vector, practice: Practice, *, short: Tier | None = None) -> Vector | None:
@@ -428,15 +442,22 @@ class Relaxation:
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
         x, shares = cp.Variable(self._size, nonneg=True), self._shares()
+        matrix, most = np.array([row for row, _ in rows]), np.array([most for _, most in rows])
+        scale = np.abs(matrix).max(axis=1)
+        scale[scale == 0] = 1.0
         constraints: list[Any] = [
-            csr_array(np.array([row for row, _ in rows])) @ x <= np.array([most for _, most in rows]),
+            csr_array(matrix / scale[:, None]) @ x <= most / scale,
             csr_array(shares) @ x == np.ones(len(shares)),
         ]
         problem = cp.Problem(cp.Minimize(objective @ x), constraints)
-        problem.solve(solver=cp.HIGHS)  # type: ignore[no-untyped-call]
-        if problem.status not in (cp.OPTIMAL, cp.OPTIMAL_INACCURATE) or x.value is None:
-            return None
-        return np.asarray(x.value)
+        for solver in (cp.HIGHS, cp.CLARABEL):  # the first gives up on a few badly conditioned programmes
+            try:
+                problem.solve(solver=solver)  # type: ignore[no-untyped-call]
+            except (cp.SolverError, ValueError):
+                continue
+            if problem.status in (cp.OPTIMAL, cp.INFEASIBLE):
+                return None if problem.status == cp.INFEASIBLE or x.value is None else np.asarray(x.value)
+        raise UnsolvedError(f"no solver finds an optimum of the programme for model {self.model.name!r} on {self.hardware.name!r}")
 
     def prices(self, relaxed: Relaxed) -> Vector:
         """Seconds of work of each column on all resources, those that a solution keeps busy most counted most."""

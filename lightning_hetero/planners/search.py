@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from typing import Any
 
 from lightning_hetero.errors import PlanError
@@ -24,8 +24,9 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import rooms
 from lightning_hetero.lowering.needs import needs_of, total_bytes
+from lightning_hetero.planners.baselines import zero_infinity
 from lightning_hetero.planners.judge import simulation
-from lightning_hetero.planners.relaxation import INPUT, REST, STRESSED, Choice, Practice, Relaxation, Relaxed, Segment
+from lightning_hetero.planners.relaxation import INPUT, REST, STRESSED, Choice, Practice, Relaxation, Relaxed, Segment, policies
 
 NAME = "holistic"
 _NEAR = 3e-3  # of the bound: nobody can gain more
@@ -295,8 +296,27 @@ class Search:
         return self.referee.exhausted or self.referee.best_s <= self.bound_s * (1 + _NEAR)
 
     def first(self) -> None:
-        """Tries the most promising start alone."""
-        self._try(_FIRST)
+        """Tries the most promising start alone, or if it finds none what takes least memory."""
+        if math.isinf(self._try(_FIRST)):
+            for plan in self.frugal():
+                self.referee.seconds(plan)
+
+    def frugal(self) -> Iterator[Plan]:
+        """The plans that take least memory, of those that fit: all on the lowest tier that holds it, nothing saved but inputs."""
+        model, allowed = self.relaxation.model, policies(self.referee.hardware)
+        saved = Saved.RECOMPUTE if Saved.RECOMPUTE in allowed else Saved.KEEP
+        inputs = [policy for policy in (Saved.SWAP_HOST, Saved.SWAP_DISK, Saved.KEEP) if policy in allowed]
+        for tier, policy in product((Tier.HOST, Tier.DISK), inputs):
+            placed = zero_infinity(model.shape(), tier)
+            plan = Plan(
+                name=NAME,
+                blocks=tuple(replace(b, saved=saved, boundary=policy) for b in placed.blocks),
+                prefetch_depth=1,
+                gradient_depth=1,
+                micro_batches=self.relaxation.micro_batches,
+            )
+            if self.referee.shortfall(plan) is None:
+                yield plan
 
     def run(self) -> None:
         """Tries starts, each a change of the best one so far, then the depths of the best plan; see [Note: Starts]."""
