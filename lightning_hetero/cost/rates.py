@@ -146,6 +146,12 @@ class Rates:
             speed /= max(1.0, self.hardware.contention.get(f"{mine}|{other}", 1.0))
         return speed
 
+    def slowdown(self, work: Work, other: Work) -> float:
+        """How many times longer work takes beside other work, by ``hardware.contention``: 1 where a link is slower than that anyway."""
+        demand = self.demand(work)
+        links = [self.capacity[link] / use for link, use in demand.uses.items()]
+        return min([demand.speed, *links]) / min([self.speed(work, [other]), *links])
+
     def _contender(self, work: Work) -> str:
         if work is Work.DEVICE_UPDATE and self.hardware.shared_memory:
             return "update"

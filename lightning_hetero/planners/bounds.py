@@ -180,7 +180,7 @@ LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Use, ...]]]] = {
     ),
     "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Use.SWAPPED_DISK,), _For.REST: (Use.STORED,)}),
 }
-_CONTENDERS = {"h2d": "copy", "d2h": "copy", "cpu": "update", "disk_read": "disk", "disk_write": "disk", "disk": "disk"}
+_WORKS = {lane: (work,) for lane, (work, _) in LANES.items()} | {"disk": (Work.DISK_READ, Work.DISK_WRITE)}
 
 
 def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
@@ -322,10 +322,13 @@ def _contended(compute: Row, other: Row, hardware: HardwareProfile) -> Iterator[
     In ``t`` seconds together they do ``t/a`` and ``t/b`` seconds' worth, of which there is ``C`` and ``U``, so that
     ``T >= C + U - t (1/a + 1/b - 1)`` with ``t <= a C`` and ``t <= b U``.
     """
-    name = _CONTENDERS.get(other.resource)
-    a = max(1.0, hardware.contention.get(f"compute|{name}", 1.0))
-    b = max(1.0, hardware.contention.get(f"{name}|compute", 1.0))
-    if name is None or a * b == 1.0:
+    rates = Rates(hardware)
+    works = [work for work in _WORKS.get(other.resource, ()) if unit_s(rates, work)]
+    if not works:
+        return
+    a = max(rates.slowdown(Work.COMPUTE, work) for work in works)
+    b = min(rates.slowdown(work, Work.COMPUTE) for work in works)
+    if a * b == 1.0:
         return
     alone = Row(resource="compute", always={Use.COMPUTE_S: 1.0}) if hardware.shared_memory else compute
     for row, spared, factor in ((other, alone, a * (1 - 1 / b)), (alone, other, b * (1 - 1 / a))):
