@@ -31,6 +31,22 @@ class OutOfMemoryBudgetError(HeteroError, MemoryError):
         self.needed_bytes = needed_bytes
 
 
+class DeviceMemoryError(OutOfMemoryBudgetError):
+    """The device's memory has no gap that is large enough: too much is in use, or what is in use lies badly.
+
+    Attributes:
+        free_bytes: What is free in all.
+        largest_gap_bytes: The largest run of free addresses.
+        capacity_bytes: What the memory holds at most.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, largest_gap_bytes: int, capacity_bytes: int) -> None:
+        super().__init__(message, needed_bytes)
+        self.free_bytes = free_bytes
+        self.largest_gap_bytes = largest_gap_bytes
+        self.capacity_bytes = capacity_bytes
+
+
 class PlanError(HeteroError, ValueError):
     """No plan fits the machine: names the tightest tier, the shortfall and the cheapest remedy.
 

@@ -1,0 +1,1 @@
+"""Lanes: in-order queues that run the ops of a schedule beside compute."""

@@ -1,0 +1,184 @@
+"""What runs the ops of a schedule beside compute: in-order lanes, the events they pass, and the device's memory.
+
+[Note: Lanes]
+Each lane is an in-order queue with a worker thread. ``compute`` is the thread that calls: what autograd does there, and ops of
+lane ``compute`` as they are submitted. An op *starts* once every event in ``after`` has passed and the ``run`` of the op before
+it on its lane has returned; so ``run`` must not wait for ops that are submitted later. It *ends* when ``run`` has returned,
+what ``run`` gave to the device is done, and the native tickets that ``run`` returned have got far enough (:func:`passed_at`).
+A lane does not wait for the tickets of one op before it starts the next: the native engine has its own queues.
+
+[Note: Streams]
+On a device with streams an op of ``h2d`` or ``d2h`` starts *on the stream*: its ``run`` is called on the host as soon as what
+it waits for has been issued, and the stream does the waiting. What ``run`` does through the device, :meth:`Lanes.copy`,
+:meth:`DeviceMemory.take` and :meth:`DeviceMemory.give` follows the stream's order. What ``run`` does on the host with the
+*content* of host memory does not; it belongs on a host lane (``cpu``, ``disk_read``, ``disk_write``), which waits on the host.
+The reverse holds too: ``compute`` is a stream, so what reads or gives up memory after compute waits for :meth:`Lanes.mark`.
+
+[Note: Errors in lanes]
+An op that raises makes its event raise, and whatever waits for that event: ops that depend on it do not run, and raise the
+same. :meth:`Lanes.submit` itself raises none of this. :meth:`Lanes.drain` raises the first error since the last drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hetero._native import DONE, READY
+from lightning_hetero.ir.schedule import Op, OpKind
+
+_PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
+
+
+def passed_at(kind: OpKind) -> int:
+    """How far the native tickets of an op have to be: READY where its result is in memory then, else DONE.
+
+    A FETCH or an UPDATE has passed once the weights, or the state, are there. The write-back that belongs to the UPDATE is the
+    STORE, whose tickets are the UPDATE's.
+    """
+    return READY if kind in _PASSED_WHEN_READY else DONE
+
+
+class Ticket(Protocol):
+    """What the lanes use of :class:`lightning_hetero._native.Ticket`."""
+
+    def wait(self, what: int = DONE, timeout: float | None = None) -> None:
+        """Blocks until ``what`` is reached; raises the task's error, or ``TimeoutError``."""
+
+    def poll(self) -> int:
+        """0, ``READY`` or ``DONE``, at once; raises the task's error."""
+
+
+class Event(Protocol):
+    """A moment that a lane passes. Thread-safe."""
+
+    def done(self) -> bool:
+        """Whether it has passed; never waits. Raises what the op raised."""
+
+    def wait(self) -> None:
+        """Blocks the calling host thread until it has passed. Raises what the op raised."""
+
+
+class OpEvent(Event, Protocol):
+    """The end of an op."""
+
+    @property
+    def op(self) -> Op:
+        """The op."""
+
+    def times(self) -> tuple[float, float] | None:
+        """When the op started and ended, in seconds of ``time.monotonic``; ``None`` before its end, or where it is not known.
+
+        Native tickets know more of what runs in the engine: the end is then when ``run`` returned. On streams times are known
+        only of ops that were submitted while ``timed`` was set.
+        """
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device that ops take and give back: one run of addresses of fixed capacity. Thread-safe.
+
+    First fit over address ranges; neighbours that are free are one. Under poison memory is filled with ``0xFF``, which is NaN in
+    every floating dtype, when it is taken and when it is given back. On a device with streams both happen in the order of the
+    stream that is current (see [Note: Streams]), and memory that another stream gave back is waited for by the taker's stream.
+    """
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What it holds at most."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken now, in whole units of 512 bytes."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken at any time."""
+
+    def take(self, num_bytes: int, what: str) -> Tensor:
+        """Takes memory: uint8, flat, aligned to 512 bytes.
+
+        Args:
+            num_bytes: Length of the tensor; at least 0.
+            what: What it is for, for the error.
+
+        Raises:
+            DeviceMemoryError: There is no gap of that size.
+        """
+
+    def give(self, memory: Tensor) -> None:
+        """Gives back what :meth:`take` returned."""
+
+
+class Lanes(Protocol):
+    """Runs ops, each lane in the order of submission. One thread submits and computes; the rest is thread-safe.
+
+    After :meth:`close`, and only then, nothing runs any more; it is to be called whatever happens.
+
+    Attributes:
+        device: Where parameters and activations live.
+        timed: Whether events know their times on streams too, where that costs something. May be set between two ops.
+    """
+
+    device: torch.device
+    timed: bool
+
+    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
+        """Queues an op on ``op.lane``; see [Note: Lanes].
+
+        Args:
+            op: The op.
+            run: Does it, in the lane's thread with the lane's stream current; may return native tickets.
+            after: Events of these lanes that the op waits for. An op that works on what compute made waits for a mark.
+
+        Returns:
+            The end of the op.
+
+        Raises:
+            HeteroError: The lanes are closed.
+        """
+
+    def mark(self) -> Event:
+        """Compute has come this far: passes once all that compute was given so far is done."""
+
+    def compute_waits(self, events: Sequence[Event]) -> None:
+        """What compute is given from now on comes after these events; blocks the host only as far as needed.
+
+        Raises:
+            BaseException: What an op raised whose event is among them.
+        """
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Moves and converts ``source`` to ``target``, of the same shape; between host and device at the lane's bandwidth.
+
+        Inside ``run`` it is part of the op. Both tensors are kept alive until it is done. Outside of any op it is done, with all
+        that compute was given before, when the call returns.
+        """
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory of exactly this size: uint8, flat, page-locked where that speeds copies; freed with its last view."""
+
+    def page_lock(self, memory: Tensor) -> None:
+        """Page-locks host memory that exists, where that speeds copies; until :meth:`close`.
+
+        The memory must stay mapped that long, and its pages must not be given back to the system.
+        """
+
+    def memory(self) -> DeviceMemory:
+        """The device's memory."""
+
+    def drain(self) -> None:
+        """Waits for all that was submitted; compute is at rest until it next waits or marks.
+
+        Raises:
+            BaseException: The first error since the last drain.
+        """
+
+    def close(self) -> None:
+        """Ends the lanes: what has not started never will, and raises so; idempotent, waits a bounded time.
+
+        Raises:
+            HeteroError: An op did not return in time; names it. Its thread is a daemon.
+        """
