@@ -68,9 +68,9 @@ def lohan_plan(name: str, batch: int, hardware: HardwareProfile, **options: Any)
         return None, profile
 
 
-def throughputs(name: str, batch: int, hardware: HardwareProfile) -> tuple[float | None, float | None, int | None]:
+def throughputs(name: str, batch: int, hardware: HardwareProfile, **options: Any) -> tuple[float | None, float | None, int | None]:
     """TFLOP/s by the paper's formula and by simulation, and the case."""
-    plan, profile = lohan_plan(name, batch, hardware)
+    plan, profile = lohan_plan(name, batch, hardware, **options)
     if plan is None or plan.predicted is None:
         return None, None, None
     return (
@@ -218,6 +218,23 @@ def figure_10() -> tuple[list[list[Cell]], list[list[Cell]]]:
     return large, rows
 
 
+def readings() -> list[list[Cell]]:
+    """How far figures 5a, 7b and 10b are from ours under both readings of the inter-block activations (docs/adr/0005)."""
+    points = [("lohan-13b", batch, 12, theirs) for batch, theirs in FIGURE_5A.items()]
+    points += [("lohan-175b", batch, 12, theirs) for batch, theirs in FIGURE_7B.items()]
+    points += [("lohan-13b", batch, disks, theirs) for batch, row in FIGURE_10B.items() for disks, theirs in row.items()]
+    rows: list[list[Cell]] = []
+    for reading in ("amount", "first"):
+        off: list[tuple[float, float]] = []
+        for name, batch, disks, theirs in points:
+            hardware = paper_machine("lohan-rtx4090", disk=f"p5510x{disks}")
+            formula, simulated, _ = throughputs(name, batch, hardware, inter_block=reading)
+            if formula and simulated:
+                off.append((abs(formula / theirs - 1), abs(simulated / theirs - 1)))
+        rows.append([reading, len(off), *(100 * statistics.median(errors) for errors in zip(*off, strict=True))])
+    return rows
+
+
 # ------------------------------------------------------------------ AutoHete
 
 
@@ -322,6 +339,11 @@ def main() -> None:
             "LoHan, figure 10b: 13B, TFLOP/s by batch and SSDs",
             ("batch", "SSDs", "paper", "ours, formula", "ours, simulated", "case"),
             by_disks_13b,
+        ),
+        "lohan_readings": (
+            "LoHan, figures 5a, 7b and 10b: median difference from the paper by reading",
+            ("inter-block activations", "points", "formula, %", "simulated, %"),
+            readings(),
         ),
         "autohete_4b": (
             "AutoHete, 4B on an A100 of 40 GB: blocks by batch",

@@ -45,7 +45,7 @@ SEARCHED = {
 V100_MEASURED = {3: 1.67e9, 4: 1.62e9, 5: 1.28e9}
 RANKS = 4
 # As the paper puts them into eq. 1: updates and downcasts of the whole machine, copies of one device (docs/adr/0007).
-V100 = dos.UpdateRates(cpu=2e9, device=35e9, downcast=8.7e9, link=3e9)
+V100 = dos.UpdateRates(cpu=2e9, device=35e9, downcast=8.7e9, link=3e9)  # section 5.4
 H100 = dos.UpdateRates(cpu=8e9, device=100e9, downcast=62e9 / 4, link=12e9)  # section 1, table 1
 SUBGROUP = 10**8
 
@@ -186,22 +186,13 @@ def protrain_agreement() -> dict[str, float]:
 # ------------------------------------------------------------------ Deep Optimizer States
 
 
-def of_one_rank(rates: dos.UpdateRates) -> dos.UpdateRates:
-    """The share of one of the paper's four ranks; each has a link of its own."""
-    return replace(rates, cpu=rates.cpu / RANKS, device=rates.device / RANKS, downcast=rates.downcast / RANKS)
-
-
 def ratios() -> list[dict[str, object]]:
-    """Eq. 1 on both machines of the paper."""
-    cases = {
-        "4x V100, as in the paper": V100,
-        "4x V100, one rank": of_one_rank(V100),
-        "4x H100, as in the paper": H100,
-        "4x H100, one rank": of_one_rank(H100),
-    }
-    for name in ("dos-v100", "dos-h100"):
-        hardware = paper_machine(name)
-        cases[f"preset {name}"] = dos.update_rates(model("dos-7b", batch=1, sequence=2048, hardware=hardware), hardware)
+    """Eq. 1 on both machines of the paper, with its figures as they are and with those of one rank."""
+    cases = {}
+    for what, rates in (("v100", V100), ("h100", H100)):
+        hardware = paper_machine(f"dos-{what}")
+        cases[f"4x {what.upper()}, as in the paper"] = rates
+        cases[f"one rank, dos-{what}"] = dos.update_rates(model("dos-7b", batch=1, sequence=2048, hardware=hardware), hardware)
     rows = []
     for what, rates in cases.items():
         k, sizes = dos.update_ratio(rates), [SUBGROUP] * 120  # divides by every stride
@@ -215,19 +206,16 @@ def ratios() -> list[dict[str, object]]:
     return rows
 
 
-def one_rank(name: str, rates: dos.UpdateRates) -> HardwareProfile:
-    """One rank of a machine, with its share of the host and the paper's rates."""
-    hardware, share = paper_machine(name), of_one_rank(rates)
+def one_rank(name: str) -> HardwareProfile:
+    """One rank of a machine, with its share of the host."""
+    h = paper_machine(name)
     return replace(
-        hardware,
+        h,
         world_size=1,
-        host_memory_bytes=hardware.host_memory_bytes // RANKS,
-        host_dram_bytes_per_s=hardware.host_dram_bytes_per_s / RANKS,
-        link_h2d_bytes_per_s=share.link * 4,
-        link_d2h_bytes_per_s=share.link * 4,
-        cpu_update_params_per_s=share.cpu,
-        cpu_downcast_params_per_s=share.downcast,
-        device_update_params_per_s=share.device,
+        host_memory_bytes=h.host_memory_bytes // RANKS,
+        host_dram_bytes_per_s=h.host_dram_bytes_per_s / RANKS,
+        cpu_update_params_per_s=h.cpu_update_params_per_s / RANKS,
+        cpu_downcast_params_per_s=h.cpu_downcast_params_per_s / RANKS,
     )
 
 
@@ -297,8 +285,8 @@ def main() -> None:
         "protrain_table_4": protrain_table_4(),
         "protrain_agreement": protrain_agreement(),
         "dos_ratios": ratios(),
-        "dos_v100_7b": throughput("7B on 4x V100", 7e9, one_rank("dos-v100", V100), V100_MEASURED),
-        "dos_h100_20b": throughput("20B on 4x H100", 20e9, one_rank("dos-h100", H100), {}),
+        "dos_v100_7b": throughput("7B on 4x V100", 7e9, one_rank("dos-v100"), V100_MEASURED),
+        "dos_h100_20b": throughput("20B on 4x H100", 20e9, one_rank("dos-h100"), {}),
     }
     print(json.dumps(result))
 

@@ -94,12 +94,12 @@ def lanes(num_subgroups: int, *, stride: int | None, static_residents: int) -> t
     return tuple(UpdateLane.DEVICE if on_device(i) else UpdateLane.CPU for i in range(num_subgroups))
 
 
-def update_s(rates: UpdateRates, sizes: Sequence[int], *, stride: int | None, static_residents: int) -> float:
+def update_s(rates: UpdateRates, sizes: Sequence[float], *, stride: int | None, static_residents: int) -> float:
     """Seconds of the update phase: both sides of eq. 1, summed over all subgroups; the slower one decides.
 
     Args:
-        rates: The machine.
-        sizes: Elements of each subgroup.
+        rates: Those of one rank.
+        sizes: Elements that it has of each subgroup.
         stride: Every how many subgroups one is updated on the device.
         static_residents: Subgroups at the end whose state lives there.
     """
@@ -195,7 +195,7 @@ def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, 
     """
     rates = update_rates(model, hardware)
     k = update_ratio(rates)
-    sizes = [b.num_trainable_params for b in model.blocks if b.num_trainable_params]
+    sizes = [b.num_trainable_params / hardware.world_size for b in model.blocks if b.num_trainable_params]  # one rank's share
     placed = lanes(len(sizes), stride=stride, static_residents=static_residents)
     tiers = [Tier.HOST] * (len(sizes) - static_residents) + [Tier.DEVICE] * static_residents
     states = iter(zip(tiers, placed, strict=True))

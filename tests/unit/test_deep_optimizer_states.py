@@ -250,6 +250,19 @@ def test_the_objective_adds_the_update_phase_to_compute() -> None:
     assert plan.objective_s == pytest.approx(compute + phase)
 
 
+def test_the_objective_of_several_devices_is_that_of_one_rank() -> None:
+    model = _model()
+    compute = sum(b.forward_s + b.backward_s for b in model.blocks)
+
+    def phase(world_size: int, stride: int | None) -> float:
+        plan = emit(model, _hardware(world_size=world_size), stride=stride, static_residents=0, saved=Saved.KEEP)
+        assert plan.objective_s is not None
+        return plan.objective_s - compute
+
+    assert phase(4, None) == pytest.approx(phase(1, None))  # all share the CPU
+    assert phase(4, 1) == pytest.approx(phase(1, 1) / 4)  # each has a device and a link
+
+
 def test_frozen_blocks_are_no_subgroups() -> None:
     model = _model(6)
     frozen = replace(model, blocks=(replace(model.blocks[0], num_trainable_params=0), *model.blocks[1:]))

@@ -343,14 +343,22 @@ def test_lohans_machine_swaps_and_streams_as_fast_as_the_paper_says() -> None:
     assert one.host_memory_bytes == 128 * GIB
 
 
-def test_deep_optimizer_states_worked_case() -> None:
-    """Section 4.2's k from section 5.4's figures on the V100 machine: 2.29 before it is rounded."""
-    machine = presets.paper_machine("dos-v100")
-    ranks = machine.world_size
-    link, device = machine.link_h2d_bytes_per_s / 4, machine.device_update_params_per_s
-    cpu, downcast = machine.cpu_update_params_per_s / ranks, machine.cpu_downcast_params_per_s / ranks
-    k = (3 / link + 1 / device) / (1 / cpu + 1 / downcast - 1 / (2 * link))
-    assert k == pytest.approx(2.29, abs=0.01)
+@pytest.mark.parametrize(
+    ("name", "cpu", "device", "downcast", "link"),
+    [("dos-v100", 2e9, 35e9, 8.7e9, 3e9), ("dos-h100", 8e9, 100e9, 62e9 / 4, 12e9)],
+)
+def test_deep_optimizer_states_machines_have_the_papers_rates(
+    name: str, cpu: float, device: float, downcast: float, link: float
+) -> None:
+    """Sections 1 and 5.4, table 1: updates are those of the whole machine, copies those of one link (docs/adr/0007)."""
+    machine = presets.paper_machine(name)
+    assert machine.world_size == 4
+    assert (machine.cpu_update_params_per_s, machine.cpu_downcast_params_per_s) == (cpu, downcast)
+    assert machine.device_update_params_per_s * machine.world_size == device
+    assert machine.link_h2d_bytes_per_s == machine.link_d2h_bytes_per_s == 4 * link
+    # Host memory must carry those updates, of 28 bytes each, and four links.
+    assert machine.host_dram_bytes_per_s > 28 * cpu
+    assert all("Deep Optimizer States" in machine.source[key] for key in ("cpu_update_params_per_s", "link_h2d_bytes_per_s"))
 
 
 def test_deep_optimizer_states_table_2_counts_12_h_squared_a_layer() -> None:

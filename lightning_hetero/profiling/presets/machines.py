@@ -123,7 +123,8 @@ class PaperMachine:
 
 _LOHAN_LINK = Figure(22.9e9, "LoHan, section III-C: swapping 213 GiB of activations out takes 10 s")
 _LOHAN_DISKS = Figure(28e9, "LoHan, section III-C: 182 GB read and 182 GB written take 13 s with 12 disks, taken as equally fast")
-_DOS_V100 = "Deep Optimizer States, section 5.4"
+_DOS_V100, _DOS_H100 = "Deep Optimizer States, section 5.4", "Deep Optimizer States, section 5.1"
+_DOS_RANKS = 4
 
 
 def _lohan(device: str) -> PaperMachine:
@@ -138,6 +139,19 @@ def _lohan(device: str) -> PaperMachine:
     )
 
 
+def _dos(*, device: float, cpu: float, downcast: float, link: float, where: str) -> dict[str, Figure]:
+    """What the paper puts into its eq. 1, elements/s, as a profile has it: of one device and its link, of the CPU of all ranks."""
+    paper = f"Deep Optimizer States, {where}"
+    copies = Figure(4 * link, f"{paper}: B = {link:.3g} fp32/s, one device's")
+    return {
+        "device_update_params_per_s": Figure(device / _DOS_RANKS, f"{paper}: U_g = {device:.3g} of {_DOS_RANKS} devices"),
+        "cpu_update_params_per_s": Figure(cpu, f"{paper}: U_c = {cpu:.3g} of all cores"),
+        "cpu_downcast_params_per_s": Figure(downcast, f"{paper}: D_c = {downcast:.3g} of all cores"),
+        "link_h2d_bytes_per_s": copies,
+        "link_d2h_bytes_per_s": copies,
+    }
+
+
 PAPER_MACHINES: dict[str, PaperMachine] = {
     # One GPU of three kinds in one server.
     "lohan-rtx4090": _lohan("rtx4090"),
@@ -149,18 +163,16 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
         where="ProTrain, appendix C.2", device="rtx3090", host="xeon-4214rx2", host_gib=384, count=4, link="pcie3"
     ),
     "protrain-a100": PaperMachine(where="ProTrain, appendix C.2", device="a100-80", host="xeon-8480x2", host_gib=1024, count=4),
-    # What one of the four ranks measured, times four where they share the CPU.
+    # The paper's updates and downcasts are those of four devices and of all cores, its copies those of one link (docs/adr/0007).
     "dos-h100": PaperMachine(
-        where="Deep Optimizer States, section 5.1",
+        where=_DOS_H100,
         device="h100",
         host="xeon-8468x2",
         host_gib=512,
         count=4,
         figures={
-            "collective_bytes_per_s": Figure(133e9, "Deep Optimizer States, section 5.1: 133 GB/s between devices"),
-            "cpu_downcast_params_per_s": Figure(
-                4 * 62e9 / 4, "Deep Optimizer States, table 1: 62 GB/s, taken as fp32 bytes and of one of 4 ranks"
-            ),
+            **_dos(device=100e9, cpu=8e9, downcast=62e9 / 4, link=12e9, where="section 1; table 1: 62 GB/s, taken as fp32 bytes"),
+            "collective_bytes_per_s": Figure(133e9, f"{_DOS_H100}: 133 GB/s between devices"),
         },
     ),
     "dos-v100": PaperMachine(
@@ -169,12 +181,7 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
         host="xeon-6152x2",
         host_gib=192,
         count=4,
-        figures={
-            "device_update_params_per_s": Figure(35e9, f"{_DOS_V100}: U_g = 35e9"),
-            "cpu_update_params_per_s": Figure(4 * 2e9, f"{_DOS_V100}: U_c = 2e9 of one of 4 ranks"),
-            "cpu_downcast_params_per_s": Figure(4 * 8.7e9, f"{_DOS_V100}: D_c = 8.7e9 of one of 4 ranks"),
-            "host_dram_bytes_per_s": Figure(256e9, "nominal, two sockets: the CPU updates that the paper measured take 224 GB/s"),
-        },
+        figures=_dos(device=35e9, cpu=2e9, downcast=8.7e9, link=3e9, where="section 5.4"),
     ),
 }
 
