@@ -157,6 +157,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "block_open": (_PTR, (_PTR, POINTER(CBlockGeometry), _PTR)),
     "block_close": (_I32, (_PTR,)),
     "block_discard": (_I32, (_PTR,)),
+    "block_bind": (_I32, (_PTR, _PTR)),
     "block_state": (_PTR, (_PTR, _I32)),
     "block_file_bytes": (_I64, (POINTER(CBlockGeometry),)),
     "block_slot": (_I32, (_PTR, POINTER(_I64))),

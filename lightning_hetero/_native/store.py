@@ -31,6 +31,7 @@ from lightning_hetero.errors import ConfigError, HeteroError
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _UUID_BYTES = 16
+_PAGE = 4096
 
 
 class Handle:
@@ -271,11 +272,31 @@ class Block(Handle):
         opened = functions()["block_open"](pointer, ctypes.byref(geometry.as_c()), weights_address)
         super().__init__(opened, "block_close")
 
+    def bind(self, weights_address: int, *, keep: object = None) -> None:
+        """Weights that live on disk appear at another address from now on; no task of the block may be under way.
+
+        Args:
+            weights_address: Page-aligned memory for all weights, whole pages.
+            keep: What must live until the block is bound anew: the memory.
+
+        Raises:
+            ConfigError: the address is no page's, or the block's weights live in memory.
+            HeteroError: a task of the block is not done.
+        """
+        check(functions()["block_bind"](self.pointer, check_address("weights_address", weights_address, alignment=_PAGE)))
+        self._keep = (self._keep[0], keep)
+
     def state_address(self, array: int) -> int | None:
         """Address of a state array in memory; None when it is on disk."""
         check_range("array", array, low=0, high=max(self.geometry.num_state - 1, 0))
         address: int | None = functions()["block_state"](self.pointer, array)
         return address
+
+    def drop_state(self, array: int) -> None:
+        """Gives the pages of a state array in memory back to the system; what it holds means nothing afterwards."""
+        address = self.state_address(array)
+        if address is not None:
+            check(functions()["drop"](address, 4 * self.geometry.num_elements))
 
     def discard(self) -> None:
         """Closes the block for good: its files may be removed, and later commit records do not name it.

@@ -85,6 +85,15 @@ int32_t hetero_block_discard(hetero_block* handle) {
   return 0;
 }
 
+int32_t hetero_block_bind(hetero_block* handle, void* weights) {
+  if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "block is null"));
+  Block* block = FromHandle(handle);
+  if (block->pending > 0)
+    return Report(Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them before other memory is bound",
+                       block->id()));
+  return Report(block->Bind(weights));
+}
+
 float* hetero_block_state(hetero_block* block, int32_t array) {
   return block == nullptr ? nullptr : FromHandle(block)->state(array);
 }

@@ -35,6 +35,11 @@ FileSpec SpecFor(const Store& store, std::string name, int64_t bytes) {
   return spec;
 }
 
+Status CheckWeightMemory(int32_t block, const void* weights) {
+  if (weights != nullptr && reinterpret_cast<uintptr_t>(weights) % kPageBytes == 0) return Status::Ok();
+  return Fail(HETERO_EINVAL, "block %d: weights is %p; allowed: a page-aligned address from hetero_reserve", block, weights);
+}
+
 std::string SlotName(int32_t block, int32_t slot) {
   char name[32];
   snprintf(name, sizeof(name), "block-%05d.%c", block, slot == 0 ? 'a' : 'b');
@@ -104,9 +109,7 @@ void Store::Forget(int32_t block) {
 Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out) {
   std::unique_ptr<Block> block(new Block);
   HETERO_RETURN_IF_ERROR(Layout::Make(geometry, &block->layout_));
-  if (weights == nullptr || reinterpret_cast<uintptr_t>(weights) % kPageBytes != 0)
-    return Fail(HETERO_EINVAL, "block %d: weights is %p; allowed: a page-aligned address from hetero_reserve", geometry.id,
-                weights);
+  HETERO_RETURN_IF_ERROR(CheckWeightMemory(geometry.id, weights));
   block->weights_ = static_cast<uint8_t*>(weights);
   if (geometry.num_state > 0 && !block->layout_.state_in_file()) HETERO_RETURN_IF_ERROR(block->ReserveState());
   if (block->layout_.has_file()) {
@@ -123,6 +126,14 @@ Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* we
     store->Attach(block.get());
   }
   *out = std::move(block);
+  return Status::Ok();
+}
+
+Status Block::Bind(void* weights) {
+  HETERO_RETURN_IF_ERROR(CheckWeightMemory(id(), weights));
+  if (!layout_.weights_in_file())
+    return Fail(HETERO_EINVAL, "block %d keeps its weights in RAM only; binding other memory would lose them", id());
+  weights_ = static_cast<uint8_t*>(weights);
   return Status::Ok();
 }
 

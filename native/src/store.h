@@ -93,6 +93,8 @@ class Block {
   [[nodiscard]] const Layout& layout() const { return layout_; }
   [[nodiscard]] int32_t id() const { return layout_.geometry().id; }
   [[nodiscard]] uint8_t* weights() const { return weights_; }
+  // Other memory for weights that have a section in the file; no task of the block is under way.
+  Status Bind(void* weights);
   [[nodiscard]] float* state(int32_t array) const;  // RAM; null when on disk or out of range
   [[nodiscard]] int64_t state_reserved_bytes() const { return state_bytes_; }
   [[nodiscard]] const File& file(int32_t slot) const { return files_[slot]; }

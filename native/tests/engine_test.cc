@@ -105,6 +105,60 @@ TEST(released_weights_come_back_by_fetch) {
   block.Close();
 }
 
+TEST(one_file_passes_through_memory_that_is_lent_to_it) {
+  std::mt19937 random(17);
+  const TempDirectory directory;
+  TestBlock block;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
+  const hetero_block_geometry geometry = Geometry(0, HETERO_U8, 4096 * 5, true, false);
+  REQUIRE(block.Open(run.store, geometry, &random));
+  REQUIRE(run.StartEngine(EngineOptions(4096, 3, 1)));
+  const std::vector<uint8_t> zeros(block.expected_weights.size());
+  const auto bytes = static_cast<int64_t>(zeros.size());
+  auto* lent = static_cast<uint8_t*>(hetero_reserve(2 * bytes));
+  REQUIRE(lent != nullptr);
+  memcpy(lent, block.expected_weights.data(), zeros.size());
+  CHECK_EQ(hetero_block_bind(block.handle, lent), 0);
+  CHECK_EQ(run.Complete(run.Store(block, {}, true, 0)), 0);
+  CHECK_EQ(hetero_block_bind(block.handle, lent + bytes), 0);
+  CHECK_EQ(run.Complete(run.Fetch(block)), 0);
+  CHECK_EQ(memcmp(lent + bytes, block.expected_weights.data(), zeros.size()), 0);
+  CHECK_EQ(memcmp(block.weights, zeros.data(), zeros.size()), 0);  // the memory it was opened with has been left alone
+  for (uint8_t& byte : block.expected_weights) byte ^= 0xff;  // in place: a file with one slot is written as often as one likes
+  memcpy(lent, block.expected_weights.data(), zeros.size());
+  CHECK_EQ(hetero_block_bind(block.handle, lent), 0);
+  CHECK_EQ(run.Complete(run.Store(block, {}, true, 0)), 0);
+  CHECK(run.Holds(block));
+  run.StopEngine();
+  block.Close();
+  CHECK_EQ(hetero_unreserve(lent, 2 * bytes), 0);
+}
+
+TEST(other_memory_is_bound_only_where_it_can_be) {
+  std::mt19937 random(18);
+  const TempDirectory directory;
+  TestBlock block;
+  TestBlock in_memory;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
+  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096, true, true);
+  REQUIRE(block.Open(run.store, g, &random));
+  REQUIRE(in_memory.Open(nullptr, Geometry(1, HETERO_F32, 4096, false, false), &random));
+  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 3, 1)));
+  CHECK_EQ(hetero_block_bind(nullptr, block.weights), HETERO_EINVAL);
+  CHECK_EQ(hetero_block_bind(block.handle, nullptr), HETERO_EINVAL);
+  CHECK_EQ(hetero_block_bind(block.handle, block.weights + 64), HETERO_EINVAL);
+  CHECK_EQ(hetero_block_bind(in_memory.handle, in_memory.weights), HETERO_EINVAL);
+  const int64_t ticket = run.OpenUpdate(block, true);
+  CHECK_EQ(hetero_block_bind(block.handle, block.weights), HETERO_ESTATE);
+  CHECK_EQ(hetero_cancel_update(run.engine, ticket), 0);
+  CHECK_EQ(hetero_block_bind(block.handle, block.weights), 0);
+  run.StopEngine();
+  block.Close();
+  in_memory.Close();
+}
+
 TEST(step_zero_stores_weights_only_and_state_reads_as_zeros) {
   std::mt19937 random(8);
   const TempDirectory directory;

@@ -400,6 +400,23 @@ def test_a_ticket_outlives_its_engine_harmlessly(arena: _native.Arena) -> None:
     gc.collect()
 
 
+def test_a_file_is_read_into_other_memory_than_it_was_written_from(tmp_path: Path, engine: _native.Engine) -> None:
+    opaque = _geometry(weight_dtype=_native.U8, num_elements=8192, num_state=0, state_on_disk_file=False, num_slots=1)
+    with (
+        _store(tmp_path) as store,
+        _native.Arena(8192) as first,
+        _native.Arena(8192) as second,
+        _native.Block(store, opaque, first.address) as block,
+    ):
+        torch.frombuffer(_memory(first), dtype=torch.uint8).copy_(torch.arange(8192))
+        engine.store(block, [], weights_from_memory=True, step=0).wait()
+        block.bind(second.address, keep=second)
+        engine.fetch(block).wait()
+        assert bytes(_memory(second)) == bytes(_memory(first)) == bytes(range(256)) * 32
+        with pytest.raises(ConfigError, match="aligned to 4096"):
+            block.bind(second.address + 64)
+
+
 def test_a_user_blob_that_does_not_fit_is_refused(tmp_path: Path, engine: _native.Engine) -> None:
     with _store(tmp_path) as store, pytest.raises(ConfigError, match="user has 65 bytes"):
         engine.commit(store, 1, bytes(65))

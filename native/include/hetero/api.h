@@ -136,6 +136,10 @@ HETERO_API int32_t hetero_block_close(hetero_block* block);
 // Closes a block whose files the caller removes: later commit records do not name it, and once the next one is there (and the
 // files are gone) another block may have its id.
 HETERO_API int32_t hetero_block_discard(hetero_block* block);
+// From now on the weights appear at `weights`: for files whose content passes through memory that is lent from use to use. The
+// rules for the address are those of hetero_block_open; it need not come from hetero_reserve, where nothing is released to
+// the system. EINVAL for weights that live in RAM. ESTATE while a task of the block is not DONE.
+HETERO_API int32_t hetero_block_bind(hetero_block* block, void* weights);
 // The address of RAM state array k (null when it is on disk).
 HETERO_API float* hetero_block_state(hetero_block* block, int32_t array);
 // Bytes of one slot's file; 0 without file sections.
