@@ -6,9 +6,25 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+from support.properties import DEEP_EXAMPLES, QUICK_EXAMPLES
 
 # Micro-benchmarks take their time and differ from run to run: tests plan for this machine, child processes too.
 os.environ.setdefault("LIGHTNING_HETERO_HARDWARE", str(Path(__file__).parent / "support" / "hardware.json"))
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+
+# By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks for new ones, and for longer.
+settings.register_profile(
+    "quick",
+    max_examples=QUICK_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("deep", settings.get_profile("quick"), max_examples=DEEP_EXAMPLES, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 from torch import Tensor
 
 from lightning_hetero import _native
@@ -149,7 +150,6 @@ def _ulps(a: Tensor, b: Tensor) -> int:
 
 
 @pytest.mark.parametrize("isa", _isas())
-@settings(max_examples=60, deadline=None)
 @given(case=CASES)
 def test_updates_have_the_bits_of_torch_fused(isa: _native.Isa, case: Case) -> None:
     if not torch.__version__.startswith(KNOWN_TORCH):
@@ -160,7 +160,7 @@ def test_updates_have_the_bits_of_torch_fused(isa: _native.Isa, case: Case) -> N
     assert [_differing(a, b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)] == [0, 0, 0]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(case=CASES)
 def test_the_first_update_is_within_an_ulp_of_any_torch(case: Case) -> None:
     param, grads = _gradients(case)
@@ -172,7 +172,7 @@ def test_the_first_update_is_within_an_ulp_of_any_torch(case: Case) -> None:
 
 @pytest.mark.parametrize("isa", _isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=CASES)
 def test_16_bit_gradients_equal_upcast_ones(isa: _native.Isa, dtype: torch.dtype, case: Case) -> None:
     _native.force_isa(isa)
@@ -183,7 +183,7 @@ def test_16_bit_gradients_equal_upcast_ones(isa: _native.Isa, dtype: torch.dtype
 
 @pytest.mark.parametrize("isa", _isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=CASES, log10_param=st.floats(-42, 38))
 def test_the_16_bit_copy_is_torchs_cast(isa: _native.Isa, dtype: torch.dtype, case: Case, log10_param: float) -> None:
     _native.force_isa(isa)
@@ -193,7 +193,7 @@ def test_the_16_bit_copy_is_torchs_cast(isa: _native.Isa, dtype: torch.dtype, ca
     assert _differing(copy, state.param.to(dtype)) == 0
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=CASES, scale=st.floats(1e-6, 10.0))
 def test_the_gradient_scale_is_a_multiplication_in_fp32(case: Case, scale: float) -> None:
     param, grads = _gradients(case)
@@ -202,7 +202,7 @@ def test_the_gradient_scale_is_a_multiplication_in_fp32(case: Case, scale: float
     assert [_differing(a, b) for a, b in zip(ours.tensors(), scaled.tensors(), strict=True)] == [0, 0, 0]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=CASES, threads=st.integers(2, 9))
 def test_threads_and_instruction_sets_do_not_change_a_bit(case: Case, threads: int) -> None:
     param, grads = _gradients(case)
@@ -213,7 +213,7 @@ def test_threads_and_instruction_sets_do_not_change_a_bit(case: Case, threads: i
         assert [_differing(a, b) for a, b in zip(first.tensors(), again.tensors(), strict=True)] == [0, 0, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     numel=st.integers(0, 200) | st.sampled_from([65535, 65536, 65537, 200001]),
     dtype=st.sampled_from(list(DTYPES)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.machine import Machine
 
@@ -16,8 +16,6 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Rooms, check, lower, needs_of, steady
 from lightning_hetero.lowering.needs import Purpose
-
-DEEP = settings(max_examples=120, deadline=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +127,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(DEEP, max_examples=300)
 @given(cases())
 def test_every_lowering_passes_the_check(case: Case) -> None:
     for schedule in case.lower():
         case.check(schedule)
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.integers(0, 2**32))
 def test_every_order_that_a_schedule_allows_computes_with_the_right_bytes(case: Case, seed: int) -> None:
     machine = Machine(case.plan, case.model, case.lower(), seed=seed)
@@ -145,13 +141,11 @@ def test_every_order_that_a_schedule_allows_computes_with_the_right_bytes(case: 
     assert machine.peak_host_cache <= case.capacity_bytes
 
 
-@DEEP
 @given(cases())
 def test_lowering_is_deterministic(case: Case) -> None:
     assert [s.to_text() for s in case.lower()] == [s.to_text() for s in case.lower()]
 
 
-@settings(DEEP, max_examples=300)
 @given(st.data(), st.integers(0, 2**32))
 def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, seed: int) -> None:
     model = data.draw(models())
@@ -179,7 +173,6 @@ def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, se
     assert machine.peak_host <= sum(needs.host.get(p, 0) for p in moving)
 
 
-@settings(DEEP, max_examples=300)
 @given(st.data())
 def test_steady_steps_begin_with_what_the_step_before_leaves(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -226,7 +219,6 @@ def _drawn(case: Case, data: st.DataObject) -> Schedule:
     return data.draw(st.sampled_from(case.lower()))
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.data())
 def test_a_removed_op_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -242,7 +234,6 @@ def _is_needed(schedule: Schedule, op: Op, edge: int) -> bool:
     return not (op.kind is other.kind is OpKind.RELEASE and op.block != other.block)
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.data())
 def test_a_dropped_edge_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -255,7 +246,6 @@ def test_a_dropped_edge_is_caught(case: Case, data: st.DataObject) -> None:
         case.check(broken)
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.data())
 def test_a_dropped_carried_edge_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -266,7 +256,6 @@ def test_a_dropped_carried_edge_is_caught(case: Case, data: st.DataObject) -> No
         case.check(_with_op(schedule, replace(op, carried=tuple(e for e in op.carried if e != edge))))
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.data())
 def test_an_anchor_that_stops_waiting_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -286,7 +275,6 @@ def test_an_anchor_that_stops_waiting_is_caught(case: Case, data: st.DataObject)
         case.check(replace(schedule, anchors=tuple(anchors)))
 
 
-@settings(DEEP, max_examples=300)
 @given(cases(), st.data())
 def test_an_op_on_another_lane_or_with_other_bytes_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -299,7 +287,6 @@ def test_an_op_on_another_lane_or_with_other_bytes_is_caught(case: Case, data: s
         case.check(_with_op(schedule, changed))
 
 
-@DEEP
 @given(cases(), st.data())
 def test_an_op_issued_twice_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
@@ -311,7 +298,6 @@ def test_an_op_issued_twice_is_caught(case: Case, data: st.DataObject) -> None:
         case.check(replace(schedule, ops=(*schedule.ops, again)))
 
 
-@DEEP
 @given(cases())
 def test_a_smaller_device_is_caught(case: Case) -> None:
     uploads = [
@@ -338,7 +324,6 @@ MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
-@DEEP
 @given(case=cases(), data=st.data())
 def test_malformed_schedules_are_caught(mutation: Callable[[Schedule], Schedule], case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)

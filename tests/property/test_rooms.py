@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import PlanError
@@ -16,8 +16,6 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import Rooms, check, needs_of, rooms, steady, step_signatures
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.sim import simulate
-
-DEEP = settings(max_examples=150, deadline=None)
 
 MACHINE = HardwareProfile(
     name="box",
@@ -92,7 +90,6 @@ def plans(draw: st.DrawFn, model: ModelProfile, *, shared: bool) -> Plan:
     )
 
 
-@settings(DEEP, max_examples=300)
 @pytest.mark.parametrize("shared", [False, True], ids=["device", "shared memory"])
 @given(data=st.data())
 def test_what_fits_the_rooms_fits_the_machine(shared: bool, data: st.DataObject) -> None:
@@ -117,7 +114,6 @@ def test_what_fits_the_rooms_fits_the_machine(shared: bool, data: st.DataObject)
     assert shared or predicted.device_peak_bytes <= machine.device_memory_bytes
 
 
-@DEEP
 @given(st.data())
 def test_a_byte_less_than_the_least_is_refused(data: st.DataObject) -> None:
     model = data.draw(models())

@@ -8,8 +8,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -236,13 +237,13 @@ def optimum(k: Costs, method: str) -> float | None:
 
 
 @given(k=problems())
-@settings(max_examples=200, deadline=None)
+@examples(120)
 def test_the_search_finds_what_enumeration_finds(k: Costs) -> None:
     assert optimum(k, "exact") == enumerated(k)
 
 
 @given(k=problems())
-@settings(max_examples=50, deadline=None)
+@examples(20)
 def test_the_integer_programme_finds_what_enumeration_finds(k: Costs) -> None:
     found, expected = optimum(k, "milp"), enumerated(k)
     assert (found is None) == (expected is None)
@@ -305,7 +306,6 @@ def test_only_the_prefetch_that_equation_1_makes_room_for_is_advanced_without_me
 
 
 @given(k=problems())
-@settings(max_examples=100, deadline=None)
 def test_advanced_prefetches_fit_and_keep_their_order(k: Costs) -> None:
     n = autohete.exact(k)
     if n is None:

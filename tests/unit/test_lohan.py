@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
@@ -258,7 +259,6 @@ def swapped_bytes(q: Quantities, layers: tuple[Layer, ...], count: int) -> float
 
 
 @given(problem=problems())
-@settings(max_examples=150, deadline=None)
 def test_no_shorter_or_longer_walk_is_faster(problem: tuple[Quantities, tuple[Layer, ...]]) -> None:
     q, layers = problem
     swap = lohan.walk(q, layers)
@@ -270,7 +270,7 @@ def test_no_shorter_or_longer_walk_is_faster(problem: tuple[Quantities, tuple[La
 
 
 @given(problem=problems())
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_walk_and_convex_programme_agree_within_one_layer(problem: tuple[Quantities, tuple[Layer, ...]]) -> None:
     q, layers = problem
     walked, rounded = lohan.walk(q, layers), lohan.convex(q, layers)
@@ -285,7 +285,6 @@ def test_walk_and_convex_programme_agree_within_one_layer(problem: tuple[Quantit
 
 
 @given(problem=problems(), at=st.lists(st.floats(0, 1), min_size=3, max_size=3))
-@settings(max_examples=150, deadline=None)
 def test_iteration_time_is_convex_in_what_is_swapped(problem: tuple[Quantities, tuple[Layer, ...]], at: list[float]) -> None:
     q, layers = problem
     least, most = q.swapped_first_bytes, swapped_bytes(q, layers, len(layers))

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -102,7 +103,6 @@ def test_the_chunk_size_of_least_waste_is_chosen() -> None:
     assert best_chunk_params([6] + [4] * 8, interval=1, span=1) == 6
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
     st.integers(1, 9),
@@ -333,7 +333,7 @@ _HARDWARE = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(120)
 @given(st.lists(_BLOCKS, min_size=1, max_size=6), _HARDWARE)
 def test_the_pruned_search_finds_what_brute_force_finds(blocks: list[BlockProfile], hardware: HardwareProfile) -> None:
     model = _model(*blocks)
