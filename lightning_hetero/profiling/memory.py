@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from lightning_hetero.ir.model import OperatorProfile
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.operators import Made, Ran
 from lightning_hetero.profiling.timeline import Stretch
+from lightning_hetero.runtime.activations.names import OperatorNames
 from lightning_hetero.units import MIB
 
 _HEAP_SAYS_MORE = 1.25  # malloc sees more than activations, so it has to say far more than the operators do
@@ -155,16 +156,17 @@ class Memory:
             self.activation_bytes = [max(a, g) for a, g in zip(self.activation_bytes, grown, strict=True)]
 
     def operators(self, block: int) -> tuple[OperatorProfile, ...]:
-        """The operators of one block's forward whose outputs are saved, in the order in which they first ran."""
+        """The operators inside one block's forward whose outputs are saved, in the order in which they first ran."""
         flop: Counter[str] = Counter()
         saved: Counter[str] = Counter()
         labels = _labels(self._observed)
         for op, stretch, label in zip(self._observed.ran, self._stretches, labels, strict=True):
-            if _block(stretch) == block and stretch.phase is Phase.FORWARD:
+            if _block(stretch) == block and stretch.phase is Phase.FORWARD and stretch.inside:
                 flop[label] += op.flop  # type: ignore[assignment]
         for number in self._own:
             operator = self._observed.made[number].operator
-            if _block(self._stretches[operator]) == block:
+            stretch = self._stretches[operator]
+            if _block(stretch) == block and stretch.inside:
                 saved[labels[operator]] += self._observed.made[number].num_bytes
         return tuple(OperatorProfile(name=name, flop=flop[name], bytes=saved[name]) for name in flop if saved[name])
 
@@ -181,16 +183,9 @@ def _stretches(observed: Observed) -> list[Stretch]:
 
 
 def _labels(observed: Observed) -> list[str]:
-    """A name for each operator: its parameter's module inside the block, else its own name, numbered where a block has several."""
-    counts: Counter[tuple[int, Phase, str]] = Counter()
-    labels = []
-    for op, stretch in zip(observed.ran, _stretches(observed), strict=True):
-        module = op.param.rpartition(".")[0]
-        if module:
-            labels.append(module)
-            continue
-        key = _block(stretch), stretch.phase, op.name
-        if op.made:  # views make nothing, so they need no number
-            counts[key] += 1
-        labels.append(op.name if counts[key] < 2 else f"{op.name}.{counts[key] - 1}")
-    return labels
+    """A name for each operator: see [Note: Names of operators] in ``runtime.activations.names``."""
+    names: defaultdict[tuple[int, Phase, bool], OperatorNames] = defaultdict(OperatorNames)
+    return [
+        names[_block(stretch), stretch.phase, stretch.inside].name(op.name, op.param, made=bool(op.made))
+        for op, stretch in zip(observed.ran, _stretches(observed), strict=True)
+    ]

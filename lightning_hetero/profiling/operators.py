@@ -14,10 +14,9 @@ are not made by operators of the batch, so they are never counted.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hetero.runtime.activations.names import ParameterAddresses, has_storage, leaves
 from lightning_hetero.store.blocks import Block
 
 _ATEN = torch.ops.aten
@@ -73,7 +73,7 @@ class Ran:
     made: tuple[int, ...]
 
 
-class Addresses:
+class Addresses(ParameterAddresses):
     """Finds the parameter at an address; parameters lie at fixed ones.
 
     Args:
@@ -81,22 +81,12 @@ class Addresses:
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        rows = [
-            (param.data_ptr(), param.data_ptr() + param.nbytes, inner_name(name, block.name))
+        super().__init__(
+            (inner_name(name, block.name), param)
             for block in blocks
             for part in block.parts
             for name, param in zip(part.names, part.params, strict=True)
-            if param.numel()
-        ]
-        self._rows = sorted(rows)
-        self._starts = [start for start, _, _ in self._rows]
-
-    def name_at(self, address: int) -> str:
-        """The parameter's name inside its block; empty where there is none."""
-        index = bisect_right(self._starts, address) - 1
-        if index < 0 or address >= self._rows[index][1]:
-            return ""
-        return self._rows[index][2]
+        )
 
 
 def inner_name(name: str, block: str) -> str:
@@ -136,16 +126,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         events, start = len(self.events), self._clock()
         out = func(*args, **kwargs)
         end = self._clock()
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)]
+        tensors = [leaf for leaf in leaves((args, kwargs)) if _has_storage(leaf)]
         given = {leaf.untyped_storage()._cdata for leaf in tensors}
         number = len(self.ran)
-        made = tuple(self._note(leaf, number) for leaf in tree_leaves(out) if self._is_new(leaf, given))
+        made = tuple(self._note(leaf, number) for leaf in leaves(out) if self._is_new(leaf, given))
         packet = func._overloadpacket
-        param = next(filter(None, (self._addresses.name_at(leaf.data_ptr()) for leaf in tensors)), "")
         self.ran.append(
             Ran(
                 name=packet.__name__,
-                param=param,
+                param=self._addresses.first(tensors),
                 start_s=start,
                 end_s=end,
                 flop=_flop(packet, args, kwargs, out),
@@ -159,7 +148,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """The number of a tensor's storage, if an operator has made it."""
         if not _has_storage(tensor):
             return None
-        assert isinstance(tensor, Tensor)
         known = self._alive.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
 
@@ -180,7 +168,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _is_new(self, leaf: object, given: set[int]) -> bool:
         if not _has_storage(leaf):
             return False
-        assert isinstance(leaf, Tensor)
         identity = leaf.untyped_storage()._cdata
         return identity not in self._alive and identity not in given
 
@@ -222,9 +209,8 @@ def storages_in(recorder: OperatorRecorder, tree: Any) -> Iterator[int]:
             yield number
 
 
-def _has_storage(leaf: object) -> bool:
-    """An ordinary dense CPU tensor: neither a handle of the door nor one that a compiler traces with."""
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu" and leaf.layout is torch.strided  # type: ignore[attr-defined]
+def _has_storage(leaf: object) -> TypeGuard[Tensor]:
+    return has_storage(leaf, "cpu")
 
 
 def _flop(packet: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -38,12 +38,14 @@ class Stretch:
         block: The block's index; ``None``: none of them, until :func:`attributed` says which.
         begin: Where it begins.
         end: Where it ends.
+        inside: It ran in the block itself, not before or after it.
     """
 
     phase: Phase
     block: int | None
     begin: Mark
     end: Mark
+    inside: bool = True
 
     @property
     def seconds(self) -> float:
@@ -128,7 +130,7 @@ def attributed(stretches: list[Stretch]) -> list[Stretch]:
     for stretch in reversed(stretches):
         if stretch.block is not None:
             following[stretch.phase] = stretch.block
-        rows.append(replace(stretch, block=following[stretch.phase]))
+        rows.append(replace(stretch, block=following[stretch.phase], inside=stretch.block is not None))
     return rows[::-1]
 
 
