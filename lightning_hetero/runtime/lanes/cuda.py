@@ -1,0 +1,281 @@
+"""Lanes of a CUDA or ROCm device: a stream for each direction of copies, and events between streams.
+
+[Note: Streams and the host]
+``h2d`` and ``d2h`` have a stream and a thread each. The thread waits on the host until what an op waits for has been *issued*,
+lets its stream wait for it, calls ``run``, which gives work to the stream, and records the op's end there. Compute's stream is
+the calling thread's current one. Nothing here synchronizes the device; only host lanes, which use what copies bring, wait for
+events on the host, asleep (``blocking=True``, which ``torch.Event`` does not have).
+
+[Note: Lifetimes on streams]
+What a copy reads and writes lives until the stream has passed the op. Device memory of torch's allocator belongs to compute's
+stream, so it may go as soon as compute waits for the op, which is when the schedule counts on it; ``record_stream`` would free it
+at a time that nobody knows. Everything else goes when the lane's thread sees that the op has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_hetero.ir.schedule import Lane, Op
+from lightning_hetero.runtime.lanes.base import Event, Ticket
+from lightning_hetero.runtime.lanes.memory import POISON, Arena
+from lightning_hetero.runtime.lanes.pinned import PageLocker
+from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
+from lightning_hetero.store.partition import is_dense
+from lightning_hetero.units import MIB
+
+_TIDY_S = 0.005  # how late memory of an op that has ended may be freed while its lane has nothing else to do
+_PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it looks into
+
+
+def _available_bytes() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+class CudaLanes(QueuedLanes):
+    """Lanes of a CUDA device; see [Note: Streams and the host] and [Note: Lifetimes on streams].
+
+    Takes its memory as it is created, on the current stream, and none later.
+
+    Args:
+        device: The device, such as ``"cuda"`` or ``"cuda:1"``.
+        memory_bytes: Device memory for what ops take.
+        poison: Fill memory with NaN when it is taken and when it is given back (tests).
+        staging_bytes: Device memory for each direction, in which the device converts between dtypes.
+        host_room: How many bytes of host memory are free for this process, within its control groups.
+        cuda: ``torch.cuda``, or what stands in for it in tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        memory_bytes: int,
+        poison: bool = False,
+        staging_bytes: int = 16 * MIB,
+        host_room: Callable[[], int] = _available_bytes,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.accelerator.current_device_index())
+        self._cuda = cuda
+        self._timed = False
+        self._origin: tuple[Any, float] | None = None  # a timed event, and when it was on the host's clock
+        super().__init__(device, _StreamArena(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
+        self._streams: dict[Lane, Any] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
+        self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
+        self._scratch = torch.empty(1, dtype=torch.uint8, device=device)
+        self._holding: dict[Lane, deque[QueuedOp]] = {lane: deque() for lane in self._streams}
+        self._locker = PageLocker(cuda.cudart(), self._forget_error, host_room)
+        self._profiled = _PROFILER in os.environ
+        created = self._record(self._compute_stream())
+        for stream in self._streams.values():
+            stream.wait_event(created)  # compute -> copies: what the allocator gave may still be in use there
+
+    @property
+    def timed(self) -> bool:
+        """Whether ops that are submitted from now on know their times on streams."""
+        return self._timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        if timed and self._origin is None:
+            origin = self._cuda.Event(enable_timing=True, blocking=True)
+            origin.record(self._compute_stream())
+            origin.synchronize()
+            self._origin = origin, time.monotonic()
+        self._timed = timed
+
+    # ---- waits ------------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Event:
+        """Where compute's stream is."""
+        return _Mark(self._record(self._compute_stream()))
+
+    def compute_waits(self, events: Sequence[Event]) -> None:
+        """Compute's stream waits; the host waits until what it waits for has been issued."""
+        stream = self._compute_stream()
+        for event in events:
+            self._order(stream, event)
+            if isinstance(event, QueuedOp):
+                event.keep = [t for t in event.keep if t.is_cpu]  # d2h -> compute: torch may use the rest again from here on
+
+    def _order(self, stream: Any, event: Event) -> None:
+        """What the stream is given from now on comes after the event."""
+        if isinstance(event, QueuedOp):
+            event.issued()
+        if not isinstance(event, QueuedOp | _Mark):
+            event.wait()
+        elif event.moment is not None:
+            stream.wait_event(event.moment)
+
+    def _compute_stream(self) -> Any:
+        return self._cuda.current_stream(self.device)
+
+    def _record(self, stream: Any) -> Any:
+        event = self._cuda.Event(enable_timing=self._timed, blocking=True)
+        event.record(stream)
+        return event
+
+    # ---- ops --------------------------------------------------------------------------------------------------------------
+
+    def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
+        lane = queued.op.lane
+        if lane is Lane.COMPUTE:
+            return self._on_stream(queued, self._compute_stream())
+        if lane in self._streams:
+            with self._cuda.stream(self._streams[lane]):
+                return self._on_stream(queued, self._streams[lane])
+        for event in queued.after:
+            event.wait()
+        with self._named(queued.op):
+            return self._run(queued)
+
+    def _on_stream(self, queued: QueuedOp, stream: Any) -> Iterable[Ticket]:
+        for event in queued.after:
+            self._order(stream, event)
+        start = self._record(stream) if self._timed else None
+        try:
+            with self._named(queued.op):
+                return self._run(queued)
+        finally:  # an op that fails may have given work to the stream before
+            queued.moment = self._record(stream)
+            if queued.keep:
+                self._holding[queued.op.lane].append(queued)
+            if start is not None:
+                queued.stream_times = partial(self._times, start, queued.moment)
+
+    def _times(self, start: Any, end: Any) -> tuple[float, float]:
+        assert self._origin is not None, "timed ops follow the origin of their times"
+        origin, origin_s = self._origin
+        return origin_s + origin.elapsed_time(start) / 1e3, origin_s + origin.elapsed_time(end) / 1e3
+
+    @contextmanager
+    def _named(self, op: Op) -> Iterator[None]:
+        if not self._profiled:
+            yield
+            return
+        self._cuda.nvtx.range_push(f"{op.kind} {op.payload} {op.block}")
+        try:
+            yield
+        finally:
+            self._cuda.nvtx.range_pop()
+
+    def _tidy(self, lane: Lane) -> float | None:
+        holding = self._holding.get(lane)
+        if holding is None:
+            return None
+        while holding and _passed(holding[0]):
+            holding.popleft().keep.clear()
+        return _TIDY_S if holding else None
+
+    # ---- memory -----------------------------------------------------------------------------------------------------------
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Moves and converts, on the current stream; the device converts."""
+        queued = self._current()
+        on_lane = queued is not None and queued.op.lane in self._streams
+        with torch.no_grad():
+            if queued is not None and on_lane:
+                queued.keep += (target, source)
+                self._move(target, source, self._staging[queued.op.lane], up=queued.op.lane is Lane.H2D)
+            else:
+                self._move(target, source, None, up=source.is_cpu)
+                self._record(self._compute_stream()).synchronize()
+
+    def _move(self, target: Tensor, source: Tensor, staging: Tensor | None, *, up: bool) -> None:
+        """Bytes cross the link as the host has them: in its dtype and its order of elements."""
+        host = source if up else target
+        if target.stride() != source.stride() or not is_dense(host):
+            staged = torch.empty_like(host, device=self.device)
+            staged.copy_(source, non_blocking=True)
+            target.copy_(staged, non_blocking=True)
+        elif target.dtype is source.dtype or target.device == source.device != torch.device("cpu"):
+            target.copy_(source, non_blocking=True)
+        else:
+            if staging is None:
+                staging = torch.empty_like(self._staging[Lane.H2D])
+            piece = staging[: staging.numel() // host.itemsize * host.itemsize].view(host.dtype)
+            to, from_ = (t.as_strided((t.numel(),), (1,)) for t in (target, source))
+            for start in range(0, to.numel(), piece.numel()):
+                part = slice(start, start + piece.numel())
+                staged = piece[: to[part].numel()]
+                staged.copy_(from_[part], non_blocking=True)
+                to[part].copy_(staged, non_blocking=True)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory, page-locked if the machine allows it."""
+        buffer = self._locker.buffer(num_bytes)
+        return buffer.fill_(POISON) if self._poison else buffer
+
+    def page_lock(self, memory: Tensor) -> None:
+        """Page-locks host memory that exists."""
+        self._locker.lock(memory)
+
+    def _forget_error(self) -> None:
+        # torch asks for the last error after every launch, whoever made it; the binding of cudart has nothing to clear it with.
+        with suppress(RuntimeError):
+            self._scratch.fill_(0)
+
+    def close(self) -> None:
+        """Ends the lanes; waits for the copies that the streams were given."""
+        super().close()
+        with suppress(RuntimeError):  # a device that has failed copies nothing any more
+            for stream in self._streams.values():
+                stream.synchronize()
+        for holding in self._holding.values():
+            while holding:
+                holding.popleft().keep.clear()
+        self._locker.close()
+
+
+class _Mark:
+    """A moment of compute's stream."""
+
+    def __init__(self, moment: Any) -> None:
+        self.moment = moment
+
+    def done(self) -> bool:
+        """Whether compute has passed it."""
+        return bool(self.moment.query())
+
+    def wait(self) -> None:
+        """The host waits for compute."""
+        self.moment.synchronize()
+
+
+class _StreamArena(Arena):
+    """Memory that is taken and given back in the order of the current stream."""
+
+    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> None:
+        super().__init__(capacity_bytes, device, poison=poison)
+        self._device, self._cuda = device, cuda
+
+    def _given(self) -> Iterable[tuple[Hashable, Any]]:
+        stream, moment = self._cuda.current_stream(self._device), self._cuda.Event()
+        moment.record(stream)
+        return ((stream, moment),)
+
+    def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
+        stream = self._cuda.current_stream(self._device)
+        for other, (_, moment) in given.items():
+            if other != stream:
+                stream.wait_event(moment)
+
+
+def _passed(queued: QueuedOp) -> bool:
+    try:
+        return queued.moment is None or queued.moment.query()
+    except RuntimeError:
+        return True  # a device that has failed copies nothing any more; whoever waits for the op hears of it

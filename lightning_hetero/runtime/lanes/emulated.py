@@ -1,0 +1,221 @@
+"""A device made of CPU memory: its own arena, and copy lanes of set bandwidth and latency.
+
+[Note: Emulated time]
+A copy really happens, and then the lane sleeps until the op has taken the time that the link would: latency and bytes over
+bandwidth, counted from when the op started. A lane that wakes a little late starts its next op where the last one should have
+ended, so lateness does not add up. Compute runs at the host's speed; at each mark and wait the calling thread sleeps so long
+that compute has taken ``compute_slowdown`` times as long.
+
+[Note: Hazards]
+Under poison a copy behaves as the slowest and the fastest transfer at once: what it reads is what lies there when it starts,
+its target is NaN until it ends, and elements that somebody changes meanwhile arrive as NaN. So a copy that starts before its
+source is there, a reader that does not wait for it, and memory that is reused too early all show as wrong results.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.runtime.lanes.base import Event, Ticket
+from lightning_hetero.runtime.lanes.memory import Arena
+from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
+from lightning_hetero.units import parse_bytes
+
+_LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine is too slow for the link
+_DELAY_S = 2e-3  # the longest random delay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedDevice:
+    """A device with memory of its own, made of CPU memory.
+
+    Attributes:
+        memory: Its size, such as ``"64MiB"``, or bytes.
+        h2d_bytes_per_s: Bandwidth of copies to the device; ``None``: as fast as memory is.
+        d2h_bytes_per_s: The same from the device.
+        latency_s: What every op of a copy lane takes beside its bytes.
+        compute_slowdown: How many times as long as on the host compute takes; at least 1.
+        seed: Not ``None``: every op is delayed at random before it starts, the same op by the same time in every run.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    memory: str | int
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    compute_slowdown: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.memory_bytes
+        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ConfigError(f"{name}={rate!r}; allowed: a positive number of bytes per second, or None for no limit.")
+        if not self.latency_s >= 0:
+            raise ConfigError(f"latency_s={self.latency_s!r}; allowed: seconds, at least 0.")
+        if not self.compute_slowdown >= 1:
+            raise ConfigError(f"compute_slowdown={self.compute_slowdown!r}; allowed: at least 1, which is the host's own speed.")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its size in bytes."""
+        size = parse_bytes(self.memory, name="EmulatedDevice.memory")
+        if size is None:
+            raise ConfigError('EmulatedDevice.memory=None; allowed: a size such as "64MiB", or bytes.')
+        return size
+
+
+class EmulatedLanes(QueuedLanes):
+    """Lanes of an emulated device; see [Note: Emulated time] and [Note: Hazards].
+
+    Args:
+        emulated: The device.
+        poison: Fill memory with NaN when it is taken and when it is given back, and let hazards of copies show (tests).
+    """
+
+    def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
+        host = torch.device("cpu")
+        super().__init__(host, Arena(emulated.memory_bytes, host, poison=poison), poison=poison)
+        self._seed = emulated.seed
+        self._compute = _SlowCompute(emulated.compute_slowdown)
+        rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
+        sleep = self._failures.closing.wait  # nobody waits for a link that is closed
+        self._links = {lane: _Link(rate, emulated.latency_s, sleep) for lane, rate in rates.items()}
+
+    def mark(self) -> Event:
+        """Where compute is, once it has taken its time."""
+        self._compute.pause()
+        self._compute.resume()
+        return super().mark()
+
+    def compute_waits(self, events: Sequence[Event]) -> None:
+        """Compute takes its time, and waits."""
+        self._compute.pause()
+        super().compute_waits(events)
+        self._compute.resume()
+
+    def drain(self) -> None:
+        """Waits for all that was submitted; compute is at rest."""
+        self._compute.pause()
+        super().drain()
+
+    def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
+        link, on_compute = self._links.get(queued.op.lane), queued.op.lane is Lane.COMPUTE
+        if on_compute:
+            self._compute.pause()
+        at_once = all(event.done() for event in queued.after)
+        for event in queued.after:
+            event.wait()
+        if self._seed is not None:
+            at_once = False
+            self._failures.closing.wait(random.Random(f"{self._seed} {queued.number}").uniform(0, _DELAY_S))
+        if on_compute:
+            self._compute.resume()
+        if link is not None:
+            queued.started_s = link.begin(queued.submitted_s if at_once else None)
+        tickets = self._run(queued)
+        if link is not None:
+            link.end()
+        return tickets
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Moves and converts, in the time that the lane's link takes; the device converts."""
+        op = self._current()
+        link = None if op is None else self._links.get(op.op.lane)
+        if op is None or link is None:
+            return super().copy(target, source)
+        num_bytes = source.nbytes if op.op.lane is Lane.H2D else target.nbytes
+        if not self._poison:
+            super().copy(target, source)
+            return link.carry(num_bytes)
+        seen = source.clone()
+        _spoil(target)
+        link.carry(num_bytes)
+        changed = (source != seen) & ((source == source) | (seen == seen))  # both NaN: the same
+        super().copy(target, seen)
+        _spoil(target, changed)
+
+
+class _Link:
+    """What time the ops of one lane take.
+
+    Args:
+        bytes_per_s: Bandwidth; ``None``: no limit.
+        latency_s: What an op that moves bytes takes beside them.
+        sleep: Sleeps for so many seconds.
+    """
+
+    def __init__(self, bytes_per_s: float | None, latency_s: float, sleep: Callable[[float], object]) -> None:
+        self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s
+        self._latency_s, self._sleep = latency_s, sleep
+        self._used = False  # the op has moved bytes
+        self._free_s = 0.0  # where the op is, on the link's clock
+
+    def begin(self, queued_s: float | None) -> float:
+        """An op starts: now, or where the one before ended, if it has waited for nothing but that since ``queued_s``."""
+        now = time.monotonic()
+        follows = queued_s is not None and queued_s <= self._free_s and now - self._free_s < _LATE_S
+        self._free_s = self._free_s if follows else now
+        self._used = False
+        return self._free_s
+
+    def carry(self, num_bytes: int) -> None:
+        """The op moves bytes; returns when they are there."""
+        self._free_s += num_bytes * self._s_per_byte + (0.0 if self._used else self._latency_s)
+        self._used = True
+        rest = self._free_s - time.monotonic()
+        if rest > 0:
+            self._sleep(rest)
+
+    def end(self) -> None:
+        """The op has ended; what it did beside the link took its time, too."""
+        now = time.monotonic()
+        if now - self._free_s >= _LATE_S:
+            self._free_s = now
+
+
+class _SlowCompute:
+    """Makes the calling thread's compute take ``factor`` times as long.
+
+    Time in which the process used no processor is no compute: a data loader that waits, a person at a prompt.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._since: tuple[float, float] | None = None
+
+    def pause(self) -> None:
+        """Compute pauses: it has run since it last resumed."""
+        if self._since is not None:
+            wall, busy = time.monotonic() - self._since[0], time.process_time() - self._since[1]
+            time.sleep((self._factor - 1) * min(wall, busy))
+            self._since = None
+
+    def resume(self) -> None:
+        """Compute goes on."""
+        if self._factor > 1:
+            self._since = time.monotonic(), time.process_time()
+
+
+def _spoil(memory: Tensor, where: Tensor | None = None) -> None:
+    """Makes elements NaN; of integers what ``0xFF`` in every byte is."""
+    dtype = memory.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        nothing: float | int | bool = float("nan")
+    else:
+        nothing = True if dtype is torch.bool else 255 if dtype is torch.uint8 else -1
+    if where is None:
+        memory.fill_(nothing)
+    else:
+        memory.masked_fill_(where, nothing)

@@ -1,0 +1,127 @@
+"""One run of device memory from which ops take and to which they give: first fit over addresses."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import DeviceMemoryError
+from lightning_hetero.units import format_bytes, round_up
+
+ALIGNMENT_BYTES = 512  # torch's own allocator for CUDA aligns to as much
+POISON = 0xFF  # NaN in every floating dtype
+
+
+@dataclass(slots=True)
+class _Gap:
+    """Free addresses, and for each stream that gave some of them back when it did: (order, what a taker waits for)."""
+
+    start: int
+    end: int
+    given: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)
+
+
+class Arena:
+    """Gives out pieces of one buffer; see :class:`~lightning_hetero.runtime.lanes.base.DeviceMemory`.
+
+    Where memory is given back in the order of a stream, a subclass says what marks that moment (:meth:`_given`) and how the next
+    taker waits for it (:meth:`_wait`).
+
+    Args:
+        capacity_bytes: What it holds at most; at least 0.
+        device: Where the buffer is.
+        poison: Fill memory with NaN when it is taken and when it is given back (tests).
+    """
+
+    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
+        assert capacity_bytes >= 0, "a capacity is not negative"
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._poison = poison
+        buffer = torch.empty(capacity_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT_BYTES :][:capacity_bytes]
+        self._gaps = [_Gap(0, capacity_bytes)] if capacity_bytes else []
+        self._taken: dict[int, int] = {}  # address -> end, both relative to the buffer
+        self._order = 0
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, what: str) -> Tensor:
+        """Takes memory; see :meth:`DeviceMemory.take`."""
+        if not num_bytes:
+            return self._buffer[:0]
+        size = round_up(num_bytes, ALIGNMENT_BYTES)
+        with self._lock:
+            gap = next((g for g in self._gaps if g.end - g.start >= size), None)
+            if gap is None:
+                raise self._error(num_bytes, what)
+            self._wait(gap.given)
+            # `.data`: views share their base's version counter, and what is written here is nobody else's business.
+            memory = self._buffer[gap.start : gap.start + num_bytes].data
+            self._taken[gap.start] = gap.start + size
+            gap.start += size
+            if gap.start == gap.end:
+                self._gaps.remove(gap)
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self._poison:
+            memory.fill_(POISON)
+        return memory
+
+    def give(self, memory: Tensor) -> None:
+        """Gives memory back; see :meth:`DeviceMemory.give`."""
+        if not memory.numel():
+            return
+        start = memory.data_ptr() - self._buffer.data_ptr()
+        with self._lock:
+            end = self._taken.pop(start, None)
+        assert end is not None, "this memory was not taken here, or was given back before"
+        if self._poison:
+            self._buffer[start:end].fill_(POISON)
+        with self._lock:
+            self.used_bytes -= end - start
+            self._order += 1
+            self._insert(_Gap(start, end, {stream: (self._order, moment) for stream, moment in self._given()}))
+
+    def _insert(self, gap: _Gap) -> None:
+        place = bisect_left(self._gaps, gap.start, key=lambda g: g.start)
+        if place < len(self._gaps) and self._gaps[place].start == gap.end:
+            gap = _merged(gap, self._gaps.pop(place))
+        if place and self._gaps[place - 1].end == gap.start:
+            place -= 1
+            gap = _merged(self._gaps.pop(place), gap)
+        self._gaps.insert(place, gap)
+
+    def _given(self) -> Iterable[tuple[Hashable, Any]]:
+        """The stream that gives memory back now, and the moment; empty where giving is over when the call is."""
+        return ()
+
+    def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
+        """The taker comes after these moments."""
+
+    def _error(self, num_bytes: int, what: str) -> DeviceMemoryError:
+        free = self.capacity_bytes - self.used_bytes
+        largest = max((g.end - g.start for g in self._gaps), default=0)
+        return DeviceMemoryError(
+            f"{what} needs {format_bytes(num_bytes)} of device memory; {format_bytes(free)} of {format_bytes(self.capacity_bytes)} "
+            f"are free, the largest gap is {format_bytes(largest)}. Raise device_memory, or let the plan place more weights or "
+            f"activations on the host.",
+            needed_bytes=num_bytes,
+            free_bytes=free,
+            largest_gap_bytes=largest,
+            capacity_bytes=self.capacity_bytes,
+        )
+
+
+def _merged(low: _Gap, high: _Gap) -> _Gap:
+    """One gap of two neighbours. What a stream gave back later comes after what it gave back before."""
+    given = dict(low.given)
+    for stream, moment in high.given.items():
+        given[stream] = max(moment, given.get(stream, moment), key=lambda m: m[0])
+    return _Gap(low.start, high.end, given)

@@ -1,0 +1,108 @@
+"""Page-locked host memory of exact size, as far as the machine allows it.
+
+[Note: Page-locked memory]
+Copies between a GPU and pageable memory go through a buffer of the driver, which is slower and holds up the thread. ``torch``
+rounds its own page-locked memory up to powers of two, which is too much for gradients of gigabytes; so memory is mapped by its
+size and registered with the driver. Registration brings all pages in at once: beyond what a control group has left the kernel
+would end the process, so there the memory stays pageable. NVIDIA's driver does not count against ``RLIMIT_MEMLOCK``, others
+may: the limit is named when registration is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory that ends with its last view, and is unregistered before."""
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None:
+            self.unregister()
+
+
+class PageLocker:
+    """Maps and registers host memory; what it cannot register stays pageable, which is logged once per reason.
+
+    Thread-safe. Memory must not be freed before the last copy from it or to it is done.
+
+    Args:
+        cudart: ``torch.cuda.cudart()``.
+        forget_error: Clears the driver's last error, which torch would else take for that of the next kernel.
+        room: How many bytes of host memory are free for this process now.
+    """
+
+    def __init__(self, cudart: Any, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
+        self._cudart, self._forget_error, self._room = cudart, forget_error, room
+        self._locked: set[int] = set()  # addresses of others' memory
+        self._said: set[str] = set()
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Memory of this size: uint8, flat, freed with its last view."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        room = self._room()  # before anything is mapped
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if num_bytes > room:
+            self._say(
+                "room",
+                f"{format_bytes(num_bytes)} of host memory stay pageable: this process has only {format_bytes(room)} left, and "
+                f"page-locked memory is taken at once. Copies are slower. Lower host_memory, or raise the control group's limit "
+                f"(docker run --memory).",
+            )
+        elif self._register(memory.data_ptr(), num_bytes):
+            # A child of fork would share the pages, and the parent's next write would take new ones that the device does not know.
+            pages.madvise(mmap.MADV_DONTFORK)
+            pages.unregister = self._unregister(memory.data_ptr())
+        return memory
+
+    def lock(self, memory: Tensor) -> None:
+        """Registers memory that is mapped until :meth:`close`."""
+        address = memory.data_ptr()
+        if memory.numel() and address not in self._locked and self._register(address, memory.nbytes):
+            self._locked.add(address)
+
+    def close(self) -> None:
+        """Unregisters what :meth:`lock` registered."""
+        while self._locked:
+            self._unregister(self._locked.pop())()
+
+    def _register(self, address: int, num_bytes: int) -> bool:
+        code = int(self._cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if code:
+            self._forget_error()
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+            self._say(
+                "refused",
+                f"{format_bytes(num_bytes)} of host memory stay pageable: the driver refused to page-lock them (error {code}). "
+                f"Copies are slower. The limit on locked memory is {limit}; where that is the cause raise it with "
+                f"'ulimit -l unlimited' (docker run --ulimit memlock=-1).",
+            )
+        return not code
+
+    def _unregister(self, address: int) -> Callable[[], object]:
+        process, cudart = os.getpid(), self._cudart
+        return lambda: os.getpid() == process and cudart.cudaHostUnregister(address)  # a child of fork has no CUDA
+
+    def _say(self, reason: str, message: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning(message)

@@ -1,0 +1,163 @@
+"""``torch.cuda`` as far as the lanes use it, on the CPU: streams are threads that do in-place ops later, in order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_PATIENCE_S = 60.0
+_LATER = {torch.Tensor.copy_, torch.Tensor.fill_}
+
+
+class _Moment:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.at_s = 0.0
+
+    def arrive(self) -> None:
+        self.at_s = time.monotonic()
+        self.passed.set()
+
+    def await_(self) -> None:
+        assert self.passed.wait(_PATIENCE_S), "a stream waits for a moment that never comes"
+
+
+class Event:
+    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timed = enable_timing
+        self.moment = _Moment()
+        self.moment.arrive()  # an event that was never recorded has passed
+
+    def record(self, stream: Any) -> None:
+        self.moment = _Moment()
+        stream.do(self.moment.arrive)
+
+    def query(self) -> bool:
+        return self.moment.passed.is_set()
+
+    def synchronize(self) -> None:
+        self.moment.await_()
+
+    def elapsed_time(self, other: Event) -> float:
+        assert all(event.timed and event.query() for event in (self, other))
+        return (other.moment.at_s - self.moment.at_s) * 1e3
+
+
+class HostStream:
+    """Compute's: what it is given it has done."""
+
+    def do(self, work: Callable[[], object]) -> None:
+        work()
+
+    def wait_event(self, event: Event) -> None:
+        event.moment.await_()
+
+
+class Stream(HostStream):
+    """Does what it is given in a thread, late by random times."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._random = None if seed is None else random.Random(seed)
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def do(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def wait_event(self, event: Event) -> None:
+        self.do(event.moment.await_)
+
+    def synchronize(self) -> None:
+        event = Event()
+        event.record(self)
+        event.synchronize()
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _loop(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            if self._random is not None:
+                time.sleep(self._random.choice((0, 0, 1e-3)))
+            work()
+            del work
+
+
+class _Deferred(TorchFunctionMode):
+    """In-place ops go to the stream; views and new memory are made at once."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _LATER:
+            return func(*args, **(kwargs or {}))
+        self._stream.do(lambda: func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "non_blocking"}))
+        return args[0]
+
+
+class FakeCuda:
+    """Stands in for the module ``torch.cuda``.
+
+    Args:
+        seed: Streams are late by random times.
+        refuse: Registration of host memory fails with this code.
+    """
+
+    Event = Event
+
+    def __init__(self, *, seed: int | None = None, refuse: int = 0) -> None:
+        self.streams: list[Stream] = []
+        self.registered: dict[int, int] = {}
+        self.ranges: list[str] = []
+        self.nvtx = SimpleNamespace(range_push=self.ranges.append, range_pop=lambda: self.ranges.append("pop"))
+        self._seed, self._refuse = seed, refuse
+        self._compute = HostStream()
+        self._local = threading.local()
+
+    def Stream(self, device: torch.device) -> Stream:
+        seed = None if self._seed is None else self._seed + len(self.streams)
+        self.streams.append(Stream(seed))
+        return self.streams[-1]
+
+    def current_stream(self, device: torch.device) -> HostStream:
+        stream: HostStream = getattr(self._local, "stream", self._compute)
+        return stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._local.stream = stream
+        try:
+            with _Deferred(stream):
+                yield
+        finally:
+            del self._local.stream
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.end()
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self._refuse:
+            self.registered[address] = num_bytes
+        return self._refuse
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0

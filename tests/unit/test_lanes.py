@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.lanes import MEMORY_BYTES, PATIENCE_S, FakeTicket, LanesContract, Program, doing, nothing, op
+
+from lightning_hetero.errors import ConfigError, DeviceMemoryError
+from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, emulated
+from lightning_hetero.runtime.lanes.memory import Arena
+
+HOST = torch.device("cpu")
+
+
+class TestInlineLanes(LanesContract):
+    overlaps = False
+
+    @pytest.fixture
+    def lanes(self) -> Iterator[InlineLanes]:
+        lanes = InlineLanes(memory_bytes=MEMORY_BYTES, poison=True)
+        yield lanes
+        lanes.close()
+
+
+@pytest.mark.parametrize("poison", [False, True], ids=["plain", "poison"])
+class TestEmulatedLanes(LanesContract):
+    @pytest.fixture
+    def lanes(self, poison: bool) -> Iterator[EmulatedLanes]:
+        device = EmulatedDevice(memory=MEMORY_BYTES, h2d_bytes_per_s=1e8, d2h_bytes_per_s=5e7, latency_s=1e-4)
+        lanes = EmulatedLanes(device, poison=poison)
+        yield lanes
+        lanes.close()
+
+
+class TestDelayedLanes(LanesContract):
+    @pytest.fixture
+    def lanes(self) -> Iterator[EmulatedLanes]:
+        lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, compute_slowdown=1.5, seed=1), poison=True)
+        yield lanes
+        lanes.close()
+
+
+# ---- hazards on the emulated device ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow() -> Iterator[EmulatedLanes]:
+    """Copies take for ever, but for the ends that the tests ask for."""
+    lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1e9), poison=True)
+    yield lanes
+    lanes.close()
+
+
+def begun(lanes: EmulatedLanes, target: torch.Tensor, source: torch.Tensor, lane: Lane = Lane.H2D) -> Any:
+    """A copy that has started; on the slow lane it ends when the lanes close."""
+    ready = threading.Event()
+
+    def run() -> tuple[()]:
+        ready.set()
+        lanes.copy(target, source)
+        return ()
+
+    event = lanes.submit(op(0, lane), run, [])
+    ready.wait(PATIENCE_S)
+    return event
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_has_not_arrived_is_nan(slow: EmulatedLanes) -> None:
+    weights = slow.memory().take(400, "weights").view(torch.float32)
+    assert weights.isnan().all()
+    weights.zero_()  # what an earlier use has left
+    copy = begun(slow, weights, torch.ones(100))
+    until(lambda: weights.isnan().all())
+    early = torch.empty(100)
+    slow.submit(op(1, Lane.D2H), doing(lambda: slow.copy(early, weights)), []).wait()  # lacks its edge
+    assert early.isnan().all()
+    slow.close()
+    copy.wait()
+    assert weights.eq(1).all()
+
+
+def test_a_source_that_changes_under_a_copy_arrives_as_nan(slow: EmulatedLanes) -> None:
+    weights, source = torch.zeros(100), torch.ones(100)
+    copy = begun(slow, weights, source)
+    until(lambda: weights.isnan().all())
+    source[:40] = 2.0
+    slow.close()
+    copy.wait()
+    assert weights[:40].isnan().all()
+    assert weights[40:].eq(1).all()
+
+
+def test_memory_that_was_given_back_is_nan(slow: EmulatedLanes) -> None:
+    memory = slow.memory().take(400, "weights")
+    weights = memory.view(torch.float32).fill_(1.0)
+    slow.memory().give(memory)
+    assert weights.isnan().all()
+
+
+def test_programs_without_their_edges_go_wrong() -> None:
+    wrong = 0
+    for seed in range(4):
+        lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, seed=seed), poison=True)
+        program = Program(lanes, seed, edges=False)
+        program.run(40)
+        wrong += not program.equal()
+        lanes.close()
+    assert wrong == 4
+
+
+# ---- time on the emulated device ---------------------------------------------------------------------------------------------
+
+
+def test_the_directions_are_independent(slow: EmulatedLanes) -> None:
+    up, down = torch.zeros(100), torch.zeros(100)
+    never = begun(slow, up, torch.ones(100))
+    slow.submit(op(1, Lane.D2H), doing(lambda: slow.copy(down, torch.ones(100))), []).wait()
+    assert down.eq(1).all()
+    assert not never.done()
+
+
+class Clock:
+    """A clock that only sleep moves, and a lane that wakes late."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.now, self.late_s = 100.0, late_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self.late_s
+
+
+def test_a_link_takes_latency_once_and_time_for_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(emulated, "time", clock)
+    link = emulated._Link(1000.0, 0.5, clock.sleep)
+    assert link.begin(None) == 100.0
+    link.carry(2000)
+    link.carry(1000)
+    assert clock.now == pytest.approx(103.5)
+    link.end()
+    clock.now = 110.0
+    link.begin(110.0)
+    link.end()
+    assert clock.now == 110.0  # no bytes, no time
+    clock.now = 120.0
+    link.begin(105.0)  # waited for something else
+    clock.now += 0.75  # the host took part of the time for the copy itself
+    link.carry(1000)
+    assert clock.now == pytest.approx(121.5)
+
+
+def test_a_lane_that_wakes_late_does_not_fall_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(late_s=2e-4)
+    monkeypatch.setattr(emulated, "time", clock)
+    link = emulated._Link(1000.0, 0.0, clock.sleep)
+    for _ in range(50):
+        link.begin(100.0)
+        link.carry(10)
+        link.end()
+    assert clock.now == pytest.approx(100.5 + 2e-4)
+    clock.now += 0.01  # but it does not make up for what the machine cannot do
+    link.begin(100.0)
+    link.carry(10)
+    assert clock.now == pytest.approx(100.5 + 2e-4 + 0.01 + 0.01 + 2e-4)
+
+
+def test_bytes_cross_the_link_in_the_hosts_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    carried: list[int] = []
+    monkeypatch.setattr(emulated._Link, "carry", lambda self, num_bytes: carried.append(num_bytes))
+    lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES))
+    host, device = torch.ones(10), torch.ones(10, dtype=torch.bfloat16)
+    lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(device, host)), []).wait()
+    lanes.submit(op(1, Lane.D2H), doing(lambda: lanes.copy(host, device)), []).wait()
+    lanes.close()
+    assert carried == [40, 40]
+
+
+def test_compute_takes_as_many_times_as_long_as_asked_for() -> None:
+    lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, compute_slowdown=4.0))
+    lanes.compute_waits([])  # compute begins
+    start, busy = time.monotonic(), time.process_time()
+    while time.process_time() < busy + 0.02:
+        pass
+    lanes.mark()
+    assert time.monotonic() - start >= 4 * 0.02
+    lanes.drain()  # compute is at rest
+    slept: list[float] = []
+    lanes._compute = emulated._SlowCompute(4.0)
+    lanes._compute.resume()
+    time.sleep(0.05)  # nobody computes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated.time, "sleep", slept.append)
+        lanes._compute.pause()
+    assert slept[0] < 3 * 0.05
+    lanes.close()
+
+
+def test_a_seed_delays_the_same_ops_by_the_same_times() -> None:
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            delays.append(timeout)
+            return False
+
+    runs = []
+    for seed in (3, 3, 4):
+        delays: list[float | None] = []
+        lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, seed=seed))
+        lanes._failures.closing = Closing()
+        for number, lane in enumerate((Lane.H2D, Lane.CPU, Lane.COMPUTE, Lane.D2H)):
+            lanes.submit(op(number, lane), nothing, []).wait()
+        lanes.close()
+        runs.append(delays)
+    assert runs[0] == runs[1] != runs[2]
+    assert len(set(runs[0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"memory": "much"}, "much"),
+        ({"memory": None}, "memory"),
+        ({"h2d_bytes_per_s": 0.0}, "h2d_bytes_per_s"),
+        ({"d2h_bytes_per_s": -1.0}, "d2h_bytes_per_s"),
+        ({"latency_s": -1e-6}, "latency_s"),
+        ({"latency_s": float("nan")}, "latency_s"),
+        ({"compute_slowdown": 0.5}, "compute_slowdown"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EmulatedDevice(**{"memory": "64MiB"} | wrong)
+    assert EmulatedDevice(memory="64MiB").memory_bytes == 64 << 20
+
+
+# ---- the arena ---------------------------------------------------------------------------------------------------------------
+
+
+def test_first_fit_takes_the_lowest_gap_and_neighbours_join() -> None:
+    arena = Arena(8 * 512, HOST, poison=False)
+    a, b, c, d = (arena.take(1024, name) for name in "abcd")
+    addresses = [t.data_ptr() for t in (a, b, c, d)]
+    arena.give(a)
+    arena.give(c)
+    assert arena.take(512, "e").data_ptr() == addresses[0]
+    with pytest.raises(DeviceMemoryError) as caught:
+        arena.take(1536, "f")
+    assert (caught.value.free_bytes, caught.value.largest_gap_bytes) == (1536, 1024)
+    arena.give(b)  # joins with both sides
+    assert arena.take(2560, "f").data_ptr() == addresses[0] + 512
+
+
+def test_memory_of_no_bytes_is_always_there() -> None:
+    for capacity in (0, 512):
+        arena = Arena(capacity, HOST, poison=True)
+        arena.take(capacity, "everything")
+        empty = arena.take(0, "nothing")
+        assert empty.shape == (0,)
+        arena.give(empty)
+        assert arena.used_bytes == capacity
+        with pytest.raises(DeviceMemoryError):
+            arena.take(1, "more")
+
+
+def test_memory_is_given_back_once_and_where_it_was_taken() -> None:
+    arena = Arena(4096, HOST, poison=False)
+    memory = arena.take(512, "a")
+    arena.give(memory)
+    for other in (memory, torch.empty(512, dtype=torch.uint8)):
+        with pytest.raises(AssertionError, match="not taken here"):
+            arena.give(other)
+
+
+def test_versions_of_memory_are_its_own() -> None:
+    arena = Arena(4096, HOST, poison=True)
+    a = arena.take(512, "a")
+    version = a._version
+    arena.give(arena.take(512, "b"))
+    assert a._version == version
+
+
+def test_threads_share_an_arena() -> None:
+    arena = Arena(1 << 16, HOST, poison=False)
+
+    def work(number: int) -> None:
+        chance, held = random.Random(number), []
+        for _ in range(300):
+            if held and chance.random() < 0.5:
+                memory = held.pop(chance.randrange(len(held)))
+                assert memory.eq(number).all(), "somebody else has this memory, too"
+                arena.give(memory)
+            elif len(held) < 4:
+                held.append(arena.take(chance.randrange(1, 3000), "test").fill_(number))
+        for memory in held:
+            arena.give(memory)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert arena.used_bytes == 0
+    assert arena.take(1 << 16, "everything").numel() == 1 << 16
+
+
+def test_a_wait_for_a_ticket_outlasts_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.runtime.lanes.queue._TICKET_SLICE_S", 0.001)
+    lanes, ticket = InlineLanes(), FakeTicket()
+    event = lanes.submit(op(0, Lane.DISK_READ, OpKind.FETCH), lambda: [ticket], [])
+    threading.Timer(0.03, ticket.move, [2]).start()
+    event.wait()
+    assert event.done()
+    lanes.close()

@@ -1,0 +1,224 @@
+"""Lanes on streams, with streams that are threads; ``tests/gpu/test_lanes.py`` has the same on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.lanes import MEMORY_BYTES, PATIENCE_S, LanesContract, Program, doing, op
+from support.streams import FakeCuda
+
+from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.pinned import PageLocker
+
+
+def make(fake: FakeCuda, **options: Any) -> CudaLanes:
+    options = {"memory_bytes": MEMORY_BYTES, "staging_bytes": 1024, "poison": True} | options
+    return CudaLanes("cpu", cuda=fake, **options)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def lanes(fake: FakeCuda) -> Iterator[CudaLanes]:
+    lanes = make(fake)
+    yield lanes
+    lanes.close()
+
+
+class TestStreams(LanesContract):
+    on_host = False
+
+    @pytest.fixture(params=[None, 1, 2], ids=["prompt", "late 1", "late 2"])
+    def lanes(self, request: pytest.FixtureRequest) -> Iterator[CudaLanes]:
+        fake = FakeCuda(seed=request.param)
+        lanes = make(fake)
+        yield lanes
+        lanes.close()
+        fake.close()
+
+
+def held(stream: Any) -> threading.Event:
+    """Holds a stream up until the event is set."""
+    gate = threading.Event()
+    stream.do(lambda: gate.wait(PATIENCE_S))
+    return gate
+
+
+def test_programs_without_their_edges_go_wrong() -> None:
+    wrong = 0
+    for seed in range(4):
+        fake = FakeCuda(seed=seed)
+        lanes = make(fake)
+        program = Program(lanes, seed, edges=False)
+        program.run(40)
+        wrong += not program.equal()
+        lanes.close()
+        fake.close()
+    assert wrong == 4
+
+
+def test_the_host_does_not_wait_for_streams_between_lanes(lanes: CudaLanes, fake: FakeCuda) -> None:
+    gate = held(fake.streams[0])
+    source, weights, back = torch.ones(8), torch.zeros(8), torch.zeros(8)
+    up = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(weights, source)), [])
+    down = lanes.submit(op(1, Lane.D2H), doing(lambda: lanes.copy(back, weights)), [up])
+    down.issued()  # both are with their streams
+    on_host = lanes.submit(op(2, Lane.CPU), doing(lambda: back.mul_(2)), [down])
+    assert not any(event.done() for event in (up, down, on_host))
+    gate.set()
+    on_host.wait()
+    assert back.eq(2).all()
+
+
+def test_what_a_copy_uses_lives_until_the_stream_is_through(lanes: CudaLanes, fake: FakeCuda) -> None:
+    gate = held(fake.streams[0])
+    source = torch.ones(8)
+    alive = weakref.ref(source)
+    event = lanes.submit(op(0, Lane.H2D), doing(lambda source=source: lanes.copy(torch.zeros(8), source)), [])
+    event.issued()
+    del source, event
+    assert alive() is not None
+    gate.set()
+    lanes.drain()
+    for _ in range(2):  # the lane's thread is through with the first before it takes the second
+        lanes.submit(op(1, Lane.H2D), doing(lambda: None), []).wait()
+    assert alive() is None
+
+
+def test_an_op_that_fails_keeps_what_it_has_given_to_the_stream(lanes: CudaLanes, fake: FakeCuda) -> None:
+    gate = held(fake.streams[0])
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def run() -> tuple[()]:
+        source = torch.ones(8)
+        alive.append(weakref.ref(source))
+        lanes.copy(torch.zeros(8), source)
+        raise ValueError("half way")
+
+    event = lanes.submit(op(0, Lane.H2D), run, [])
+    with pytest.raises(ValueError, match="half way"):
+        event.wait()
+    del event
+    assert alive[0]() is not None
+    gate.set()
+
+
+def test_memory_follows_the_order_of_the_streams(lanes: CudaLanes, fake: FakeCuda) -> None:
+    """One lane gives memory back behind a copy that is still to come; another takes it: its copy comes later."""
+    memory = lanes.memory()
+    memory.take(MEMORY_BYTES - 512, "the rest")
+    old = memory.take(512, "old").fill_(1)
+    gate = held(fake.streams[1])
+    back, source, taken = torch.zeros(512, dtype=torch.uint8), torch.full((512,), 2, dtype=torch.uint8), []
+
+    def leave() -> None:
+        lanes.copy(back, old)
+        memory.give(old)
+
+    def come() -> None:
+        taken.append(memory.take(512, "new"))
+        lanes.copy(taken[0], source)
+
+    left = lanes.submit(op(0, Lane.D2H), doing(leave), [])
+    left.issued()
+    came = lanes.submit(op(1, Lane.H2D), doing(come), [])  # no edge: the memory itself is what orders them
+    came.issued()
+    assert taken[0].data_ptr() == old.data_ptr()
+    assert not came.done()
+    gate.set()
+    came.wait()
+    assert back.eq(1).all()
+    assert taken[0].eq(2).all()
+
+
+def test_dtypes_are_converted_in_staging_memory_piece_by_piece(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.randn(1000)
+    target = torch.empty(1000, dtype=torch.bfloat16)
+    made: list[Any] = []
+    for name in ("empty", "empty_like", "empty_strided"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, **k: made.append(a) or real(*a, **k))
+    lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(target, source)), []).wait()
+    assert torch.equal(target, source.bfloat16())
+    lanes.submit(op(1, Lane.D2H), doing(lambda: lanes.copy(source, target)), []).wait()
+    assert torch.equal(source, target.float())
+    assert not made
+
+
+def test_ranges_have_names_where_a_profiler_looks(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    for profiled in (False, True):
+        if profiled:
+            monkeypatch.setenv("NVTX_INJECTION64_PATH", "libToolsInjection64.so")
+        lanes = make(fake)
+        lanes.submit(op(0, Lane.H2D), doing(lambda: None), []).wait()
+        lanes.submit(op(1, Lane.CPU, OpKind.STORE), doing(lambda: None), []).wait()
+        lanes.close()
+    assert fake.ranges == ["UPLOAD - 0", "pop", "STORE - 0", "pop"]
+
+
+# ---- page-locked memory ------------------------------------------------------------------------------------------------------
+
+
+def test_host_buffers_are_registered_until_their_last_view_goes(lanes: CudaLanes, fake: FakeCuda) -> None:
+    buffer = lanes.host_buffer(5000)
+    address = buffer.data_ptr()
+    assert fake.registered == {address: 5000}
+    view = buffer[8:16].view(torch.float32)
+    del buffer
+    assert view.fill_(3.0).tolist() == [3.0, 3.0]
+    assert fake.registered == {address: 5000}
+    del view
+    assert not fake.registered
+
+
+def test_memory_of_others_is_registered_until_the_end(fake: FakeCuda) -> None:
+    lanes, memory = make(fake), torch.empty(4096, dtype=torch.uint8)
+    lanes.page_lock(memory)
+    lanes.page_lock(memory)
+    lanes.page_lock(memory[:0])
+    assert fake.registered == {memory.data_ptr(): 4096}
+    lanes.close()
+    assert not fake.registered
+
+
+def test_refused_memory_stays_pageable_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeCuda(refuse=2)
+    lanes = make(fake)
+    with caplog.at_level(logging.WARNING):
+        first, second = lanes.host_buffer(4096), lanes.host_buffer(4096)
+    lanes.close()
+    fake.close()
+    assert first.numel() == second.numel() == 4096
+    assert first.fill_(1).eq(1).all()
+    (record,) = caplog.records
+    assert "error 2" in record.message
+    assert "ulimit -l" in record.message
+
+
+def test_the_drivers_last_error_is_cleared_after_a_refusal() -> None:
+    cleared: list[int] = []
+    PageLocker(FakeCuda(refuse=2), lambda: cleared.append(1), lambda: 1 << 40).buffer(4096)
+    assert cleared == [1]
+
+
+def test_memory_beyond_the_control_group_is_not_locked(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    lanes = make(fake, host_room=lambda: 8192)
+    with caplog.at_level(logging.WARNING):
+        buffers = [lanes.host_buffer(n) for n in (8192, 8193, 10000)]
+    assert list(fake.registered.values()) == [8192]
+    (record,) = caplog.records
+    assert "host_memory" in record.message
+    lanes.close()
+    assert len(buffers) == 3
