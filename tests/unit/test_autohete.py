@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import python_calls
 from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
@@ -260,14 +260,12 @@ def test_updates_that_the_cpu_hides_are_offloaded_even_where_all_fits() -> None:
     assert autohete.exact(alike()) == counts(0, 0, 1)
 
 
-def test_a_hundred_blocks_are_planned_in_a_fraction_of_a_second() -> None:
+def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     m = model(100)
     k = autohete.costs(m, machine())
-    began = time.process_time()
     found = autohete.exact(k)
     assert found is not None
-    autohete.prefetch_depth(k, found)
-    assert time.process_time() - began < 0.4
+    assert python_calls(lambda: autohete.exact(k)) + python_calls(lambda: autohete.prefetch_depth(k, found)) < 150_000
     milp = autohete.milp(k)
     assert milp is not None
     assert autohete.iteration_s(k, found) == pytest.approx(autohete.iteration_s(k, milp), rel=1e-6)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 
 import pytest
+from support.effort import python_calls
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -288,9 +288,6 @@ def test_what_does_not_fit_is_refused_with_tier_shortfall_and_remedy(tier: str, 
     assert caught.value.shortfall_bytes > 0
 
 
-def test_a_hundred_blocks_are_planned_in_well_under_a_second() -> None:
+def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     model, hardware = _model(100, 2048), _hardware(device_memory_bytes=40 * GIB)
-    deep_optimizer_states.plan(_model(2), hardware)
-    begun = time.perf_counter()
-    deep_optimizer_states.plan(model, hardware)
-    assert time.perf_counter() - begun < 1.0
+    assert python_calls(lambda: deep_optimizer_states.plan(model, hardware)) < 800_000

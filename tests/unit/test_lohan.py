@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import python_calls
 from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
@@ -404,10 +404,9 @@ def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
         lohan.plan(gpt(2), machine(), **options)
 
 
-def test_a_hundred_blocks_are_planned_in_a_fraction_of_a_second() -> None:
+def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     model, hardware = gpt(100), machine()
     q, layers = lohan.quantities(model, hardware, host_bytes=1e11), lohan.swap_order(model)
-    began = time.process_time()
+    assert python_calls(lambda: lohan.walk(q, layers)) < 20_000
     swap = lohan.walk(q, layers)
-    assert time.process_time() - began < 0.2
     assert swap.iteration_s == pytest.approx(lohan.convex(q, layers).iteration_s, rel=1e-6)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import python_calls
 from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
@@ -484,9 +484,6 @@ def test_the_fragmentation_factor_leaves_room_and_is_at_least_one() -> None:
         protrain.plan(_gpt(), _gpu(), fragmentation=0.5)
 
 
-def test_a_hundred_blocks_are_planned_in_well_under_a_second() -> None:
+def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     model, hardware = _gpt(layers=100, hidden=2048, batch=16), _gpu()
-    protrain.plan(_gpt(layers=2), hardware)
-    begun = time.perf_counter()
-    protrain.plan(model, hardware)
-    assert time.perf_counter() - begun < 1.0
+    assert python_calls(lambda: protrain.plan(model, hardware)) < 500_000

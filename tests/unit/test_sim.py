@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
+from support.effort import python_calls
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -661,11 +661,11 @@ def test_a_plan_that_needs_what_the_machine_cannot_do_is_refused() -> None:
         _simulate(HOST_STEP, _plan(ON_HOST, ON_HOST), _model(10, 20), replace(GPU, cpu_update_params_per_s=0.0))
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------------
+# ---- effort ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", Tier)
-def test_a_step_of_100_blocks_is_simulated_in_less_than_50_ms(tier: Tier) -> None:
+def test_a_step_of_100_blocks_is_simulated_with_little_effort(tier: Tier) -> None:
     model = _model(*[7_000_000] * 100)
     blocks = tuple(replace(b, forward_s=0.05, backward_s=0.1) for b in model.blocks)
     model = replace(model, blocks=blocks)
@@ -675,9 +675,5 @@ def test_a_step_of_100_blocks_is_simulated_in_less_than_50_ms(tier: Tier) -> Non
     space = rooms(replace(plan, host_cache_bytes=2**30), model, hardware)
     schedules = steady(plan, model.shape(), rooms=space)
 
-    def cpu_s() -> float:
-        begin = time.process_time()
-        simulation = simulate(schedules, plan, model, hardware, rooms=space)
-        return (time.process_time() - begin) / len(simulation.iterations_s)
-
-    assert min(cpu_s() for _ in range(5)) < 0.05
+    steps = len(simulate(schedules, plan, model, hardware, rooms=space).iterations_s)
+    assert python_calls(lambda: simulate(schedules, plan, model, hardware, rooms=space)) < 80_000 * steps  # some 40 ms each
