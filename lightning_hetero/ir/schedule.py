@@ -22,6 +22,11 @@ a transfer takes its target's memory as it starts, and gives its source's back a
 - ``SWAP_IN state`` on ``h2d`` before a device UPDATE of state that lives on the host, ``SWAP_OUT state`` on ``d2h`` after it.
   ``SWAP_OUT weights`` on ``d2h`` after a device UPDATE of weights that live on the host: their copy there is renewed.
 - ``UPDATE`` on ``compute`` runs between the anchors; it is issued once the anchor before has ended.
+
+[Note: Priorities]
+Ops are issued in the order of ids, but the update threads, the disk and, with :attr:`Plan.priority`, the copies to the host take
+what is most urgent of all that may start: first what compute may wait for, then what belongs to updates; of these the lowest
+block first with ``Plan.priority`` (AutoHete), else in the order of issue. The executor and the simulator ask :func:`urgency`.
 """
 
 from __future__ import annotations
@@ -146,6 +151,21 @@ class Op:
         block = "" if self.block == NO_BLOCK else f":{self.block}"
         what = f"{self.id} {self.kind.value}{block} {self.payload.value} {self.lane.value}"
         return f"{what} bytes={self.num_bytes} at={self.at}{edges}"
+
+
+def urgency(kind: OpKind, payload: Payload, block: int, *, lowest_first: bool) -> int:
+    """The place of an op among those that may start, the smallest first; equals go in the order of issue.
+
+    Args:
+        kind: The op's kind.
+        payload: What it moves.
+        block: Its block.
+        lowest_first: ``Plan.priority``.
+    """
+    of_updates = kind in (OpKind.UPDATE, OpKind.GRAD, OpKind.STORE) or (kind, payload) == (OpKind.FETCH, Payload.STATE)
+    if not of_updates:
+        return 0
+    return 1 + block if lowest_first else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

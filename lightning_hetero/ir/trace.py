@@ -1,4 +1,4 @@
-"""The trace: what happened, op by op. The runtime writes it; the simulator will write the same."""
+"""The trace: what happened, op by op. The runtime writes it, and the simulator the same for what it predicts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Span:
         end_s: The same.
         num_bytes: Bytes moved.
         waited_for: For compute: the op it had to wait for; empty otherwise.
+        order: Of ops: their place in the order of issue within the step, smaller first; -1 for anchors and waits.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Span:
     end_s: float
     num_bytes: int = 0
     waited_for: str = ""
+    order: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,11 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Writes :meth:`to_chrome` to a file."""
         Path(path).write_text(self.to_chrome(), encoding="utf-8")
+
+    def issued(self, step: int) -> dict[str, tuple[str, ...]]:
+        """The names of one step's ops on each lane, in the order of issue."""
+        ops = sorted((s for s in self.spans if s.step == step and s.order >= 0), key=lambda s: s.order)
+        return {lane: tuple(s.name for s in ops if s.lane == lane) for lane in sorted({s.lane for s in ops})}
 
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane had at least one span."""

@@ -3,6 +3,8 @@
 One training step, from top to bottom:
 ``begin_step`` picks the schedule · each anchor issues the ops up to itself and waits for what its block needs
 (``forward_begins``, ``backward_begins``) · ``backward_ends`` · ``handover`` issues the updates that are left, then the commit.
+The schedule's edges become the engine's: an op waits for the tickets of the ops ``after`` which it comes, an anchor for those that
+it needs and those that it carries.
 
 Compute runs inline in the calling thread; the disk and update lanes are the engine's threads. An anchor that the schedule does not
 expect is served on demand, and the next step's schedule follows the order that was seen.
@@ -19,8 +21,8 @@ from torch import nn
 from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates, urgency
 from lightning_hetero.lowering import lower
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
@@ -33,7 +35,6 @@ from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 
-_FETCH = 0  # engine priorities: whatever compute waits for goes first, then updates, lowest block first
 _SCHEDULES_KEPT = 64
 _LONG_ORDER = 4  # steps that use blocks more often than this on average (token by token generation) get no schedule
 
@@ -125,7 +126,7 @@ class Executor:
         self._held: set[int] = set()
         self._releases: list[Ticket] = []
         self._in_flight: list[Ticket] = []
-        self._updates: list[Ticket] = []  # of the block that was updated last
+        self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, which ends with its STORE
 
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
@@ -172,6 +173,7 @@ class Executor:
         self.store.wait_for_commit()
         self._schedule = None
         self._tickets = {}
+        self._latest.clear()
 
     def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool) -> None:
         """Goes on with another plan, while the executor rests; the blocks are where it wants them."""
@@ -249,37 +251,48 @@ class Executor:
         if binding.rule is Rule.WHOLE:
             self.updater.update_whole(binding)
         else:
-            for block in self.blocks:
-                self._update(block, binding)
+            one_by_one = self.plan.update_order is UpdateOrder.NAIVE
+            for block in self.blocks:  # what no op could update, or none speaks of
+                self._update(block, binding, self._in_flight if one_by_one else ())
         self.updater.cancel_opened(self.blocks)
-        self.recorder.watch("COMMIT", "", [t for t in (self.store.commit(),) if t is not None])
+        self.recorder.watch("COMMIT", "", [t for t in (self.store.commit(),) if t is not None], lane=Lane.DISK_WRITE)
         self.updater.begin_step()
         self.recorder.end_step()
         if self.serial:
             self._wait_in_flight(DONE)
             self.store.wait_for_commit()
-        elif not self._overlaps():
-            self._wait_in_flight()
+        elif self.updater.waits or any(b.plan.update is UpdateLane.DEVICE and self._latest.get(b.index) for b in self.blocks):
+            self._wait_in_flight()  # where the device is the host, its updates are part of the step
 
     # ---- anchors ----------------------------------------------------------------------------------------------------------
 
     def _reach(self, phase: Phase, block: Block) -> None:
         """Issues the ops up to this anchor and waits for what it needs."""
         index = self._find(phase, block.index)
-        needs: tuple[int, ...] = ()
         if index is not None and self._schedule is not None:
+            passed = self._schedule.anchors[self._cursor : index + 1]
             self._issue_through(index)
             self._cursor = index + 1
-            needs = self._schedule.anchors[index].needs
-        for op in needs:
-            for ticket in self._tickets.get(op, ()):
-                ticket.wait(READY)
+            for op in passed[-1].needs:
+                for ticket in self._tickets.get(op, ()):
+                    ticket.wait(READY)
+            for anchor in passed:
+                self._wait_carried(anchor)
+        elif not self.plan.priority and not self._in_backward:
+            self._wait_in_flight(DONE)
         if not block.resident:
             self._fetch(block, self._make_room(block))
         if index is None:
             self._prefetch_next(block)
         for part in block.parts:
             self.settle(part)
+
+    def _wait_carried(self, anchor: Anchor) -> None:
+        """Waits for updates of earlier steps: an UPDATE is over once its weights are there, a STORE once it is on the disk."""
+        ends = {OpKind.UPDATE: READY, OpKind.STORE: DONE}
+        for kind, block in anchor.carried:
+            for ticket in self._latest.get(block, ()):
+                ticket.wait(ends[kind])
 
     def _find(self, phase: Phase, block: int) -> int | None:
         if self._schedule is None:
@@ -293,26 +306,38 @@ class Executor:
         while self._issued < len(ops) and ops[self._issued].at <= index:
             op = ops[self._issued]
             self._issued += 1
-            self._tickets[op.id] = tickets = self._issue(op)
+            after = [ticket for i in op.after for ticket in self._tickets[i]]
+            tickets = self._issue(op, after)
+            # What follows an op that did nothing follows what came before it. An opened update that waits for gradients is not
+            # waited for: nothing may depend on when they come.
+            opened = (op.kind, op.payload) == (OpKind.FETCH, Payload.STATE)
+            self._tickets[op.id] = after if opened else tickets or after
             if self.serial:
                 for ticket in tickets:
                     ticket.wait(DONE)
 
-    def _issue(self, op: Op) -> list[Ticket]:
+    def _issue(self, op: Op, after: Sequence[Ticket]) -> list[Ticket]:
         """Runs one op; an op that reality has overtaken does nothing."""
         match op.kind, op.payload:
             case OpKind.FETCH, Payload.WEIGHTS:
                 block = self.blocks[op.block]
-                return self._fetch(block, []) if self._fits(block) else []
+                return self._fetch(block, after) if self._fits(block) else []
             case OpKind.FETCH, Payload.STATE:
-                # One update after the other: its state is read when its turn comes.
-                one_by_one = self.serial or self.plan.update_order is UpdateOrder.NAIVE
-                return [] if one_by_one else self.updater.open(self.blocks[op.block])
+                if self.serial:  # one update after the other: its state is read when its turn comes
+                    return []
+                block = self.blocks[op.block]
+                tickets = self.updater.open(block, priority=self._urgency(block), after=after)
+                return self.recorder.watch("FETCH state", block.name, tickets, lane=Lane.DISK_READ)
             case OpKind.RELEASE, _:
                 return self.release(self.blocks[op.block])
             case OpKind.UPDATE, _:
-                return self._update(self.blocks[op.block], self._armed)
-        return []  # STORE is the second half of the engine's update; COMMIT follows the last update in `handover`
+                return self._update(self.blocks[op.block], self._armed, after)
+            case OpKind.STORE, _:  # the second half of the engine's update
+                return self._latest.get(op.block, [])
+        return []  # COMMIT follows the last update in `handover`
+
+    def _urgency(self, block: Block) -> int:
+        return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self.plan.priority)
 
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary ones until :meth:`shut`."""
@@ -359,8 +384,9 @@ class Executor:
             return []
         block.resident = True
         waits = [*after, *self._releases]
-        tickets = [self.store.fetch(p, priority=_FETCH, after=waits) for p in block.parts if p.native is not None]
-        return self.recorder.watch("FETCH", block.name, tickets)
+        first = urgency(OpKind.FETCH, Payload.WEIGHTS, block.index, lowest_first=self.plan.priority)
+        tickets = [self.store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
+        return self.recorder.watch("FETCH", block.name, tickets, lane=Lane.DISK_READ)
 
     def release(self, block: Block) -> list[Ticket]:
         """Gives the block's weight memory back, unless it is in use."""
@@ -368,11 +394,12 @@ class Executor:
             return []
         self.updater.cancel_opened([block])
         block.resident = False
-        tickets = [self.store.release(p, priority=_FETCH) for p in block.parts if p.native is not None]
+        first = urgency(OpKind.RELEASE, Payload.WEIGHTS, block.index, lowest_first=self.plan.priority)
+        tickets = [self.store.release(p, priority=first) for p in block.parts if p.native is not None]
         if self._poison:
             self._fill_with_nan(block, tickets)
         self._releases = [t for t in self._releases if not t.poll()] + tickets
-        return self.recorder.watch("RELEASE", block.name, tickets)
+        return self.recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
 
     def _fill_with_nan(self, block: Block, released: Sequence[Ticket]) -> None:
         for ticket in released:
@@ -432,7 +459,7 @@ class Executor:
 
     # ---- updates ----------------------------------------------------------------------------------------------------------
 
-    def _update(self, block: Block, binding: OptimizerBinding | None) -> list[Ticket]:
+    def _update(self, block: Block, binding: OptimizerBinding | None, after: Sequence[Ticket]) -> list[Ticket]:
         """Updates what of the block has gradients for ``binding``; during backward only blocks whose gradients are all complete."""
         if binding is None or binding.rule is Rule.WHOLE:
             return []
@@ -445,20 +472,27 @@ class Executor:
             for part in block.parts:
                 self.settle(part)
             self.open(block)
-        behind = self._updates if self.plan.update_order is UpdateOrder.NAIVE else []
+        opened = any(part.opened is not None for part in block.parts)
         try:
-            tickets = self.updater.update(block, binding, after=behind)
+            tickets = self.updater.update(block, binding, priority=self._urgency(block), after=after)
         finally:
             if in_python:
                 self.shut(block)
         if tickets:
             self.hide(block)
             self._in_flight += tickets
-            self._updates = tickets
-        return self.recorder.watch("UPDATE", block.name, tickets)
+            self._latest[block.index] = tickets
+        self._record(block, tickets, opened=opened)
+        return tickets
 
-    def _overlaps(self) -> bool:
-        return self.plan.priority and all(b.plan.update is UpdateLane.CPU for b in self.blocks) and not self.updater.waits
+    def _record(self, block: Block, tickets: list[Ticket], *, opened: bool) -> None:
+        """The ops that one update of the engine stands for."""
+        if not opened and block.plan.state is Tier.DISK:
+            self.recorder.watch("FETCH state", block.name, tickets, lane=Lane.DISK_READ)
+        on_cpu = block.plan.update is UpdateLane.CPU
+        self.recorder.watch("UPDATE", block.name, tickets, lane=Lane.CPU if on_cpu else Lane.COMPUTE)
+        if Tier.DISK in (block.plan.weights, block.plan.state):
+            self.recorder.watch("STORE", block.name, tickets, lane=Lane.DISK_WRITE)
 
     def _wait_in_flight(self, what: int = READY) -> None:
         for ticket in self._in_flight:
@@ -477,6 +511,8 @@ class Executor:
 
     def let_go(self) -> None:
         """The model is another's from now on."""
+        self._tickets.clear()
+        self._latest.clear()
         self._access.clear()
         self.updater.own([])
         self.heap.close()

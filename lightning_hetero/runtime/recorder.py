@@ -1,15 +1,35 @@
-"""Records what happened as a :class:`~lightning_hetero.ir.trace.Trace`; costs nothing while it is off."""
+"""Records what happened as a :class:`~lightning_hetero.ir.trace.Trace`; costs nothing while it is off.
+
+[Note: Three ops in one]
+FETCH state, UPDATE and STORE of a block are one task of the engine, which reads, computes and writes chunk by chunk. Of such a task
+the engine knows when it began, when its new weights were there (READY) and when all was written (DONE). So FETCH state lasts until
+READY, UPDATE from the gradients' arrival until READY, and STORE from there until DONE: their spans overlap, as the work does.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from lightning_hetero._native import Ticket
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.ir.trace import Span, Trace
 
-_LANES = {"FETCH": "disk_read", "RELEASE": "compute", "UPDATE": "cpu", "COMMIT": "disk_write"}
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """An op under way."""
+
+    step: int
+    order: int
+    kind: str
+    block: str
+    lane: Lane
+    issued_s: float
+    tickets: tuple[Ticket, ...]
 
 
 class Recorder:
@@ -29,7 +49,8 @@ class Recorder:
         self.waited_s = 0.0
         self._keep = steps
         self._spans: list[Span] = []
-        self._watched: list[tuple[int, str, str, Ticket]] = []
+        self._watched: list[_Watched] = []
+        self._order = 0
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -55,15 +76,17 @@ class Recorder:
         yield
         self._spans.append(Span(step=self.step, name=name, lane=lane, start_s=start, end_s=time.monotonic()))
 
-    def watch(self, kind: str, block: str, tickets: list[Ticket]) -> list[Ticket]:
-        """Remembers tickets of an op; their times are read once they are done."""
-        if self.enabled:
-            self._watched += [(self.step, kind, block, t) for t in tickets]
+    def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane) -> list[Ticket]:
+        """Remembers an op that has just been issued; its times are read once its tickets are done."""
+        if self.enabled and tickets:
+            self._watched.append(_Watched(self.step, self._order, kind, block, lane, time.monotonic(), tuple(tickets)))
+            self._order += 1
         return tickets
 
     def end_step(self) -> None:
         """One optimizer step is over."""
         self.step += 1
+        self._order = 0
         if not self.enabled:
             return
         self._collect()
@@ -77,26 +100,39 @@ class Recorder:
 
     def close(self) -> None:
         """The engine is about to go: tickets cannot be asked any more."""
+        for op in self._watched:
+            if op.kind != "FETCH state":  # of an update that nobody hands gradients any more; else UPDATE stands for it
+                with suppress(HeteroError):
+                    for ticket in op.tickets:
+                        ticket.wait()
         self._collect()
         self._watched = []
 
     def _collect(self) -> None:
         waiting = []
-        for step, kind, block, ticket in self._watched:
-            times = ticket.times()
-            if not times.done_ns:
-                waiting.append((step, kind, block, ticket))
+        for op in self._watched:
+            times = [ticket.times() for ticket in op.tickets]
+            if not all(t.done_ns for t in times):
+                waiting.append(op)
                 continue
-            start = (times.started_ns or times.submitted_ns) / 1e9
-            moved = times.bytes_read + times.bytes_written
+            ran = [t for t in times if t.started_ns]  # an update that was taken back may never have started
+            if not ran:
+                continue
+            start, end = min(t.started_ns for t in ran) / 1e9, max(t.done_ns for t in ran) / 1e9
+            moved = sum(t.bytes_read for t in ran), sum(t.bytes_written for t in ran)
+            if op.kind in ("UPDATE", "STORE"):
+                start = max(start, op.issued_s)
+            if op.kind in ("FETCH state", "UPDATE"):
+                end = max(t.ready_ns or t.done_ns for t in ran) / 1e9
             self._spans.append(
                 Span(
-                    step=step,
-                    name=f"{kind} {block}",
-                    lane=_LANES[kind],
+                    step=op.step,
+                    name=f"{op.kind} {op.block}",
+                    lane=op.lane.value,
                     start_s=start,
-                    end_s=times.done_ns / 1e9,
-                    num_bytes=moved,
+                    end_s=max(start, end),
+                    num_bytes={"FETCH": moved[0], "FETCH state": moved[0], "UPDATE": 0}.get(op.kind, moved[1]),
+                    order=op.order,
                 )
             )
         self._watched = waiting

@@ -17,8 +17,6 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
 
-_AFTER_FETCHES = 1000  # added to a block's index: transfers that compute waits for go first
-
 
 class Updater:
     """Updates parts for the bound optimizers.
@@ -78,15 +76,15 @@ class Updater:
         """Whether an update of the block for this optimizer is due."""
         return any(self._indices(part, binding) for part in block.parts)
 
-    def open(self, block: Block) -> list[Ticket]:
-        """Lets the state of a block that will be updated stream towards the host."""
+    def open(self, block: Block, *, priority: int, after: Sequence[Ticket]) -> list[Ticket]:
+        """Lets the state of a block that will be updated stream towards the host, once ``after`` are done."""
         tickets = []
         for part in block.parts:
             owner = next((self.owners[id(p)] for p in part.params if id(p) in self.owners and p.requires_grad), None)
             if owner is None or owner.rule is not Rule.NATIVE or part.opened is not None or not part.on_disk:
                 continue
             if part.native is not None and part.native.geometry.state_on_disk_file and block.resident:
-                tickets.append(self.store.open_update(part, resident=True, priority=_AFTER_FETCHES + block.index))
+                tickets.append(self.store.open_update(part, resident=True, priority=priority, after=after))
         return tickets
 
     def cancel_opened(self, blocks: Iterable[Block]) -> None:
@@ -107,8 +105,15 @@ class Updater:
                 if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
                     _check_dense(name, param.grad)
 
-    def update(self, block: Block, binding: OptimizerBinding, *, after: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Updates the block's parameters that have gradients and belong to ``binding``; native updates start ``after`` others."""
+    def update(self, block: Block, binding: OptimizerBinding, *, priority: int, after: Sequence[Ticket] = ()) -> list[Ticket]:
+        """Updates the block's parameters that have gradients and belong to ``binding``.
+
+        Args:
+            block: The block.
+            binding: The optimizer.
+            priority: Of native updates among all that may run, the lowest first.
+            after: What native updates wait for, unless they have been opened.
+        """
         tickets: list[Ticket] = []
         for part in block.parts:
             indices = self._indices(part, binding)
@@ -117,7 +122,7 @@ class Updater:
             self._prepare_gradients(part, indices)
             part.reclaim()
             if binding.rule is Rule.NATIVE:
-                tickets.append(self._update_native(block, part, indices, binding, after))
+                tickets.append(self._update_native(part, indices, binding, priority, after))
             else:
                 tickets += self._update_in_python(block, part, indices, binding)
             self._updated.update(id(part.params[i]) for i in indices)
@@ -152,7 +157,7 @@ class Updater:
             torch.nn.utils.clip_grad_value_([part.params[i] for i in indices], self._clip_value)
 
     def _update_native(
-        self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding, after: Sequence[Ticket]
+        self, part: Part, indices: Sequence[int], binding: OptimizerBinding, priority: int, after: Sequence[Ticket]
     ) -> Ticket:
         groups = self._groups_of(binding)
         self.store.refresh_master(part)
@@ -165,9 +170,9 @@ class Updater:
             rows.append((i, param, groups[id(param)], grad.detach()))
         segments, hypers = adam.request(binding.optimizer, part, rows)
         if part.opened is None:
-            self.store.open_update(part, resident=block.resident, priority=_AFTER_FETCHES + block.index, after=after)
+            self.store.open_update(part, resident=part.block.resident, priority=priority, after=after)
         keep = [grad for *_, grad in rows]
-        ticket = self.store.arm_update(part, segments, hypers, keep, scale=self._scale, priority=_AFTER_FETCHES + block.index)
+        ticket = self.store.arm_update(part, segments, hypers, keep, scale=self._scale, priority=priority)
         # A graph that still holds these weights would read new values: autograd shall say so instead.
         torch.autograd.graph.increment_version([part.params[i] for i in indices])
         self.store.master_is_current(part)

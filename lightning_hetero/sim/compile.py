@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_hetero.cost import Amount, Rates, Work, amount_of, backward_s, stored_bytes
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
+from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates, urgency
 from lightning_hetero.sim.disk import DEPTH
 from lightning_hetero.sim.memory import Occupancy
 from lightning_hetero.sim.program import Job, Program, Role, Server
@@ -18,7 +18,6 @@ _CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/tier
 _TRANSFER_BYTES = 4 * MIB  # the largest transfer of weights (native/src/engine_tasks.cc, kFetchBytes)
 _PIECES_OF_A_BLOCK = (3, 12)
 _PIECES_OF_A_STEP = 300  # beyond this they only cost time: many blocks overlap anyway
-_URGENT, _UPDATES = 0, 1000  # ranks, as the runtime's priorities: what compute waits for, then updates
 
 _SERVERS = {
     Work.COMPUTE: Server.COMPUTE,
@@ -207,10 +206,9 @@ class _Compiler:
         return number
 
     def _transfer(self, op: Op, amount: Amount) -> Job:
-        urgent = op.kind not in (OpKind.UPDATE, OpKind.GRAD, OpKind.STORE)
         return self._job(
             op, self._server(amount.work), amount=amount.units, work=amount.work,
-            rank=self._rank(op.block, urgent=urgent, work=amount.work), transfers=max(1.0, amount.num_bytes / _TRANSFER_BYTES),
+            rank=self._rank(op, amount.work), transfers=max(1.0, amount.num_bytes / _TRANSFER_BYTES),
         )  # fmt: skip
 
     def _keep_order(self, job: int, server: Server) -> None:
@@ -225,9 +223,9 @@ class _Compiler:
             return Server.DISK_WRITE if self._duplex else Server.DISK
         return _SERVERS[work]
 
-    def _rank(self, block: int, *, urgent: bool, work: Work) -> int:
-        level = _URGENT if urgent else _UPDATES + (block if self._plan.priority else 0)
-        return 2 * level + (work is Work.DISK_READ)
+    def _rank(self, op: Op, work: Work) -> int:
+        """As the engine ranks them: of the same urgency writes go before reads (native/src/engine_schedule.cc)."""
+        return 2 * urgency(op.kind, op.payload, op.block, lowest_first=self._plan.priority) + (work is Work.DISK_READ)
 
     # ---- streamed updates: [Note: Pieces] -----------------------------------------------------------------------------------
 
@@ -264,7 +262,7 @@ class _Compiler:
         opened = program.add(self._job(op, Server.INSTANT, stream=stream, role=Role.OPEN), after)
         self._issued(opened, arrival)
         self._carry(op.carried, opened)
-        rank = self._rank(op.block, urgent=False, work=Work.DISK_READ)
+        rank = self._rank(op, Work.DISK_READ)
         amount, transfers = stream.read_bytes / stream.num_pieces, stream.transfers(stream.reads_arrays)
         for _ in range(stream.num_pieces):
             job = self._job(
@@ -284,7 +282,7 @@ class _Compiler:
         self._carry(dict.fromkeys((*op.carried, *(store.carried if store else ()))), arm)
         amount = amount_of(op, self._plan, self._model, shared_memory=self._shared)
         assert amount is not None
-        rank, units = self._rank(op.block, urgent=False, work=Work.CPU_UPDATE), amount.units / stream.num_pieces
+        rank, units = self._rank(op, Work.CPU_UPDATE), amount.units / stream.num_pieces
         role = Role.LAST if store is None and stream.reads else Role.NONE
         for piece in range(stream.num_pieces):
             job = self._job(op, Server.CPU, amount=units, work=Work.CPU_UPDATE, rank=rank, stream=stream, role=role)
@@ -295,7 +293,7 @@ class _Compiler:
     def _store(self, op: Op, arrival: int | None, after: list[int]) -> int:
         stream, program, server = self._streams[op.block], self._program, self._server(Work.DISK_WRITE)
         others = [i for i in after if i not in stream.computes]
-        rank = self._rank(op.block, urgent=False, work=Work.DISK_WRITE)
+        rank = self._rank(op, Work.DISK_WRITE)
         amount, transfers = stream.write_bytes / stream.num_pieces, stream.transfers(stream.writes_arrays)
         role = Role.LAST if stream.reads else Role.NONE
         number = -1

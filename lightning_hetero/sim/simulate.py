@@ -188,8 +188,9 @@ def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
                 began, ended = min(began, spans[key].start_s), max(ended, spans[key].end_s)
             lane = Lane.COMPUTE if op.kind is OpKind.RELEASE else op.lane
             spans[key] = Span(
-                step=step, name=_title(op, model), lane=lane.value, start_s=began, end_s=ended, num_bytes=op.num_bytes
-            )
+                step=step, name=_title(op, model), lane=lane.value, start_s=began, end_s=ended, num_bytes=op.num_bytes,
+                order=job.group,
+            )  # fmt: skip
         elif isinstance(job.source, Anchor) and job.source.phase is not Phase.VERDICT:
             spans[step, job.group] = _compute(step, _title(job.source, model), began, ended)
         if number in engine.arrived and engine.arrived[number][0] < began:

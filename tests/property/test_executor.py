@@ -1,0 +1,170 @@
+"""What the plan says is what runs: the executor's trace against the simulator's, and against the plan's own words."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.models import Recipe, Shape, run
+
+from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero._native import Engine
+from lightning_hetero.cost import Rates
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, ModelShape
+from lightning_hetero.ir.plan import UpdateOrder
+from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
+from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.lowering import Rooms
+from lightning_hetero.sim import simulate
+from lightning_hetero.sim.compile import compile_step
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
+FIRST = 2  # the first steps learn in which order blocks are used, and warm the cache
+ON_DISK = BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK)
+
+
+@dataclass
+class Ran:
+    """A short training with a trace."""
+
+    trace: Trace
+    schedules: list[Schedule]
+    plan: Plan
+    model: ModelShape
+    armed: list[tuple[int, int]]  # block, engine priority
+
+    def spans(self, kind: str, step: int) -> list[Span]:
+        return [s for s in self.trace.spans if s.name.startswith(f"{kind} ") and s.step == step]
+
+
+class Notes(pl.Callback):
+    def __init__(self) -> None:
+        self.schedules: list[Schedule] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        executor = trainer.strategy.session.executor
+        assert executor._schedule is not None
+        self.schedules.append(executor._schedule)
+        self.model = executor.model
+        self.blocks = {part.native: block.index for block in executor.blocks for part in block.parts}
+
+
+def ran(plan: Plan, recipe: Recipe, *, tight: bool = False) -> Ran:
+    notes = Notes()
+    armed: list[tuple[Any, int]] = []
+    whole = Engine.arm_update
+
+    def arm(engine: Engine, ticket: Any, *args: Any, priority: int = 0, **rest: Any) -> None:
+        armed.append((ticket.block, priority))
+        whole(engine, ticket, *args, priority=priority, **rest)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "arm_update", arm)
+        cache = {"host_cache_bytes": 0} if tight else {}
+        plan = Plan(**{**{f: getattr(plan, f) for f in Plan.__slots__}, **cache})
+        strategy = HeteroOffloadStrategy(plan=plan, trace=True)
+        run(recipe, strategy, Path(folder), callbacks=[notes])
+    assert strategy.plan is not None
+    rows = [(notes.blocks[native], priority) for native, priority in armed]
+    return Ran(strategy.trace, notes.schedules, strategy.plan, notes.model, rows)
+
+
+def profile(model: ModelShape) -> ModelProfile:
+    rows = (
+        BlockProfile(
+            name=b.name, num_params=b.num_params, num_trainable_params=b.num_trainable_params, forward_s=1e-4, backward_s=2e-4,
+            forward_flop=1.0, activation_bytes=0, boundary_bytes=0, transient_bytes=0, pinned=b.pinned,
+        )
+        for b in model.blocks
+    )  # fmt: skip
+    return ModelProfile(name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=tuple(rows))
+
+
+def rule(name: str, weights: Tier, state: Tier, on_cpu: bool) -> BlockPlan:
+    on_cpu |= Tier.DISK in (weights, state)
+    return BlockPlan(name=name, weights=weights, state=state, update=UpdateLane.CPU if on_cpu else UpdateLane.DEVICE)
+
+
+TIERS = st.sampled_from([*Tier])
+PLANS = st.builds(
+    Plan,
+    name=st.just("random"),
+    blocks=st.tuples(
+        *(
+            st.builds(rule, st.just(n), TIERS, TIERS, st.booleans())
+            for n in ("model.blocks.0", "model.blocks.*", "model.embed", "*")
+        )
+    ),
+    prefetch_depth=st.integers(1, 3),
+    gradient_depth=st.integers(1, 4),
+    update_order=st.sampled_from(UpdateOrder),
+    priority=st.booleans(),
+)
+RECIPES = st.builds(
+    Recipe,
+    shape=st.builds(
+        Shape, layers=st.integers(2, 4), tied=st.booleans(), frozen=st.sampled_from([(), (1,)]), half_frozen=st.booleans()
+    ),
+    steps=st.just(FIRST + 2),
+    clip=st.sampled_from([None, None, 0.3]),
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(recipe=RECIPES, plan=PLANS, tight=st.booleans())
+def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Recipe, plan: Plan, tight: bool) -> None:
+    got = ran(plan, recipe, tight=tight)
+    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
+    for step in range(FIRST, len(got.schedules)):
+        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, rooms=rooms, keep_trace=True)
+        issued = got.trace.issued(step)
+        assert issued == predicted.trace.issued(0)
+        assert any(name.startswith("UPDATE ") for names in issued.values() for name in names)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=PLANS, clip=st.sampled_from([None, 0.3]))
+def test_the_engine_ranks_updates_as_the_simulator_does(plan: Plan, clip: float | None) -> None:
+    got = ran(plan, Recipe(steps=FIRST + 1, clip=clip))
+    model = profile(got.model)
+    program = compile_step([got.schedules[-1]], got.plan, model, Rates(HARDWARE), staging_bytes=2**20)
+    on_cpu = [i for i, b in enumerate(got.plan.blocks) if b.update is UpdateLane.CPU]
+    ranks = {(j.source.block, j.rank // 2) for j in program.jobs if isinstance(j.source, Op) and j.source.kind is OpKind.UPDATE}
+    # An update's first job, the arrival of its gradients, takes no time and has no rank.
+    assert {row for row in got.armed if row[0] in on_cpu} == {row for row in ranks if row[0] in on_cpu and row[1]}
+    if not plan.priority:
+        assert len({priority for _, priority in got.armed}) == 1
+
+
+@pytest.mark.parametrize("state", [Tier.DISK, Tier.HOST])
+@pytest.mark.parametrize("clip", [None, 0.3], ids=["in_backward", "after_verdict"])
+def test_a_naive_order_updates_one_block_after_the_other(state: Tier, clip: float | None) -> None:
+    rules = (BlockPlan(name="model.blocks.*", weights=state, state=state), BlockPlan(name="*", state=state))
+    got = ran(Plan(name="naive", blocks=rules, update_order=UpdateOrder.NAIVE), Recipe(shape=Shape(layers=6), steps=4, clip=clip))
+    for step in range(FIRST, 4):
+        kinds = ("FETCH state", "UPDATE", "STORE") if state is Tier.DISK else ("UPDATE",)
+        updates = sorted(zip(*(got.spans(kind, step) for kind in kinds), strict=True), key=lambda spans: spans[0].order)
+        assert len(updates) > 6
+        for before, after in pairwise(updates):
+            assert max(s.end_s for s in before) <= min(s.start_s for s in after)
+
+
+def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_disk() -> None:
+    plan = Plan(name="p", blocks=(ON_DISK, BlockPlan(name="*", state=Tier.DISK)), priority=False)
+    got = ran(plan, Recipe(shape=Shape(layers=12), steps=6, clip=0.3))
+    assert all(s.signature.updates is Updates.AFTER_VERDICT for s in got.schedules)
+    forwards = [s for s in got.trace.spans if s.name.startswith("wait F ")]
+    for step in range(FIRST, 6):
+        first = min(s.end_s for s in forwards if s.step == step)
+        stores = got.spans("STORE", step - 1)
+        assert len(stores) > 12
+        assert max(s.end_s for s in stores) <= first
