@@ -72,6 +72,24 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from lightning_hetero import __version__
+
+        typer.echo(f"lightning-hetero {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (JSON).")]
 
 
@@ -115,7 +133,7 @@ def plan(
     disk: o.Disk = None,
     devices: o.Devices = None,
     link: o.Link = None,
-    planner: Annotated[str, typer.Option(metavar="NAME", help='The planner, or "all" to compare them.')] = DEFAULT,
+    planner: Annotated[str, typer.Option(metavar="NAME", help='The planner, such as lohan, or "all".')] = DEFAULT,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the planner; may repeat.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here; of all planners' the fastest.")] = None,
     as_json: o.Json = False,

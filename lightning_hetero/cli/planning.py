@@ -8,7 +8,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, get_type_hints
 
 from lightning_hetero.errors import ConfigError, HeteroError, PlanError, UnsupportedError
 from lightning_hetero.ir.codec import parse_object
@@ -122,12 +123,12 @@ def run(
     Raises:
         ConfigError: None of them knows one of the options.
     """
-    known = {name: _options_of(name, planner) if options else set() for name, planner in chosen.items()}
+    known = {name: _options_of(name, planner) if options else {} for name, planner in chosen.items()}
     if strangers := sorted(set(options).difference(*known.values())):
         allowed = "; ".join(f"{name}: {', '.join(sorted(keys)) or 'none'}" for name, keys in known.items())
         raise ConfigError(f"unknown planner options {strangers}; allowed: {allowed}.")
     return [
-        run_one(name, planner, model, hardware, {k: v for k, v in options.items() if k in known[name]})
+        run_one(name, planner, model, hardware, {k: _typed(k, v, known[name][k]) for k, v in options.items() if k in known[name]})
         for name, planner in chosen.items()
     ]
 
@@ -146,9 +147,21 @@ def run_one(
     return Outcome(planner=name, plan=plan, planning_s=time.perf_counter() - start)
 
 
-def _options_of(name: str, planner: Callable[..., Plan]) -> set[str]:
-    parameters = inspect.signature(planner).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):  # imported when it is asked to plan
-        parameters = inspect.signature(importlib.import_module(f"lightning_hetero.planners.{name}").plan).parameters
-    bound = getattr(planner, "keywords", {})
-    return {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in bound}
+def _options_of(name: str, planner: Callable[..., Plan]) -> dict[str, Any]:
+    """The options that a planner has, and their types."""
+    function: Callable[..., Plan] = getattr(planner, "func", planner)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        function = importlib.import_module(f"lightning_hetero.planners.{name}").plan  # imported when it is asked to plan
+    types, bound = get_type_hints(function), getattr(planner, "keywords", {})
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: types.get(p.name) for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in bound}
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """An option's value as its planner wants it: text becomes a member of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return value
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"--option {key}={value}; allowed: {', '.join(str(member.value) for member in kind)}.") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,21 +73,32 @@ class Bar:
 
 
 def window(simulation: Simulation) -> tuple[float, float]:
-    """Begin and end of the step that is shown, on the trace's clock.
+    """Begin and end of the step that is shown, on the trace's clock: the last one, of which the prediction and the memory speak."""
+    *before, last = simulation.iterations_s
+    return sum(before), sum(before) + last
 
-    In steady state that is the last but one: what the last one leaves to the step after it has not ended when the simulation has.
+
+def spans(simulation: Simulation) -> list[Span]:
+    """The trace's spans, and those of ops that have not ended as the simulation has.
+
+    In steady state the last step leaves to the next what the one before has left to it, so their ends are known; of a cycle of
+    several steps nearly so.
     """
+    found = list(simulation.trace.spans)
+    begin_s, end_s = window(simulation)
     last = len(simulation.iterations_s) - 1
-    step = last - 1 if simulation.steady and last > 0 else last
-    begin = min(s.start_s for s in simulation.trace.spans if s.step == step and s.name.startswith("F "))
-    return begin, begin + simulation.iterations_s[step]
+    if simulation.steady:
+        shift_s = end_s - begin_s
+        left = (s for s in found if s.step == last - 1 and s.end_s > begin_s)
+        found += [replace(s, step=last, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in left]
+    return found
 
 
-def bars(spans: Iterable[Span], begin_s: float, end_s: float) -> dict[Lane, list[Bar]]:
+def bars(found: Iterable[Span], begin_s: float, end_s: float) -> dict[Lane, list[Bar]]:
     """What happens between two moments, by lane; ops of a lane that overlap get tracks of their own."""
     lanes: dict[Lane, list[Bar]] = {}
     free: dict[Lane, list[float]] = {}
-    for span in sorted(spans, key=lambda s: s.start_s):
+    for span in sorted(found, key=lambda s: s.start_s):
         start, end = max(span.start_s, begin_s), min(span.end_s, end_s)
         words = span.name.split(" ")
         kind = next((key for key in (" ".join(words[:2]), words[0]) if key in _KINDS), "")
@@ -116,7 +127,7 @@ def draw(path: Path, simulation: Simulation, plan: Plan, model_name: str, hardwa
     from matplotlib.figure import Figure
 
     begin, end = window(simulation)
-    shown = bars(simulation.trace.spans, begin, end)
+    shown = bars(spans(simulation), begin, end)
     lanes = [lane for lane in Lane if lane in shown]
     unit, scale = ("s", 1.0) if end - begin >= 2 else ("ms", 1e3)
     heights = [max(_LANE_HEIGHT, _TRACK_HEIGHT * (1 + max(bar.track for bar in shown[lane]))) for lane in lanes]

@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from lightning_hetero import __version__
 from lightning_hetero.cli import doctor, output, planning, profile, reasons, system, timeline
 from lightning_hetero.cli.app import app
 from lightning_hetero.cli.options import Request, load_plan
@@ -22,6 +23,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfil
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.ir.trace import Span
+from lightning_hetero.planners.judge import simulation
 from lightning_hetero.units import GIB, MIB
 
 PRESET = ["--preset-model", "gpt:layers=6,hidden=2048,heads=16", "--batch", "8", "--sequence", "512"]
@@ -135,6 +137,10 @@ def test_the_module_runs_as_the_command() -> None:
     for command in ("doctor", "profile", "plan", "explain", "simulate"):
         assert f"\n  {command} " in run.stdout
     assert "Exit codes: 0 all is well" in run.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert _run("--version").stdout == f"lightning-hetero {__version__}\n"
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------------
@@ -292,6 +298,19 @@ def test_planner_options_are_json_or_text_and_reach_the_planners_that_know_them(
     assert (row["error"], row["tier"], row["shortfall_bytes"]) == ("too small", "host", 7)
     with pytest.raises(ConfigError, match=r"unknown planner options \['j'\]; allowed: knows: k; ignorant: none"):
         planning.run(planners, MODEL, HARDWARE, {"j": 1})
+
+
+def test_an_option_with_few_values_is_one_of_them() -> None:
+    chosen: list[Saved] = []
+
+    def choosy(model: ModelProfile, hardware: HardwareProfile, *, saved: Saved = Saved.KEEP) -> Plan:
+        chosen.append(saved)
+        return Plan(name="choosy", blocks=())
+
+    planning.run({"choosy": choosy}, MODEL, HARDWARE, {"saved": "recompute"})
+    assert chosen == [Saved.RECOMPUTE]
+    with pytest.raises(ConfigError, match="--option saved=never; allowed: keep, recompute"):
+        planning.run({"choosy": choosy}, MODEL, HARDWARE, {"saved": "never"})
 
 
 # ---- a plan's origin ----------------------------------------------------------------------------------------------------------
@@ -536,6 +555,22 @@ def test_a_plan_that_no_longer_fits_exits_2(plan_file: Path, profiles: list[str]
     Path(profiles[-1]).write_text(replace(HARDWARE, host_memory_bytes=400 * MIB).to_json(), encoding="utf-8")
     got = _json("simulate", plan_file, code=2)
     assert got["shortfall_bytes"] > 0
+
+
+def test_a_picture_shows_the_steady_step_with_what_crosses_its_ends() -> None:
+    """Updates outlast backward: what the step finds at its begin is what it leaves at its end."""
+    hardware = replace(HARDWARE, cpu_update_params_per_s=4e8)
+    plan = planning.planners("zero_infinity")["zero_infinity"](MODEL, hardware)
+    simulated = simulation(plan, MODEL, hardware, keep_trace=True)
+    assert simulated.steady
+    begin, end = timeline.window(simulated)
+    assert end - begin == pytest.approx(simulated.prediction.iteration_s)
+    lanes = timeline.bars(timeline.spans(simulated), begin, end)
+    bars = [(lane, bar) for lane, row in lanes.items() if lane is not Lane.COMPUTE for bar in row]
+    found = {(lane, bar.kind, bar.label) for lane, bar in bars if bar.start_s == 0}
+    left = {(lane, bar.kind, bar.label) for lane, bar in bars if bar.end_s == end - begin}
+    assert found
+    assert found == left
 
 
 def test_bars_of_one_lane_that_overlap_get_their_own_tracks_and_are_cut_to_the_window() -> None:
