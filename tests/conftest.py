@@ -13,6 +13,10 @@ from support.properties import DEEP_EXAMPLES, QUICK_EXAMPLES
 os.environ.setdefault("LIGHTNING_HETERO_HARDWARE", str(Path(__file__).parent / "support" / "hardware.json"))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+# One thread of torch's own per process, set before anybody imports torch: models here are tiny, pytest-xdist takes all cores, and
+# OpenMP's threads wait for each other by spinning, ten times longer than they compute. Where a test wants more, they sleep.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks for new ones, and for longer.
 settings.register_profile(

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import lightning_hetero
+from support.scripts import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PACKAGE_ROOT = str(Path(lightning_hetero.__file__).parents[1])
 
 TINY_STEP = ["--model", "tiny", "--seq", "16", "--rounds", "1", "--steps", "1", "--io-blocks", "1", "--io-chunks", "1"]
 DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
@@ -23,16 +18,7 @@ DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 def run(script: str, *arguments: str | Path, cwd: Path) -> tuple[dict[str, Any], str]:
     """The JSON object that a benchmark prints last, and everything it printed."""
-    path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    done = run_script(BENCHMARKS / script, *arguments, cwd=cwd)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 

@@ -1,4 +1,4 @@
-"""By name, in fresh interpreters: ``lightning`` and ``pytorch_lightning``, the Trainer and LightningCLI, code and configuration."""
+"""By name: ``lightning`` and ``pytorch_lightning``, the Trainer and LightningCLI, code and configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import run_script
 
 CLASSES = {"lightning.pytorch": "HeteroOffloadStrategy", "pytorch_lightning": "PytorchLightningHeteroOffloadStrategy"}
 
@@ -82,13 +83,15 @@ trainer:
 def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(code)
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=240)
+    return run_script(script, *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize(("namespace", "name"), CLASSES.items())
 def test_by_name(namespace: str, name: str, tmp_path: Path) -> None:
-    done = python(FIT.format(namespace=namespace, name=name), tmp_path, str(tmp_path))
+    """In an interpreter that begins with nothing."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", FIT.format(namespace=namespace, name=name), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("same")
 
