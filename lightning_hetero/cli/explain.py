@@ -156,7 +156,7 @@ def _print(e: Explanation) -> None:
     screen.print(_binding(e.influences, full(e.use), e.use), markup=False)
     this = Outcome(planner=e.plan.name, plan=e.plan)
     ranked = sorted([this, *e.others], key=lambda o: o.iteration_s)
-    screen.print(comparison("\nThis plan and the other planners' (beside each phase what bounds it)", ranked, this=this))
+    screen.print(comparison("\nThis plan and the other planners'", ranked, width=screen.width, this=this))
     for outcome in e.others:
         if outcome.error is not None:
             screen.print(f"No plan by {outcome.planner}: {_shortly(outcome.error)}", markup=False)

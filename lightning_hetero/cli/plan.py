@@ -21,6 +21,9 @@ from lightning_hetero.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+_WIDE = 130  # columns that a comparison takes with everything in it
+_NARROW = ("planner", "step", "x best", "device", "host", "disk")
+
 
 def run(request: Request, *, planner: str, options: Iterable[str], out: Path | None, as_json: bool) -> None:
     """Plans, prints, and writes the plan to ``out``: of all planners' plans the fastest.
@@ -67,9 +70,7 @@ def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardwar
     if len(outcomes) == 1:
         screen.print(pairs(f"Plan of {best.name}", _details(outcomes[0], model)))
     else:
-        screen.print(
-            comparison("Plans, fastest first (beside each phase what bounds it)", sorted(outcomes, key=lambda o: o.iteration_s))
-        )
+        screen.print(comparison("Plans, fastest first", sorted(outcomes, key=lambda o: o.iteration_s), width=screen.width))
         print_refusals(outcomes)
     if out is not None:
         screen.print(f"Wrote {best.name}'s plan to {out}.", markup=False)
@@ -123,8 +124,15 @@ def _decision(name: str, value: Any) -> str:
     return str(plain(value))
 
 
-def comparison(title: str, outcomes: Sequence[Outcome], *, this: Outcome | None = None) -> Table:
-    """A table of plans side by side; ``this``, or else the first one, stands out."""
+def comparison(title: str, outcomes: Sequence[Outcome], *, width: int, this: Outcome | None = None) -> Table:
+    """A table of plans side by side; ``this``, or else the first one, stands out.
+
+    Args:
+        title: What is compared.
+        outcomes: The plans, in the order of the rows.
+        width: Columns of the screen; on a narrow one phases, objectives and planning times are left out.
+        this: The plan that stands out.
+    """
     fastest = min(o.iteration_s for o in outcomes)
     columns = (
         "planner",
@@ -159,9 +167,16 @@ def comparison(title: str, outcomes: Sequence[Outcome], *, this: Outcome | None 
                 took,
             )
         )
-    shown = [outcome.planner for outcome in outcomes]
+    if width >= _WIDE:
+        title, shown = f"{title} (beside each phase what bounds it)", range(len(columns))
+    else:
+        shown = [index for index, name in enumerate(columns) if name in _NARROW]
     return table(
-        title, columns, rows, right=("step", "x best", *columns[5:]), best=0 if this is None else shown.index(this.planner)
+        title,
+        [columns[index] for index in shown],
+        [[row[index] for index in shown] for row in rows],
+        right=("step", "x best", *columns[5:]),
+        best=0 if this is None else [outcome.planner for outcome in outcomes].index(this.planner),
     )
 
 

@@ -23,6 +23,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfil
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.ir.trace import Span
+from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.judge import simulation
 from lightning_hetero.units import GIB, MIB
 
@@ -252,6 +253,17 @@ def test_all_planners_stand_side_by_side_and_those_without_a_plan_say_why(profil
     text = _run("plan", *profiles, "--planner", "all").stdout
     assert all(name in text for name in PLANNERS)
     assert "no plan" in text
+
+
+def test_a_narrow_screen_compares_what_fits_it(profiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(
+        "lightning_hetero.planners.PLANNERS", {name: PLANNERS[name] for name in ("resident", "host", "zero_infinity")}
+    )
+    shown = _run("plan", *profiles, "--planner", "all").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    (row,) = (line for line in shown.splitlines() if line.startswith(" host "))
+    assert len(re.findall(r"[\d.]+ (?:m?s|[MG]iB|B)\b|\d\.\d\d", row)) == 5  # step, x best, device, host, disk
 
 
 def test_the_fastest_of_all_plans_is_written(profiles: list[str], tmp_path: Path) -> None:
