@@ -167,10 +167,10 @@ def comparison(title: str, outcomes: Sequence[Outcome], *, width: int, this: Out
                 took,
             )
         )
-    if width >= _WIDE:
-        title, shown = f"{title} (beside each phase what bounds it)", range(len(columns))
-    else:
-        shown = [index for index, name in enumerate(columns) if name in _NARROW]
+    wide = width >= _WIDE
+    if wide:
+        title += " (beside each phase what bounds it)"
+    shown = [index for index, name in enumerate(columns) if wide or name in _NARROW]
     return table(
         title,
         [columns[index] for index in shown],
