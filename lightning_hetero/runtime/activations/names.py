@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -82,13 +82,16 @@ def has_storage(leaf: object, device_type: str) -> TypeGuard[Tensor]:
     return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == device_type and leaf.layout is torch.strided  # type: ignore[attr-defined]
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """What is in an operator's arguments or results, in order: they nest in tuples, lists and dicts only."""
-    if isinstance(tree, tuple | list):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item)
-    else:
-        yield tree
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if not isinstance(tree, tuple | list):
+        return [tree]
+    found: list[Any] = []
+    for item in tree:
+        if isinstance(item, tuple | list | dict):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found

@@ -1,0 +1,119 @@
+"""Files of the disk tier for swapped activations, by the native engine.
+
+They are native blocks of plain bytes with one slot, in a store of their own: no commit record ever names them, so that activations
+never wait for a commit of weights, nor a commit for them. Their weight memory is whatever host memory a transfer lends
+(``Block.bind``), so bytes go between that and the disk without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from lightning_hetero._native import U8, Arena, Block, BlockGeometry, Engine, Store, Ticket
+from lightning_hetero.errors import OutOfDiskError
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.units import MIB
+
+_PAGE = 4096
+_CHUNK_BYTES = 4 * MIB  # of one transfer
+_MOST_FILES = 4096
+
+
+class NativeSwapFiles:
+    """Makes files in a directory of their own (``SwapFiles``). Thread-safe.
+
+    Args:
+        engine: The engine; its io back end moves the bytes.
+        directory: A private directory that nothing else uses. It is closed, and removed with what is in it.
+        direct_io: Bypass the page cache.
+        priority: Of the transfers, among those of the engine.
+
+    Raises:
+        UnsupportedError: The file system refuses direct transfers.
+    """
+
+    def __init__(self, engine: Engine, directory: StoreDirectory, *, direct_io: bool = True, priority: int = 0) -> None:
+        self.engine, self.directory, self.priority = engine, directory, priority
+        with ExitStack() as undo:
+            undo.callback(directory.close, remove=True)
+            self._store = Store(
+                os.fspath(directory.path),
+                uuid=directory.uuid,
+                create=True,
+                direct_io=direct_io and not directory.in_memory,
+                durability=0,
+                verify_digests=False,
+                num_blocks=_MOST_FILES,
+                user_bytes=0,
+            )
+            undo.pop_all()
+        self._nowhere = Arena(_PAGE)  # where blocks are bound while nothing is lent to them
+        self._lock = threading.Lock()
+        self._free = list(range(_MOST_FILES - 1, -1, -1))
+        self._open: dict[int, Block] = {}
+
+    def make(self, num_bytes: int) -> NativeSwapFile:
+        """A file of whole pages (``SwapFiles``)."""
+        with self._lock:
+            if not self._free:
+                raise OutOfDiskError(f"{_MOST_FILES} files of activations are in use; swap fewer blocks' activations to the disk.")
+            number = self._free.pop()
+            geometry = BlockGeometry(
+                id=number,
+                weight_dtype=U8,
+                num_elements=num_bytes,
+                num_state=0,
+                weights_on_disk_file=True,
+                state_on_disk_file=False,
+                num_slots=1,
+                chunk_elements=min(_CHUNK_BYTES, num_bytes),
+            )
+            try:
+                block = self._open[number] = Block(self._store, geometry, self._nowhere.address, keep=self._nowhere)
+            except BaseException:
+                self._free.append(number)
+                raise
+        return NativeSwapFile(self, number, block)
+
+    def discard(self, number: int) -> None:
+        """Closes and removes a file; nothing of it is under way."""
+        with self._lock:
+            block = self._open.pop(number, None)
+            if block is not None:
+                block.discard()
+                self.directory.remove_block(number)
+                self._free.append(number)
+
+    def close(self) -> None:
+        """Removes all files and the directory; nothing is under way."""
+        for number in list(self._open):
+            self.discard(number)
+        self._store.close()
+        self.directory.close(remove=True)
+
+
+class NativeSwapFile:
+    """One file (``SwapFile``)."""
+
+    def __init__(self, files: NativeSwapFiles, number: int, block: Block) -> None:
+        self._files, self._number, self._block = files, number, block
+
+    def write(self, memory: Tensor) -> Ticket:
+        """Begins to write all of it (``SwapFile``)."""
+        self._block.bind(memory.data_ptr(), keep=memory)
+        return self._files.engine.store(
+            self._block, [], weights_from_memory=True, step=0, priority=self._files.priority, keep=memory
+        )
+
+    def read(self, memory: Tensor) -> Ticket:
+        """Begins to read all of it (``SwapFile``)."""
+        self._block.bind(memory.data_ptr(), keep=memory)
+        return self._files.engine.fetch(self._block, priority=self._files.priority)
+
+    def close(self) -> None:
+        """Removes it (``SwapFile``)."""
+        self._files.discard(self._number)

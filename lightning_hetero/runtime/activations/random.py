@@ -1,0 +1,52 @@
+"""The state of the random generators that a forward uses, so that its recomputation draws the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators of the CPU and of the device.
+
+    Attributes:
+        device: The device; the CPU has only its own generator.
+        cpu: State of the CPU's generator.
+        own: State of the device's; ``None`` for the CPU.
+    """
+
+    device: torch.device
+    cpu: Tensor
+    own: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state of the generators now."""
+        own = None if device.type == "cpu" else _module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), own)
+
+    def restore(self) -> None:
+        """Sets the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.own is not None:
+            _module(self.device).set_rng_state(self.own, self.device)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Goes on from this state, and afterwards from where the generators were before."""
+        before = RandomState.now(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,241 @@
+"""Running a block's forward once more, for the saved tensors that it has dropped.
+
+[Note: Recomputation]
+A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, and the state of the random
+generators and of autocast. The first tensor that backward misses runs the module again, on detached arguments and under a hook
+that counts what autograd saves: the n-th saved tensor is what the n-th was in forward. When all that are missing have been met
+the run is broken off. The graph that it has built is thrown away; backward goes on in the first one.
+
+This is torch's non-reentrant checkpointing, written anew with public parts. torch's own has a form for hooks
+(``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which ``torch.distributed._composable.checkpoint`` uses), but
+it takes *every* tensor that is saved inside it, so nothing there could be kept, swapped, or refer to weights; and its private
+parameters are positional and have changed from release to release.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.runtime.activations.operators import Record, Spare
+from lightning_hetero.runtime.activations.random import RandomState
+from lightning_hetero.runtime.activations.saved import ChangedInPlaceError, Packed, SavedTensor, maker_of
+
+
+class RecomputationError(HeteroError):
+    """A block's forward did not do the same thing when it was run again."""
+
+
+class _AllThere(Exception):  # noqa: N818  # no error
+    """Breaks a recomputation off: whatever follows is not needed. An ``Exception``, so that hooks that are always called are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """A tensor among a forward's arguments."""
+
+    packed: Packed
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Autocast:
+    """Autocast of one device type as a forward found it."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> _Autocast:
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def resumed(self) -> torch.autocast:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
+
+
+class Rerun:
+    """What one forward needs to be run again; see [Note: Recomputation].
+
+    Args:
+        name: The block's name, for errors.
+        module: The block.
+        args: Positional and keyword arguments of the forward.
+        save: Saves a tensor among them as the plan says.
+        device: The device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        save: Callable[[Tensor], Packed],
+        device: torch.device,
+    ) -> None:
+        self._name, self._module = name, module
+        flat, spec = tree_flatten((args, kwargs))
+        self._inputs = [(leaf, leaf._version) for leaf in flat if isinstance(leaf, Tensor)]
+        saved = [_Argument(save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in flat]
+        self._arguments: tuple[list[Any], TreeSpec] | None = (saved, spec)
+        self._random = RandomState.now(device)
+        self._autocast = [_Autocast.now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
+        self._buffers = Buffers(name, module)
+        self.record = Record()
+        self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
+
+    def forward_ended(self) -> None:
+        """Refuses what could not be run again.
+
+        Raises:
+            UnsupportedError: Forward has changed its arguments or buffers in place.
+        """
+        inputs, self._inputs = self._inputs, []
+        if not self.dropped:
+            return
+        if any(leaf._version != version for leaf, version in inputs):
+            raise UnsupportedError(
+                f"{self._name} changes its input in place, so it cannot be recomputed from it. Give the block saved='keep' or a "
+                f"swap in the plan, or use the out-of-place operation."
+            )
+        self._buffers.forward_ended()
+
+    def run(self, inside: Callable[[], Any]) -> None:
+        """Brings back all tensors that were dropped and that somebody still needs.
+
+        Args:
+            inside: A context in which the block's own hooks stand aside.
+
+        Raises:
+            RecomputationError: The forward did something else than the first time.
+        """
+        pending = {number: tensor for number, tensor in ((n, ref()) for n, ref in self.dropped.items()) if tensor is not None}
+        pending = {number: tensor for number, tensor in pending.items() if tensor.tensor is None}
+        if self._arguments is None:
+            raise RecomputationError(f"{self._name}: what forward had dropped was recomputed already, and has been given up since.")
+        leaves, spec = self._arguments
+        try:
+            args, kwargs = tree_unflatten([_given(leaf) for leaf in leaves], spec)
+        except ChangedInPlaceError as error:
+            raise ChangedInPlaceError(f"{self._name} cannot be recomputed, because its input has changed: {error}") from error
+        collector = _Collector(self._name, pending)
+        with ExitStack() as stack:
+            stack.enter_context(self._random.resumed())
+            for autocast in self._autocast:
+                stack.enter_context(autocast.resumed())
+            stack.enter_context(self._buffers.as_they_are())
+            stack.enter_context(torch.enable_grad())
+            is_inside = stack.enter_context(inside())
+            stack.enter_context(saved_tensors_hooks(collector.collect, _itself))
+            if self.record.spared:
+                stack.enter_context(Spare(self.record, inside=is_inside))  # type: ignore[no-untyped-call]
+            with suppress(_AllThere):
+                self._module(*args, **kwargs)
+        collector.check()
+        self._arguments = None  # all that anybody can still ask for is there
+
+
+class _Collector:
+    """Counts what a recomputation saves, and takes what is missing.
+
+    Args:
+        name: The block's name, for errors.
+        pending: The missing tensors by their number.
+    """
+
+    def __init__(self, name: str, pending: dict[int, SavedTensor]) -> None:
+        self._name, self._pending, self._number = name, pending, 0
+
+    def collect(self, tensor: Tensor) -> Tensor:
+        """The pack hook."""
+        number, self._number = self._number, self._number + 1
+        made_by = maker_of(tensor)
+        tensor = tensor.detach()  # what holds a result must not hold the graph that made it
+        saved = self._pending.pop(number, None)
+        if saved is not None:
+            was = f"{tuple(saved.layout.size)} {saved.layout.dtype} of {saved.made_by or 'no node'}"
+            now = f"{tuple(tensor.shape)} {tensor.dtype} of {made_by or 'no node'}"
+            if was != now:
+                raise self._error(f"saved tensor {number} was {was} and is {now}")
+            saved.fill(tensor)
+            if not self._pending:
+                raise _AllThere
+        return tensor
+
+    def check(self) -> None:
+        """All that was missing is there."""
+        if self._pending:
+            raise self._error(f"it saved {self._number} tensors and {len(self._pending)} are still missing")
+
+    def _error(self, what: str) -> RecomputationError:
+        return RecomputationError(
+            f"{self._name} was recomputed and did something else than in forward: {what}. Recomputation needs a forward that "
+            f"repeats itself, and blocks that are compiled one by one, if at all. Else give the block saved='keep' or a swap."
+        )
+
+
+class Buffers:
+    """The buffers of a block that its forward changes.
+
+    Running statistics of normalization count every forward once, so a recomputation leaves them as they are. Other buffers that
+    forward changes in place may decide what it computes, so such a block is not recomputed.
+
+    Args:
+        name: The block's name, for errors.
+        module: The block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+        counted = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
+        self._others = [(n, b, b._version) for n, b in module.named_buffers() if id(b) not in counted]
+
+    def forward_ended(self) -> None:
+        """Refuses a block that has changed a buffer."""
+        others, self._others = self._others, []
+        for name, buffer, version in others:
+            if buffer._version != version:
+                raise UnsupportedError(
+                    f"{self._name} changes its buffer {name!r} in forward, so it cannot be recomputed: it would be changed twice. "
+                    f"Give the block saved='keep' or a swap in the plan."
+                )
+
+    @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """Whatever happens inside, running statistics are the same afterwards."""
+        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers(recurse=False)]
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)  # not a change that autograd has to know of
+
+
+def _given(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    tensor = leaf.packed.view().detach()
+    return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,402 @@
+"""The way of one use's activations out of the device and back: over host memory, and from there to the disk what goes there.
+
+[Note: Hops]
+Each hop moves a use's activations together: from their storages into one host buffer, tensor beside tensor at multiples of 64
+bytes, and back into one run of device memory by one copy. What goes to the disk has a host buffer and a file of its own. Host
+buffers and files are lent out again from step to step, because page-locking memory and allocating files is slow.
+
+Compute's thread submits the hops; their host buffers are taken as they start, when those that they take over are free. Device
+memory to come back to is allocated by compute's thread, so that the allocator of a device with streams knows one stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
+from lightning_hetero.runtime.activations.saved import POISON, SavedStorage
+from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
+from lightning_hetero.units import round_up
+
+_ALIGN = 64
+_PAGE = 4096
+
+_T = TypeVar("_T")
+
+
+class SwapFile(Protocol):
+    """A file for the activations of one use at a time: not kept, not safe from crashes."""
+
+    def write(self, memory: Tensor) -> Ticket:
+        """Begins to write all of it; nothing of the file is under way.
+
+        Args:
+            memory: Host memory, uint8, flat, whole pages; it stays as it is until the ticket is DONE.
+        """
+
+    def read(self, memory: Tensor) -> Ticket:
+        """Begins to read all of it, as :meth:`write`."""
+
+    def close(self) -> None:
+        """Removes it; nothing of it is under way."""
+
+
+class SwapFiles(Protocol):
+    """Makes files for swapped activations. Thread-safe."""
+
+    def make(self, num_bytes: int) -> SwapFile:
+        """A file of whole pages.
+
+        Raises:
+            OutOfDiskError: There is no room for it.
+        """
+
+
+class Lease(Generic[_T]):
+    """Something that goes back to its pool when nobody holds the lease any more."""
+
+    __slots__ = ("_free", "value")
+
+    def __init__(self, value: _T, free: deque[_T]) -> None:
+        self.value, self._free = value, free
+
+    def __del__(self) -> None:
+        self._free.append(self.value)
+
+
+class Pool(Generic[_T]):
+    """Things of exact sizes that are lent out again. Thread-safe.
+
+    Args:
+        make: Makes one of a size in bytes.
+        discard: Ends one.
+    """
+
+    def __init__(self, make: Callable[[int], _T], discard: Callable[[_T], object] = lambda thing: None) -> None:
+        self._make, self._discard = make, discard
+        self._free: dict[int, deque[_T]] = {}
+        self._taken: set[int] = set()
+
+    def take(self, num_bytes: int) -> Lease[_T]:
+        """Lends one of this size."""
+        self._taken.add(num_bytes)
+        free = self._free.setdefault(num_bytes, deque())
+        try:
+            return Lease(free.pop(), free)
+        except IndexError:
+            return Lease(self._make(num_bytes), free)
+
+    def trim(self) -> None:
+        """Ends what is free and of a size that was not asked for since the last time, if any was."""
+        if self._taken:
+            self._end(self._free.keys() - self._taken)
+            self._taken.clear()
+
+    def close(self) -> None:
+        """Ends what is free."""
+        self._end(self._free.keys())
+
+    def _end(self, sizes: Iterable[int]) -> None:
+        for num_bytes in sizes:
+            free = self._free[num_bytes]
+            while free:
+                self._discard(free.pop())
+
+
+class Swapper:
+    """What all swaps of a model share.
+
+    Args:
+        lanes: The lanes that move bytes.
+        files: Files for what goes to the disk; ``None`` if nothing may.
+        poison: Fill memory with NaN when it is given up and before bytes arrive in it (tests).
+    """
+
+    def __init__(self, lanes: Lanes, files: SwapFiles | None = None, *, poison: bool = False) -> None:
+        self.lanes, self.poison = lanes, poison
+        self.buffers = Pool(self._buffer)
+        self.files = Pool(_no_files if files is None else files.make, lambda file: file.close())
+        self._leaving: list[weakref.ref[Swap]] = []
+        self._afterwards: deque[tuple[Event, Callable[[], object]]] = deque()
+        self._lock = Lock()
+
+    def afterwards(self, event: Event, action: Callable[[], object]) -> None:
+        """Does something small soon after an event has passed, in any thread; what it refers to lives until then."""
+        with self._lock:
+            self._afterwards.append((event, action))
+
+    def settle(self) -> None:
+        """Does what was to be done after events that have passed by now. Thread-safe."""
+        with self._lock:
+            rows = [(_passed(event), event, action) for event, action in self._afterwards]
+            self._afterwards = deque((event, action) for passed, event, action in rows if not passed)
+        for passed, _, action in rows:
+            if passed:
+                action()
+
+    def leaving(self, swap: Swap) -> None:
+        """A swap is on its way out."""
+        self._leaving.append(weakref.ref(swap))
+
+    def sweep(self, waited: Sequence[Event] = ()) -> None:
+        """Lets go of the device memory of what has left. Compute's thread.
+
+        Args:
+            waited: Events that compute has been made to wait for.
+        """
+        self.settle()
+        still = []
+        for ref in self._leaving:
+            swap = ref()
+            if swap is not None and not swap.left(waited):
+                still.append(ref)
+        self._leaving = still
+
+    def trim(self) -> None:
+        """A batch has ended: ends buffers and files of sizes that it did not need."""
+        self.settle()
+        self.buffers.trim()
+        self.files.trim()
+
+    def close(self) -> None:
+        """Ends all buffers and files that are free; the lanes are at rest."""
+        self.settle()
+        self.buffers.close()
+        self.files.close()
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        """Host memory of whole pages: the disk's transfers need them."""
+        buffer = self.lanes.host_buffer(num_bytes)
+        if buffer.data_ptr() % _PAGE:
+            buffer = self.lanes.host_buffer(num_bytes + _PAGE)
+            buffer = buffer[-buffer.data_ptr() % _PAGE :][:num_bytes]
+        return buffer
+
+
+class Swap:
+    """The activations of one use on their way; see [Note: Hops].
+
+    The saved storages hold it, and transfers that are under way. Compute's thread calls it.
+
+    Args:
+        swapper: What all swaps share.
+        block: The block's index.
+        storages: What leaves.
+    """
+
+    def __init__(self, swapper: Swapper, block: int, storages: Sequence[SavedStorage]) -> None:
+        self._swapper, self._lanes, self._block = swapper, swapper.lanes, block
+        self._storages = [weakref.ref(storage) for storage in storages]
+        self._host_bytes = self._disk_bytes = 0
+        self._host: Lease[Tensor] | None = None
+        self._outgoing: Lease[Tensor] | None = None  # what goes to the disk, in host memory
+        self._incoming: Lease[Tensor] | None = None  # the same on its way back
+        self._file: Lease[SwapFile] | None = None
+        self._memory: Tensor | None = None
+        self._out: Event | None = None
+        self._written: Event | None = None
+        self._read: Event | None = None
+        self._in: Event | None = None
+        self._has_left = self._waited = False
+
+    def out(self, op: Op, after: Sequence[Event]) -> Event:
+        """SWAP_OUT on ``d2h``: copies the storages to host memory."""
+        to_host = self._pack(to_disk=False)
+        to_disk = self._pack(to_disk=True)
+
+        def run(held: list[object]) -> tuple[Ticket, ...]:
+            self._host, self._outgoing = self._take(self._host_bytes), self._take(self._disk_bytes)
+            held += [self._host, self._outgoing]
+            for lease, rows in ((self._host, to_host), (self._outgoing, to_disk)):
+                for raw, at in rows:
+                    assert lease is not None
+                    self._lanes.copy(lease.value[at : at + raw.numel()], raw)
+                rows.clear()
+            return ()
+
+        self._out = self._submit(op, run, [*after, self._lanes.mark()])
+        self._swapper.leaving(self)
+        return self._out
+
+    def left(self, waited: Sequence[Event] = ()) -> bool:
+        """Lets go of device memory if the copy to the host is over, or compute comes after it; says whether that is settled."""
+        if self._has_left or self._out is None or self._comes_back:
+            return True
+        if self._out not in waited and not _passed(self._out):
+            return False
+        self._has_left = True
+        for storage in self._alive():
+            if storage.swap is self and storage.owner is not None:
+                storage.leave(poison=self._swapper.poison)
+        return True
+
+    def write(self, op: Op, after: Sequence[Event]) -> Event:
+        """SWAP_OUT on ``disk_write``: what goes to the disk leaves host memory."""
+        assert self._out is not None, "hops come in order"
+
+        def run(held: list[object]) -> tuple[Ticket, ...]:
+            outgoing = self._outgoing
+            if outgoing is None:
+                return ()
+            file = self._swapper.files.take(outgoing.value.numel())
+            held += [outgoing, file]
+            self._file = file
+            return (file.value.write(outgoing.value),)
+
+        self._written = self._submit(op, run, [*after, self._out], self._forget_outgoing)
+        return self._written
+
+    def read(self, op: Op, after: Sequence[Event]) -> Event:
+        """SWAP_IN on ``disk_read``: what went to the disk comes back to host memory."""
+        assert self._written is not None, "hops come in order"
+        needed = self._has_left  # else it is still on the device, and stays there
+
+        def run(held: list[object]) -> tuple[Ticket, ...]:
+            file = self._file
+            if not needed or file is None:
+                return ()
+            self._incoming = incoming = self._take(self._disk_bytes)
+            assert incoming is not None
+            held += [incoming, file]
+            return (file.value.read(incoming.value),)
+
+        self._read = self._submit(op, run, [*after, self._written])
+        return self._read
+
+    def bring(self, op: Op, after: Sequence[Event]) -> Event:
+        """SWAP_IN on ``h2d``: everything comes back to the device, unless it never left."""
+        if self._in is not None:
+            return self._in
+        assert self._out is not None, "hops come in order"
+        if self._has_left and self._written is not None and self._read is None:
+            self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
+        if self._has_left:
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+            if self._swapper.poison:
+                self._memory.fill_(POISON)
+        memory, split = self._memory, self._host_bytes
+
+        def run(held: list[object]) -> tuple[Ticket, ...]:
+            if memory is None:
+                return ()
+            host, staged = self._host, self._incoming or self._outgoing
+            held += [host, staged, memory]
+            if split:
+                assert host is not None
+                self._lanes.copy(memory[:split], host.value[:split])
+            if self._disk_bytes:
+                assert staged is not None
+                self._lanes.copy(memory[split:], staged.value[: self._disk_bytes])
+            return ()
+
+        before = [event for event in (self._out, self._written, self._read) if event is not None]
+        self._in = self._submit(op, run, [*after, *before, self._lanes.mark()], self._forget_host)
+        return self._in
+
+    def memory(self) -> torch.UntypedStorage:
+        """The device memory that holds everything; brings it there if nobody has yet. Compute comes after that."""
+        if self._in is None:
+            self.bring(self._demand(Lane.H2D, self.num_bytes), ())
+        assert self._in is not None
+        assert self._memory is not None, "had left"
+        if not self._waited:
+            self._lanes.compute_waits([self._in])
+            self._waited = True
+        return self._memory.untyped_storage()
+
+    @property
+    def num_bytes(self) -> int:
+        """What moves between device and host."""
+        return self._host_bytes + self._disk_bytes
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _comes_back(self) -> bool:
+        return self._read is not None or self._in is not None
+
+    def _alive(self) -> list[SavedStorage]:
+        return [storage for storage in (ref() for ref in self._storages) if storage is not None]
+
+    def _pack(self, *, to_disk: bool) -> list[tuple[Tensor, int]]:
+        """Lays out what leaves in one buffer: its bytes on the device, and their places in the buffer."""
+        rows: list[tuple[Tensor, int]] = []
+        at = 0
+        for storage in self._alive():
+            begin, end = storage.span()
+            if storage.to_disk is not to_disk or begin == end:
+                continue
+            whole = next(tensor.tensor for tensor in storage.alive() if tensor.tensor is not None).untyped_storage()
+            raw = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole, begin, (end - begin,), (1,))
+            storage.swap, storage.raw, storage.moved = self, raw, (begin, end)
+            # On the device what was on the disk comes back behind the rest.
+            storage.shift_bytes = at - begin + (self._host_bytes if to_disk else 0)
+            rows.append((raw, at))
+            at = round_up(at + end - begin, _ALIGN)
+        if to_disk:
+            self._disk_bytes = at
+        else:
+            self._host_bytes = at
+        return rows
+
+    def _submit(
+        self,
+        op: Op,
+        run: Callable[[list[object]], tuple[Ticket, ...]],
+        after: Sequence[Event],
+        then: Callable[[], object] = lambda: None,
+    ) -> Event:
+        """Submits a hop; what its ``run`` puts on the list is not lent to others until the hop is over."""
+        held: list[object] = [self]
+
+        def over() -> None:
+            held.clear()
+            then()
+
+        event = self._lanes.submit(op, lambda: run(held), after)
+        self._swapper.afterwards(event, over)
+        return event
+
+    def _take(self, num_bytes: int) -> Lease[Tensor] | None:
+        """Host memory, in the thread of a lane."""
+        if not num_bytes:
+            return None
+        self._swapper.settle()  # what this hop takes over is free then
+        lease = self._swapper.buffers.take(round_up(num_bytes, _PAGE))
+        if self._swapper.poison:
+            lease.value.fill_(POISON)
+        return lease
+
+    def _forget_outgoing(self) -> None:
+        if self._file is not None:
+            self._outgoing = None
+
+    def _forget_host(self) -> None:
+        self._host = self._outgoing = self._incoming = self._file = None
+
+    def _demand(self, lane: Lane, num_bytes: int) -> Op:
+        """An op that no schedule has: backward takes another order than forward let expect."""
+        return Op(id=-1, kind=OpKind.SWAP_IN, block=self._block, lane=lane, at=-1, payload=Payload.ACTIVATIONS, num_bytes=num_bytes)
+
+
+def _passed(event: Event) -> bool:
+    """Whether an event has passed, or never will."""
+    try:
+        return event.done()
+    except Exception:
+        return True  # whoever waits for it gets the error
+
+
+def _no_files(num_bytes: int) -> SwapFile:
+    raise UnsupportedError(
+        f"{num_bytes} bytes of activations go to the disk, but there is no directory for them. Give disk_path, or swap them to "
+        f"the host."
+    )
