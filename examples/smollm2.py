@@ -47,13 +47,13 @@ def load_tokenizer(size: Size) -> PreTrainedTokenizerBase:
 
 
 def load_model(size: Size) -> PreTrainedModel:
-    """SmolLM2-135M with its pretrained weights as float32, or a randomly initialized model of 0.3 M parameters."""
+    """SmolLM2-135M with its pretrained weights as float32, or a randomly initialized model of 1.2 M parameters."""
     if size == "tiny":
         config = LlamaConfig(
             vocab_size=384,
             hidden_size=64,
             intermediate_size=192,
-            num_hidden_layers=6,
+            num_hidden_layers=24,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,

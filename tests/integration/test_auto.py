@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import planners
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
@@ -42,10 +42,6 @@ def cheap(monkeypatch: pytest.MonkeyPatch, plans: list[str]) -> list[int]:
 
     monkeypatch.setitem(planners.PLANNERS, "holistic", plan)
     return asked
-
-
-def tiers(plan: Plan) -> set[tuple[Tier, Tier]]:
-    return {(b.weights, b.state) for b in plan.blocks if b.name.startswith("model.blocks")}
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -70,18 +66,21 @@ def test_every_planner_trains_bit_for_bit(planner: str, tmp_path: Path) -> None:
     ids=["plain", "accumulated", "clipped", "sgd"],
 )
 def test_budgets_make_plans(recipe: Recipe, tmp_path: Path) -> None:
-    """All fits; a little more than the least fits; only the least: each is kept, and none changes a bit."""
+    """All fits; a part of it fits; only the least fits: three plans that put more and more on disk, and none changes a bit.
+
+    Where all gradients wait in memory, or the optimizer's own code runs, little is left to choose from with half of the memory.
+    """
     expected = run(recipe, "auto", tmp_path)
     least = least_memory(lambda s: run(recipe, s, tmp_path))
     most = least_memory(lambda s: run(recipe, s, tmp_path), plan="host")
-    found = []
+    on_disk = []
     for budget in (None, (least + most) // 2, least):
         strategy = HeteroOffloadStrategy(host_memory=budget)
         assert_same(run(recipe, strategy, tmp_path), expected)
-        found.append(tiers(strategy.plan))
-    assert not any(Tier.DISK in pair for pair in found[0])
-    assert any(Tier.DISK in pair for pair in found[1])
-    assert any(Tier.DISK in pair for pair in found[2])
+        on_disk.append(strategy.plan.predicted.disk_bytes)
+    nothing, some, more = on_disk
+    assert nothing == 0 < some <= more
+    assert some < more or recipe != Recipe(shape=DEEP, steps=5)
 
 
 def test_the_plan_is_shown_once_and_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
