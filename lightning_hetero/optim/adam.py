@@ -48,6 +48,27 @@ def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
+def hyper(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> Hyper:
+    """The numbers of one parameter's next update.
+
+    Args:
+        optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
+        param: The parameter.
+        group: Its group.
+    """
+    beta1, beta2 = group["betas"]
+    flags = (_native.ADAMW if is_decoupled(optimizer, group) else 0) | (_native.MAXIMIZE if group["maximize"] else 0)
+    return Hyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=float(optimizer.state[param]["step"]),
+        flags=flags,
+    )
+
+
 def request(
     optimizer: Optimizer, part: Part, grads: Iterable[tuple[int, nn.Parameter, dict[str, Any], Tensor]]
 ) -> tuple[list[Segment], list[Hyper]]:
@@ -61,24 +82,14 @@ def request(
     hypers: dict[Hyper, int] = {}
     segments = []
     for index, param, group, grad in grads:
-        beta1, beta2 = group["betas"]
-        flags = (_native.ADAMW if is_decoupled(optimizer, group) else 0) | (_native.MAXIMIZE if group["maximize"] else 0)
-        hyper = Hyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=float(optimizer.state[param]["step"]),
-            flags=flags,
-        )
+        numbers = hyper(optimizer, param, group)
         segments.append(
             Segment(
                 offset=part.offsets[index],
                 numel=param.numel(),
                 grad=grad.data_ptr(),
                 grad_dtype=DTYPES[grad.dtype],
-                hyper=hypers.setdefault(hyper, len(hypers)),
+                hyper=hypers.setdefault(numbers, len(hypers)),
             )
         )
     return segments, list(hypers)

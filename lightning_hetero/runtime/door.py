@@ -6,6 +6,11 @@ runtime toggles its ``__class__`` with ``offload`` and ``restore``; identity, ad
 ``OffloadedTensor`` is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy through
 ``detach`` and views, and reads its ``Source`` when an operator needs values. Writes go through to the source.
 
+[Note: Devices]
+A handle reports the device where an ordinary tensor would be: its parameter's. Operators run there, on a copy of the content, and
+give their results there. The content itself comes and goes as CPU tensors: a move to the CPU, a copy into another tensor and a
+checkpoint never pass through the device.
+
 [Note: No lost gradients]
 A released parameter that requires grad may be read under ``no_grad`` or in ways that build no graph. A read that would
 build one raises: its gradient would reach a stand-in, not the parameter.
@@ -53,29 +58,40 @@ class Source(Protocol):
         """Stores ``value`` (CPU, this shape and dtype, any strides) and keeps no reference to it."""
 
 
+_CPU = torch.device("cpu")
+
+
 class OffloadedTensor(Tensor):
-    """A CPU tensor without bytes; see [Note: Two faces of an offloaded tensor].
+    """A tensor without bytes; see [Note: Two faces of an offloaded tensor] and [Note: Devices].
 
     Operators see the content of ``source``; in-place operators write it back. ``detach`` and views stay lazy. Pickling
-    and ``copy.deepcopy`` give ordinary tensors, so files written by ``torch.save`` never name this class.
+    and ``copy.deepcopy`` give ordinary tensors, so files written by ``torch.save`` never name this class; they hold CPU tensors.
 
     Args:
         source: Where the content is.
         stride: Strides in elements; contiguous by default.
+        device: The device that it reports and computes on; the CPU by default.
         requires_grad: Whether autograd treats it as a leaf that needs a gradient.
     """
 
     source: Source
 
     @staticmethod
-    def __new__(cls, source: Source, *, stride: Sequence[int] | None = None, requires_grad: bool = False) -> Self:
+    def __new__(
+        cls,
+        source: Source,
+        *,
+        stride: Sequence[int] | None = None,
+        device: torch.device = _CPU,
+        requires_grad: bool = False,
+    ) -> Self:
         """Makes a handle; reads nothing."""
         if stride is None:
             stride = torch.empty(source.shape, device="meta").stride()
         # Always a normal tensor: one made during validation must not break training as an inference tensor.
         with torch.inference_mode(False):
             self: Self = Tensor._make_wrapper_subclass(
-                cls, source.shape, strides=stride, dtype=source.dtype, device=torch.device("cpu"), requires_grad=requires_grad
+                cls, source.shape, strides=stride, dtype=source.dtype, device=device, requires_grad=requires_grad
             )
         self.source = source
         return self
@@ -125,7 +141,7 @@ class OffloadedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = materialize(self).requires_grad_(self.requires_grad)
+            memo[id(self)] = materialize(self).to(self.device).requires_grad_(self.requires_grad)
         result: Tensor = memo[id(self)]
         return result
 
@@ -163,7 +179,7 @@ def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwar
     first = args[0] if args else None
     if isinstance(first, OffloadedTensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return OffloadedTensor(first.source, stride=first.stride())
+            return OffloadedTensor(first.source, stride=first.stride(), device=first.device)
         if func.is_view:
             return _view(func, first, args[1:], kwargs)
         if func is torch.ops.aten.copy_.default:
@@ -212,7 +228,7 @@ def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dic
 
     def lazy(outcome: Tensor, select: Callable[[Any], Tensor]) -> OffloadedTensor:
         source = _ViewSource(root, lambda whole: select(func(earlier(whole), *args, **kwargs)), outcome)
-        return OffloadedTensor(source, stride=outcome.stride())
+        return OffloadedTensor(source, stride=outcome.stride(), device=tensor.device)
 
     outcome = func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), *args, **kwargs)
     if isinstance(outcome, Tensor):
@@ -224,13 +240,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on materialized tensors and writes back the mutated ones. Views of one whole share its content."""
     wholes: dict[Any, tuple[OffloadedTensor, Tensor]] = {}
     contents: dict[int, Tensor] = {}
+    moves = func is torch.ops.aten.copy_.default or (func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None)
 
     def enter(tensor: OffloadedTensor) -> Tensor:
         if id(tensor) not in contents:
             root, view = _root(tensor)
             key = root.source, root.stride()
             if key not in wholes:
-                wholes[key] = root, materialize(root)
+                wholes[key] = root, materialize(root) if moves else materialize(root).to(root.device)
             contents[id(tensor)] = view(wholes[key][1])
         return contents[id(tensor)]
 
@@ -250,7 +267,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed[root.source, root.stride()] = None
     for key in changed:
         root, whole = wholes[key]
-        root.source.write(whole)
+        root.source.write(whole.to(_CPU))
     return pytree.tree_map_only(Tensor, lambda value: written.get(id(value), value), result)
 
 
@@ -266,7 +283,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[O
 
 def _fitted(value: Tensor, like: OffloadedTensor) -> Tensor:
     """``value`` as ``like.copy_(value)`` would store it: broadcast, converted, on the CPU."""
-    if value.shape == like.shape and value.dtype == like.dtype and value.device == like.device:
+    if value.shape == like.shape and value.dtype == like.dtype and value.device == _CPU:
         return value
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
 
@@ -285,8 +302,8 @@ def materialize(tensor: Tensor) -> Tensor:
         tensor: Any tensor; an ``OffloadedTensor`` or ``OffloadedParameter`` is read from where it lives.
 
     Returns:
-        ``tensor`` itself if it is ordinary; else a fresh detached dense CPU tensor with its shape, dtype and, unless it is a
-        view, its strides.
+        ``tensor`` itself if it is ordinary; else a fresh detached dense CPU tensor, whatever device it reports, with its shape,
+        dtype and, unless it is a view, its strides.
     """
     if isinstance(tensor, OffloadedParameter):
         tensor = _handle(tensor)
@@ -350,7 +367,7 @@ class OffloadedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(materialize(self), self.requires_grad)
+            memo[id(self)] = nn.Parameter(materialize(self).to(self.device), self.requires_grad)
         result: nn.Parameter = memo[id(self)]
         return result
 
@@ -382,13 +399,15 @@ def restore(parameter: nn.Parameter) -> None:
 
 
 def _handle(parameter: OffloadedParameter, *, requires_grad: bool = False) -> OffloadedTensor:
-    return OffloadedTensor(parameter._hetero.source(), stride=parameter.stride(), requires_grad=requires_grad)
+    return OffloadedTensor(
+        parameter._hetero.source(), stride=parameter.stride(), device=parameter.device, requires_grad=requires_grad
+    )
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:
     """``parameter.data = value``: writes through, because the parameter's address is permanent."""
     if not isinstance(parameter, OffloadedParameter):  # an ordinary tensor takes the data of an offloaded one
-        parameter.data = materialize(value)
+        parameter.data = materialize(value).to(value.device)
         return
     source = parameter._hetero.source()
     if value is parameter or (isinstance(value, OffloadedTensor) and value.source == source):
@@ -399,7 +418,7 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
             f"{tuple(value.shape)} {value.dtype} would move it, but an offloaded parameter keeps shape, dtype and address. "
             "Convert the model before the trainer sets it up."
         )
-    source.write(materialize(value).detach().to(parameter.device))
+    source.write(materialize(value).detach().to(_CPU))
 
 
 def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

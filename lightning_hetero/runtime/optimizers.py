@@ -19,7 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.runtime.door import OffloadedTensor
-from lightning_hetero.runtime.sources import StateSource
+from lightning_hetero.runtime.sources import StateSource, write_state
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.tiers import TierStore
 
@@ -146,7 +146,7 @@ class OptimizerBinding:
                     start = param.detach().float() if name == adam.MASTER else torch.zeros(param.shape)
                     runs.append((array, index, part.flat(index, start, torch.float32)))
         if runs:
-            self._store.write_state(part, runs)
+            write_state(self._store, part, runs)
 
     def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
         assert self._store is not None
@@ -207,5 +207,7 @@ class OptimizerBinding:
                     )
                 runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
         for part, of_part in runs.items():
-            self._store.write_state(part, of_part)
+            write_state(self._store, part, of_part)
+            if {index for _, index, _ in of_part} == set(range(len(part.params))):
+                self._store.master_is_current(part)  # the weights were loaded too, maybe before: they do not become it again
         self._store.commit()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +13,38 @@ from lightning_hetero.store.blocks import Part, tensor_at
 from lightning_hetero.store.tiers import WEIGHTS, TierStore
 
 
+class DeviceCopies(Protocol):
+    """What a device with memory of its own holds of the weights."""
+
+    def newest(self, part: Part, index: int) -> Tensor | None:
+        """A fresh CPU tensor with a parameter's weights, if the device has newer ones than the host; else ``None``."""
+
+    def written(self, part: Part, index: int) -> None:
+        """The host has got new weights of a parameter: what the device holds of them is outdated."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """The weights of one parameter.
+
+    [Note: Which copy counts]
+    Weights are read from host memory, or from disk while they are not there; that is where updates write them. A device with memory
+    of its own holds copies. Only a copy that was changed there (an update on the device, user code while its block was in use) and
+    has not been brought back yet is newer. Writes go to the host, and tell the device.
 
     Attributes:
         store: The tiers.
         part: The part that holds the parameter.
         index: The parameter's position in the part.
         settle: Waits until no update of the part is under way.
+        device: The copies on the device; ``None`` where the device is the host.
     """
 
     store: TierStore
     part: Part
     index: int
     settle: Callable[[Part], None]
+    device: DeviceCopies | None = None
 
     @property
     def name(self) -> str:
@@ -51,6 +69,9 @@ class WeightSource:
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
         self.settle(self.part)
+        newest = None if self.device is None else self.device.newest(self.part, self.index)
+        if newest is not None:
+            return newest
         if self.part.block.resident:
             return self.part.memory(self.index).clone()
         self.store.check_open(self.part, self.name)
@@ -66,14 +87,17 @@ class WeightSource:
                 self.store.barrier(self.part)  # the last update's write may still read this memory
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
+            self.part.master_versions = -1  # no version counter has seen this write
         else:
             self.store.check_open(self.part, self.name)
             self.store.patch(self.part, self.index, self.part.flat(self.index, value, self.dtype))
+        if self.device is not None:
+            self.device.written(self.part, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """One fp32 state array's run for one parameter, in host memory or on disk."""
+    """One fp32 state array's run for one parameter, on any tier."""
 
     store: TierStore
     part: Part
@@ -103,6 +127,8 @@ class StateSource:
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
         self.store.check_open(self.part, self.name)
+        if self.part.state_home is not None:
+            return self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
         out = torch.empty(self.part.params[self.index].numel(), dtype=torch.float32)
         self.store.read(self.part, self.array, self.index, out)
         return self.part.shaped(self.index, out)
@@ -110,17 +136,31 @@ class StateSource:
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
         self.store.check_open(self.part, self.name)
-        flat = self.part.flat(self.index, value, torch.float32)
-        self.store.write_state(self.part, [(self.array, self.index, flat)])
+        write_state(self.store, self.part, [(self.array, self.index, self.part.flat(self.index, value, torch.float32))])
 
     def take(self) -> Tensor:
         """The content as an ordinary tensor that outlives the store; where it is in memory it is not copied."""
         native = self.part.native
-        address = None if native is None or self.part.on_disk else native.state_address(self.array)
+        away = native is None or self.part.on_disk or self.part.state_home is not None
+        address = None if away or native is None else native.state_address(self.array)
         if address is None:
             return self.read()
         start = address + 4 * self.part.offsets[self.index]
         return self.part.shaped(self.index, tensor_at(native, start, self.part.params[self.index].numel(), torch.float32))
+
+
+def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
+    """Overwrites runs ``(array, index, flat values)`` of a part's state arrays, wherever they are.
+
+    Args:
+        store: The tiers.
+        part: The part.
+        runs: Number of the array, parameter's position in the part, fp32 values in the parameter's memory order.
+    """
+    if part.state_home is None:
+        store.write_state(part, runs)
+    else:
+        part.state_home.write(part, runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
-from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.ir.plan import Tier
+from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.blobs import StateBlobs
+from lightning_hetero.runtime.device import DeviceSide
+from lightning_hetero.runtime.device.gradients import check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
+
+_Row = tuple[int, nn.Parameter, dict[str, Any], Tensor]  # position in the part, parameter, its group, its gradient
 
 
 class Updater:
@@ -30,6 +33,7 @@ class Updater:
     Attributes:
         owners: Each optimized parameter's optimizer, by the parameter's ``id``.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
+        device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
     """
 
     def __init__(self, store: TierStore, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
@@ -43,6 +47,7 @@ class Updater:
         self.owners: dict[int, OptimizerBinding] = {}
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
+        self.device: DeviceSide | None = None
 
     def configure(self, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
         """Sets what the constructor's arguments of these names say, between steps."""
@@ -103,7 +108,7 @@ class Updater:
             for name, param in zip(part.names, part.params, strict=True):
                 owner = self.owners.get(id(param))
                 if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
-                    _check_dense(name, param.grad)
+                    check_dense(name, param.grad)
 
     def update(self, block: Block, binding: OptimizerBinding, *, priority: int, after: Sequence[Ticket] = ()) -> list[Ticket]:
         """Updates the block's parameters that have gradients and belong to ``binding``.
@@ -120,12 +125,18 @@ class Updater:
             if not indices:
                 continue
             self._prepare_gradients(part, indices)
-            part.reclaim()
-            if binding.rule is Rule.NATIVE:
+            if self.device is None:
+                part.reclaim()
+            if self.device is not None and binding.rule is Rule.NATIVE and block.plan.update is UpdateLane.DEVICE:
+                rows = self._rows(part, indices, binding)
+                self.device.updates.update(binding.optimizer, part, rows, scale=self._scale)
+            elif binding.rule is Rule.NATIVE:
                 tickets.append(self._update_native(part, indices, binding, priority, after))
             else:
                 tickets += self._update_in_python(block, part, indices, binding)
             self._updated.update(id(part.params[i]) for i in indices)
+            if self.device is not None:
+                self.device.gradients.used([part.params[i] for i in indices], tickets[-1] if tickets else None)
             if not self._keep_gradients:
                 for i in indices:
                     part.params[i].grad = None
@@ -142,32 +153,34 @@ class Updater:
 
     def _indices(self, part: Part, binding: OptimizerBinding) -> list[int]:
         def due(param: nn.Parameter) -> bool:
-            return param.grad is not None and self.owners.get(id(param)) is binding and id(param) not in self._updated
+            there = param.grad is not None or (self.device is not None and param in self.device.gradients)
+            return there and self.owners.get(id(param)) is binding and id(param) not in self._updated
 
         return [i for i, p in enumerate(part.params) if p.numel() and due(p)]
 
+    def _gradient(self, param: nn.Parameter) -> Tensor:
+        """The gradient where the update finds it: on the host once it has left a device, else where autograd has put it."""
+        held = None if self.device is None else self.device.gradients.gradient(param)
+        grad = param.grad if held is None else held
+        assert grad is not None, "only parameters with gradients are updated"
+        return grad.detach()
+
     def _prepare_gradients(self, part: Part, indices: Sequence[int]) -> None:
         for i in indices:
-            param, grad = part.params[i], part.params[i].grad
-            assert grad is not None
-            _check_dense(part.names[i], grad)
+            param, grad = part.params[i], self._gradient(part.params[i])
+            check_dense(part.names[i], grad)
             if grad.stride() != param.stride():  # autograd gives the parameter's own memory order almost always
-                param.grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
+                param.grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
         if self._clip_value is not None and self.verdict is None:
-            torch.nn.utils.clip_grad_value_([part.params[i] for i in indices], self._clip_value)
+            grads = [self._gradient(part.params[i]) for i in indices]  # as torch.nn.utils.clip_grad_value_ does it
+            torch._foreach_clamp_min_(grads, -self._clip_value)
+            torch._foreach_clamp_max_(grads, self._clip_value)
 
     def _update_native(
         self, part: Part, indices: Sequence[int], binding: OptimizerBinding, priority: int, after: Sequence[Ticket]
     ) -> Ticket:
-        groups = self._groups_of(binding)
         self.store.refresh_master(part)
-        binding.renew(part, indices)
-        binding.advance(part, indices)
-        rows: list[tuple[int, nn.Parameter, dict[str, Any], Tensor]] = []
-        for i in indices:
-            param, grad = part.params[i], part.params[i].grad
-            assert grad is not None
-            rows.append((i, param, groups[id(param)], grad.detach()))
+        rows = self._rows(part, indices, binding)
         segments, hypers = adam.request(binding.optimizer, part, rows)
         if part.opened is None:
             self.store.open_update(part, resident=part.block.resident, priority=priority, after=after)
@@ -176,7 +189,16 @@ class Updater:
         # A graph that still holds these weights would read new values: autograd shall say so instead.
         torch.autograd.graph.increment_version([part.params[i] for i in indices])
         self.store.master_is_current(part)
+        if self.device is not None:
+            self.device.weights.outdate(part)
         return ticket
+
+    def _rows(self, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> list[_Row]:
+        """What is updated; the optimizer's books say that it was."""
+        groups = self._groups_of(binding)
+        binding.renew(part, indices)
+        binding.advance(part, indices)
+        return [(i, part.params[i], groups[id(part.params[i])], self._gradient(part.params[i])) for i in indices]
 
     def _update_in_python(self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> list[Ticket]:
         params = [part.params[i] for i in indices]
@@ -192,11 +214,3 @@ class Updater:
         if not self._groups:
             self._groups = binding.groups()
         return self._groups
-
-
-def _check_dense(name: str, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the gradient of {name!r} is {grad.layout}; only dense gradients can be updated out of core. Build the layer with "
-            f"sparse=False."
-        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,16 @@ from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.units import round_up
 
 PAGE = 4096
+
+
+class StateHome(Protocol):
+    """Keeps the state arrays of parts in other memory than the engine's: that of a device."""
+
+    def read(self, part: Part, array: int, index: int) -> Tensor:
+        """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
+
+    def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Overwrites runs ``(array, index, flat fp32 values)``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +57,7 @@ class Part:
         versions: Sum of the parameters' version counters when the block's use began.
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
+        state_home: Who has the state arrays, if not the engine.
     """
 
     block: Block
@@ -65,6 +77,7 @@ class Part:
     versions: int = 0
     master_versions: int = -1
     patches: list[tuple[int, Tensor]] = field(default_factory=list)
+    state_home: StateHome | None = None
 
     @property
     def weight_bytes(self) -> int:

@@ -270,6 +270,81 @@ def test_materialize_passes_ordinary_tensors() -> None:
     assert source.reads == 1
 
 
+# The meta device stands for one with memory of its own: whatever passes through it loses its values.
+ELSEWHERE = torch.device("meta")
+
+
+def test_a_handle_reports_its_device_and_so_does_what_is_made_of_it() -> None:
+    source = CountingSource(matrix())
+    tensor = OffloadedTensor(source, device=ELSEWHERE)
+    derived = [tensor, tensor.detach(), tensor.data, tensor.t(), tensor[0], *tensor.split(2)]
+    assert all(type(d) is OffloadedTensor and d.device == ELSEWHERE for d in derived)
+    assert tensor.to(ELSEWHERE) is tensor
+    assert source.reads == 0
+    assert copy.deepcopy(tensor).device == ELSEWHERE
+
+
+def test_operators_run_on_the_device() -> None:
+    tensor = OffloadedTensor(CountingSource(matrix()), device=ELSEWHERE)
+    product = F.linear(torch.ones(2, 4, device=ELSEWHERE), tensor)
+    for result in (tensor + 1, tensor.clone(), tensor.double(), tensor.contiguous(), product):
+        assert type(result) is Tensor
+        assert result.device == ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda t: t.cpu(),
+        lambda t: t.to("cpu", torch.float64).float(),
+        lambda t: torch.zeros(3, 4).copy_(t),
+        lambda t: torch.zeros(4, 3).copy_(t.t()).t(),
+        lambda t: torch.load(save(t)),
+        lambda t: pickle.loads(pickle.dumps(t)),
+        lambda t: torch.tensor(t.tolist()),
+        lambda t: materialize(t),
+    ],
+)
+def test_moves_to_the_cpu_do_not_pass_through_the_device(move: object) -> None:
+    assert callable(move)
+    result = move(OffloadedTensor(CountingSource(matrix()), device=ELSEWHERE))
+    assert result.device.type == "cpu"
+    assert torch.equal(result, matrix())
+
+
+def save(value: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def test_writes_reach_the_source_as_cpu_tensors_whatever_the_device() -> None:
+    source = CountingSource(matrix())
+    tensor = OffloadedTensor(source, device=ELSEWHERE)
+    tensor.copy_(torch.full((4,), 2.0, dtype=torch.float64))
+    tensor[1].copy_(torch.arange(4.0))
+    assert torch.equal(source.content, torch.tensor([[2.0] * 4, [0, 1, 2, 3], [2] * 4]))
+
+
+def test_a_parameter_on_a_device_keeps_it_while_it_is_away() -> None:
+    module = nn.Linear(4, 3, device=ELSEWHERE)
+    content = matrix()
+    record = SimpleNamespace(name="weight", state=Residency.RELEASED, source=lambda: source)
+    source = CountingSource(content)
+    offload(module.weight, record)
+    weight = module.weight
+    assert weight.device == weight.detach().device == weight.data.device == ELSEWHERE
+    assert torch.equal(module.state_dict()["weight"].cpu(), content)
+    assert copy.deepcopy(module).weight.device == ELSEWHERE
+    assert torch.equal(materialize(weight), content)
+    with torch.no_grad():
+        weight.copy_(-content)
+        assert torch.equal(source.content, -content)
+        weight.data = content
+        assert torch.equal(source.content, content)
+
+
 # ---- OffloadedParameter ----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,12 @@
+"""Weights, gradients and optimizer state of blocks on a device that has memory of its own.
+
+Each class does the work of some op kinds, and the executor says when: what is called a *run* is the function of an op, for
+``Lanes.submit`` (``runtime.lanes``). Everything else is called in the thread that computes.
+"""
+
+from lightning_hetero.runtime.device.gradients import HostGradient, HostGradients
+from lightning_hetero.runtime.device.side import DeviceSide
+from lightning_hetero.runtime.device.updates import DeviceUpdates
+from lightning_hetero.runtime.device.weights import DeviceWeights, WeightRef
+
+__all__ = ["DeviceSide", "DeviceUpdates", "DeviceWeights", "HostGradient", "HostGradients", "WeightRef"]

@@ -1,0 +1,437 @@
+"""Gradients that leave a device for host memory, where updates on the CPU take them.
+
+[Note: Gradients on the host]
+GRAD takes ``param.grad`` of a block; from then on the gradient lies in host memory of the lanes, one buffer per part, in its own
+dtype and in the parameter's memory order. What the next micro-batch adds is added there, in the same order and with the same
+rounding as autograd adds on the device. An update that has taken a gradient gives its memory back once it is READY, and the next
+block's takes it over, so no step allocates any.
+
+Whoever looks at gradients between backward and the update (clipping, a loss scaler, a callback) finds a :class:`HostGradient` as
+``param.grad``. What torch's own code does to all gradients runs on it without bringing gradients back to the device, and gives
+the same bits: their norms were computed on the device as they left, by the function that ``clip_grad_norm_`` uses. A norm of
+gradients that were added up on the host, or changed there, is computed there; on an accelerator its last bits can differ from
+those of the device's reduction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero._native import READY
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.runtime.door import OffloadedTensor
+from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
+from lightning_hetero.store.blocks import Block, Part
+
+
+class BufferPool:
+    """Host memory by exact size, used again and again. Thread-safe.
+
+    It grows only while every buffer of a size is in use, so it holds as many as ever were at once: what the schedule lets wait.
+
+    Args:
+        make: Makes a flat uint8 tensor of this many bytes.
+
+    Attributes:
+        num_bytes: All buffers that were made.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self._make = make
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._lock = Lock()
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A buffer of this many bytes, with any content."""
+        with self._lock:
+            if self._free[num_bytes]:
+                return self._free[num_bytes].pop()
+            self.num_bytes += num_bytes
+        return self._make(num_bytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Gives a buffer back."""
+        with self._lock:
+            self._free[buffer.numel()].append(buffer)
+
+    def clear(self) -> None:
+        """Frees what is not in use."""
+        with self._lock:
+            self.num_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+            self._free.clear()
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """One part's gradients of one dtype.
+
+    Attributes:
+        memory: Where they are.
+        holds: How many of them.
+        readers: Updates that may still read it.
+    """
+
+    memory: Tensor
+    holds: int = 0
+    readers: list[Ticket] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """One parameter's gradient.
+
+    Attributes:
+        part: The part that holds the parameter.
+        index: The parameter's position in it.
+        dtype: The gradient's dtype.
+        norm: Its order and its norm, computed on the device; none once the gradient has changed.
+        buffer: The memory; none until the gradient arrives.
+        exposed: ``param.grad`` has shown it since the last backward.
+    """
+
+    part: Part
+    index: int
+    dtype: torch.dtype
+    norm: tuple[float, Tensor] | None = None
+    buffer: _Buffer | None = None
+    exposed: bool = False
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.part.params[self.index]
+
+    def value(self) -> Tensor:
+        """The gradient in host memory."""
+        assert self.buffer is not None, "its GRAD has ended"
+        return self.part.shaped(self.index, _run(self.part, self.index, self.buffer.memory.view(self.dtype)))
+
+
+_Arrivals = list[tuple[_Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
+
+
+class HostGradients:
+    """The gradients of one model in host memory.
+
+    Args:
+        lanes: The device.
+        norm_type: Order of the norms that are computed on the device as gradients leave it; ``None``: none are.
+
+    Attributes:
+        pool: The memory.
+    """
+
+    def __init__(self, lanes: Lanes, *, norm_type: float | None = None) -> None:
+        self.norm_type = norm_type
+        self.pool = BufferPool(lanes.host_buffer)
+        self._lanes = lanes
+        self._held: dict[int, _Held] = {}  # by the parameter's id
+        self._buffers: dict[tuple[Part, torch.dtype], _Buffer] = {}
+        self._leaving: list[_Buffer] = []  # of updates that were not READY yet when last looked at
+        self._sent: dict[int, Event] = {}  # by the block's index: its last GRAD
+        self._lock = Lock()
+
+    # ---- GRAD ---------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, block: Block) -> Callable[[], list[Ticket]]:
+        """GRAD: takes the gradients that the block's backward has left, and leaves ``param.grad = None``.
+
+        Returns:
+            The run for lane ``d2h``; its op waits for a mark, and for the update whose memory it takes over.
+
+        Raises:
+            UnsupportedError: A gradient is not dense; names the parameter.
+        """
+        arrivals: list[_Arrivals] = []
+        for part in block.parts:
+            for name, param in zip(part.names, part.params, strict=True):
+                if param.grad is not None:
+                    assert type(param.grad) is not HostGradient, "gradients are concealed before a backward"
+                    check_dense(name, param.grad)
+            of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
+            for index, param in enumerate(part.params):
+                grad, param.grad = param.grad, None
+                if grad is not None and grad.numel():
+                    of_part[grad.dtype].append((index, grad.detach()))
+            arrivals += [self._take_part(part, rows) for rows in of_part.values()]
+        return partial(self._receive, arrivals)
+
+    def sent(self, block: Block, event: Event) -> None:
+        """The event of the block's GRAD: whoever reads its gradients before the update waits for it."""
+        self._sent[block.index] = event
+
+    def _take_part(self, part: Part, rows: list[tuple[int, Tensor]]) -> _Arrivals:
+        norms: Sequence[Tensor | None] = [None] * len(rows)
+        if self.norm_type is not None:  # of the gradients as autograd left them: another memory order may add in another order
+            norms = torch._foreach_norm([grad for _, grad in rows], self.norm_type)
+        arrivals = []
+        for (index, grad), norm in zip(rows, norms, strict=True):
+            param = part.params[index]
+            held = self._held.get(id(param))
+            if held is not None:
+                held.norm = None
+            else:
+                known = None if norm is None or self.norm_type is None else (self.norm_type, norm)
+                held = self._held[id(param)] = _Held(part, index, grad.dtype, known)
+            arrivals.append((held, _flat(param, grad)))
+        return arrivals
+
+    def _receive(self, arrivals: list[_Arrivals]) -> list[Ticket]:
+        self._collect()
+        for rows in arrivals:
+            part, dtype = rows[0][0].part, rows[0][1].dtype
+            more = [row for row in rows if row[0].buffer is not None]
+            for held, grad in rows:
+                if held.buffer is None:
+                    held.buffer = self._buffer(part, dtype)
+                    self._lanes.copy(_run(part, held.index, held.buffer.memory.view(dtype)), grad)
+            if more:
+                self._add(part, dtype, more)
+        arrivals.clear()  # the gradients on the device are the copies' now
+        return []
+
+    def _buffer(self, part: Part, dtype: torch.dtype) -> _Buffer:
+        with self._lock:
+            buffer = self._buffers.get((part, dtype))
+            if buffer is None:
+                buffer = self._buffers[part, dtype] = _Buffer(self.pool.take(part.num_elements * dtype.itemsize))
+            buffer.holds += 1
+        return buffer
+
+    def _add(self, part: Part, dtype: torch.dtype, rows: _Arrivals) -> None:
+        """Adds another micro-batch's gradients, through one more buffer for as long as that takes."""
+        passing = self.pool.take(part.num_elements * dtype.itemsize)
+        values = [_run(part, held.index, passing.view(dtype)) for held, _ in rows]
+        for value, (_, grad) in zip(values, rows, strict=True):
+            self._lanes.copy(value, grad)
+        if self._lanes.device.type != "cpu":
+            torch.accelerator.current_stream(self._lanes.device).synchronize()  # it is the host that adds
+        for value, (held, _) in zip(values, rows, strict=True):
+            assert held.buffer is not None
+            _run(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)
+        self.pool.give(passing)
+
+    # ---- the update ---------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, param: object) -> bool:
+        """Whether the parameter's gradient has left the device, or is leaving."""
+        return id(param) in self._held
+
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        """The parameter's gradient in host memory, once its GRAD has ended; ``None`` without one.
+
+        It is dense, and in the parameter's memory order.
+        """
+        held = self._held.get(id(param))
+        return None if held is None else held.value()
+
+    def used(self, params: Iterable[nn.Parameter], ticket: Ticket | None) -> None:
+        """An update has been handed these gradients: they are gone, and their memory is free once ``ticket`` is READY.
+
+        Args:
+            params: The parameters.
+            ticket: The update; ``None``: it is over.
+        """
+        for held in [h for p in params if (h := self._held.pop(id(p), None)) is not None]:
+            if type(held.param.grad) is HostGradient:
+                held.param.grad = None
+            buffer = held.buffer
+            assert buffer is not None, "its GRAD has ended"
+            with self._lock:
+                if ticket is not None and ticket not in buffer.readers:
+                    buffer.readers.append(ticket)
+                buffer.holds -= 1
+                if not buffer.holds:
+                    del self._buffers[held.part, held.dtype]
+                    self._leaving.append(buffer)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Gives memory back that no update reads any more."""
+        with self._lock:
+            for buffer in self._leaving:
+                buffer.readers = [ticket for ticket in buffer.readers if ticket.poll() < READY]
+            free = [b for b in self._leaving if not b.readers]
+            self._leaving = [b for b in self._leaving if b.readers]
+        for buffer in free:
+            self.pool.give(buffer.memory)
+
+    # ---- whoever looks at gradients -----------------------------------------------------------------------------------------
+
+    def expose(self) -> None:
+        """Backward has ended: ``param.grad`` shows what is on the host, to clipping, loss scalers and callbacks."""
+        for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
+            if held.param.grad is None:
+                held.param.grad = HostGradient(_GradientSource(self, held), stride=held.param.stride(), device=held.param.device)
+                held.exposed = True
+
+    @torch.no_grad()
+    def conceal(self) -> None:
+        """Before a backward, and before the updates of a verdict: undoes :meth:`expose`, and follows what was done meanwhile.
+
+        A gradient that was dropped (``zero_grad``) is dropped here; one that was replaced is copied.
+
+        Raises:
+            UnsupportedError: A gradient was replaced by one that is not dense.
+        """
+        for held in [h for h in list(self._held.values()) if h.exposed]:
+            held.exposed = False
+            grad, held.param.grad = held.param.grad, None
+            if grad is None:
+                self.wait(held.part.block)
+                self.used([held.param], None)
+            elif type(grad) is not HostGradient:
+                check_dense(held.part.names[held.index], grad)
+                self.wait(held.part.block)
+                self._lanes.copy(held.value(), grad)
+                held.norm = None
+
+    def wait(self, block: Block) -> None:
+        """Waits until the block's gradients are in host memory."""
+        event = self._sent.get(block.index)
+        if event is not None:
+            event.wait()
+
+    def drop(self) -> None:
+        """Forgets all gradients: a step was given up. The lanes are drained."""
+        self._held.clear()
+        with self._lock:
+            self._leaving += self._buffers.values()
+            self._buffers.clear()
+        self._sent.clear()
+        self._collect()
+
+
+class _GradientSource:
+    """A held gradient as the door reads and writes it (``runtime.door.Source``)."""
+
+    def __init__(self, gradients: HostGradients, held: _Held) -> None:
+        self.held = held
+        self.name = f"{held.part.names[held.index]}.grad"
+        self.shape, self.dtype = held.param.shape, held.dtype
+        self._gradients = gradients
+
+    @property
+    def address(self) -> None:
+        """None: it may not have arrived yet."""
+
+    def live(self) -> Tensor:
+        """The host memory itself, once the gradient is there."""
+        self._gradients.wait(self.held.part.block)
+        return self.held.value()
+
+    def read(self) -> Tensor:
+        """A fresh tensor with the gradient."""
+        return torch.empty_strided(self.shape, self.held.param.stride(), dtype=self.dtype).copy_(self.live())
+
+    def write(self, value: Tensor) -> None:
+        """Replaces the gradient."""
+        self.live().copy_(value)
+        self.held.norm = None
+
+
+class HostGradient(OffloadedTensor):
+    """``param.grad`` while the gradient is in host memory; see [Note: Gradients on the host].
+
+    It reports the parameter's device. Clipping and loss scaling run in host memory; other operators see a copy on the device.
+    """
+
+    source: _GradientSource
+
+    @classmethod
+    def _act(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        aten = torch.ops.aten
+        first: Any = args[0] if args else None
+        some = list(first) if isinstance(first, (list, tuple)) else [first]
+        plain = not kwargs and not any(isinstance(a, OffloadedTensor) for a in args[1:])
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        if plain and all(isinstance(g, HostGradient) for g in some):
+            if func is aten.linalg_vector_norm.default and len(args) <= 2:
+                return _norm(*args)
+            if func is aten._foreach_norm.Scalar:
+                return [_norm(gradient, *args[1:]) for gradient in some]
+            if func in _host_functions():
+                for gradient in some:
+                    gradient.source.held.norm = None
+                lives = [gradient.source.live() for gradient in some]
+                others = [a.cpu() if isinstance(a, Tensor) else a for a in args[1:]]
+                if first is not some[0]:
+                    return func(lives, *others)
+                func(lives[0], *others)
+                return first
+        return OffloadedTensor.__torch_dispatch__(func, types, args, kwargs)
+
+    __torch_dispatch__: Any = _act
+
+
+@cache
+def _host_functions() -> frozenset[Any]:
+    """In-place functions that clipping by norm and by value, averaging and ``zero_grad`` use, of one gradient and of many."""
+    aten = torch.ops.aten
+    of_one = [aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default, aten.clamp_.default]
+    of_many = [aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar]
+    of_many += [aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar, aten._foreach_zero_.default]
+    return frozenset(of_one + of_many)
+
+
+def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
+    """The norm that the device computed, or one of what is in host memory, on the device."""
+    known = gradient.source.held.norm
+    if known is not None and known[0] == float(order):
+        return known[1].clone()
+    norm: Tensor = torch.linalg.vector_norm(gradient.source.live(), order)
+    return norm.to(gradient.device)
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """``GradScaler``'s one pass over all gradients: multiplies them, and says in ``found_inf`` whether one was not finite."""
+    here = [g.source for g in gradients if isinstance(g, HostGradient)]
+    others = [g for g in gradients if not isinstance(g, HostGradient)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    found, inverse = torch.zeros_like(found_inf, device="cpu"), inverse_scale.cpu()
+    torch._amp_foreach_non_finite_check_and_unscale_([source.live() for source in here], found, inverse)
+    found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    if float(inverse) != 1.0:
+        for source in here:
+            source.held.norm = None
+
+
+def check_dense(name: str, grad: Tensor) -> None:
+    """Refuses a gradient that is not dense.
+
+    Args:
+        name: The parameter's name.
+        grad: Its gradient.
+
+    Raises:
+        UnsupportedError: It is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {name!r} is {grad.layout}; only dense gradients can be updated out of core. Build the layer with "
+            f"sparse=False."
+        )
+
+
+def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """A gradient as a flat run in the parameter's memory order; autograd gives it that order almost always."""
+    if grad.stride() != param.stride():
+        grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,))
+
+
+def _run(part: Part, index: int, flat: Tensor) -> Tensor:
+    """Parameter ``index``'s run of a flat tensor with the part's layout."""
+    start = part.offsets[index]
+    return flat[start : start + part.params[index].numel()]

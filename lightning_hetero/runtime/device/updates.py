@@ -1,0 +1,274 @@
+"""Updates on a device with memory of its own, by torch's fused Adam and AdamW, and the state that they need there.
+
+[Note: Bits of device updates]
+Source of the rule: torch.optim.Adam/AdamW(fused=True). With 16-bit weights it acts on fp32 masters (``optim/reference.py``). On
+tensors in CPU memory the results are those of the native kernels bit by bit, for gradients that are multiplied by a factor too.
+On an accelerator torch's kernel is another one: one step from equal weights and state gives weights within one unit in the last
+place, and moments within two (``tests/gpu/test_device_updates.py``); over several steps such differences can grow.
+
+[Note: State on the device]
+State of tier DEVICE has its place there for ever. State of tier HOST is in the engine's memory between steps; SWAP_IN takes device
+memory and brings it, SWAP_OUT writes it back and gives the memory up (Deep Optimizer States, section 4.3: prefetch and flush on
+lanes of their own, beside the update). Either way the device has all arrays of a part in one run, with the part's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero import _native
+from lightning_hetero._native import Hyper, Ticket
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.optim import adam
+from lightning_hetero.runtime.device.weights import DeviceWeights
+from lightning_hetero.runtime.lanes.base import Event, Lanes
+from lightning_hetero.store.blocks import Block, Part, tensor_at
+from lightning_hetero.store.tiers import TierStore, versions
+
+Row = tuple[int, nn.Parameter, dict[str, Any], Tensor]  # position in the part, parameter, its group, its gradient on the device
+
+# fp32 copies of gradients are made for so many elements at a time: a multiple of 16, so that torch's vector loop and its
+# scalar tail see the elements they would see in one call.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(slots=True)
+class _State:
+    """A part's state on the device.
+
+    Attributes:
+        memory: One run of bytes.
+        arrays: The fp32 arrays in it, flat, with the part's layout.
+        kept: It stays for ever.
+    """
+
+    memory: Tensor
+    arrays: list[Tensor]
+    kept: bool
+
+
+class DeviceUpdates:
+    """Updates parts on the device and keeps, or borrows, their state.
+
+    Args:
+        lanes: The device.
+        weights: The weights there.
+        store: The engine, in whose memory the state is otherwise.
+    """
+
+    def __init__(self, lanes: Lanes, weights: DeviceWeights, store: TierStore) -> None:
+        self._lanes, self._weights, self._store = lanes, weights, store
+        self._states: dict[Part, _State] = {}
+        self._returning: dict[Part, Event] = {}  # the last SWAP_OUT of borrowed state
+
+    # ---- a session's begin and end ------------------------------------------------------------------------------------------
+
+    def keep(self, part: Part) -> None:
+        """The part's state lives on the device: it moves there from the engine's memory, whose pages go back to the system.
+
+        Raises:
+            DeviceMemoryError: The device is too small for it.
+        """
+        self._store.barrier(part)
+        self._bring(part, self._take(part, kept=True))
+        for array in range(_native_of(part).geometry.num_state):
+            _native_of(part).drop_state(array)
+        part.state_home = self
+
+    def borrow(self, part: Part) -> None:
+        """The part's state lives on the host and is updated on the device."""
+        self._store.barrier(part)
+        part.state_home = self
+
+    def withdraw(self, part: Part) -> None:
+        """Undoes :meth:`keep` and :meth:`borrow`: the state is in the engine's memory. Nothing of the part is under way."""
+        self._wait(part)
+        state = self._states.pop(part, None)
+        if state is not None:
+            for host, array in zip(_host(part), state.arrays, strict=True):
+                self._lanes.copy(host, array)
+            self._lanes.memory().give(state.memory)
+        part.state_home = None
+
+    # ---- ops ----------------------------------------------------------------------------------------------------------------
+
+    def swap_in(self, block: Block) -> list[Ticket]:
+        """SWAP_IN state (run on ``h2d``): takes device memory and brings the block's state from the host.
+
+        Raises:
+            DeviceMemoryError: There is no room.
+        """
+        for part in self._borrowers(block):
+            self._bring(part, self._take(part, kept=False))
+        return []
+
+    def swap_out(self, block: Block) -> list[Ticket]:
+        """SWAP_OUT state (run on ``d2h``, after a mark behind the UPDATE): writes the state back and gives its memory up."""
+        for part in self._borrowers(block):
+            state = self._states.pop(part, None)
+            if state is not None:
+                for host, array in zip(_host(part), state.arrays, strict=True):
+                    self._lanes.copy(host, array)
+                self._lanes.memory().give(state.memory)
+        return []
+
+    def returning(self, block: Block, event: Event) -> None:
+        """The event of the block's SWAP_OUT: whoever reads its state waits for it."""
+        for part in self._borrowers(block):
+            self._returning[part] = event
+
+    @torch.no_grad()
+    def update(self, optimizer: Optimizer, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
+        """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): gives one step of a part to compute.
+
+        Args:
+            optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
+            part: The part; its weights and its state are on the device.
+            rows: What to update: position in the part, parameter, its group, its gradient in the parameter's memory order.
+            scale: Multiplies gradients in fp32 first.
+
+        Raises:
+            HeteroError: The part's state is not on the device.
+        """
+        weights = self._weights.flat(part)
+        arrays = self._arrays(part)
+        if len(arrays) == len(adam.MOMENTS):
+            master = weights
+        else:
+            master, *arrays = arrays
+            if part.master_versions != versions(part):  # written to around the updates: the weights are the master again
+                master.copy_(weights)
+        pieces = [
+            (adam.hyper(optimizer, param, group), part.offsets[i], _flat(param, grad)) for i, param, group, grad in rows
+        ]  # fmt: skip
+        for hyper, same in groupby(sorted(pieces, key=lambda piece: piece[0]), key=lambda piece: piece[0]):
+            for chunk in _chunks([(start, grad) for _, start, grad in same], whole=scale == 1.0):
+                self._step(hyper, chunk, [master, *arrays], scale)
+        if master is not weights:
+            _copy_runs(weights, master, ((start, grad.numel()) for _, start, grad in pieces))
+        part.stepped = True
+        # A graph that still holds these weights would read new values: autograd shall say so instead.
+        torch.autograd.graph.increment_version([param for _, param, _, _ in rows])
+        part.master_versions = versions(part)
+        self._weights.updated(part)
+
+    def _step(self, hyper: Hyper, chunk: Sequence[tuple[int, Tensor]], arrays: Sequence[Tensor], scale: float) -> None:
+        grads = [grad.float() for _, grad in chunk]
+        if scale != 1.0:
+            grads = list(torch._foreach_mul(grads, scale))
+        params, exp_avgs, exp_avg_sqs = ([array[start : start + g.numel()] for start, g in chunk] for array in arrays)
+        fused: Any = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
+        step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # filled there: nothing is copied
+        fused(
+            params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(chunk), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=bool(hyper.flags & _native.MAXIMIZE),
+        )  # fmt: skip
+
+    def master(self, part: Part) -> Tensor:
+        """The part's fp32 master on the device, flat; of fp32 weights the weights themselves."""
+        arrays = self._arrays(part)
+        return self._weights.flat(part) if len(arrays) == len(adam.MOMENTS) else arrays[0]
+
+    # ---- whoever looks at the state (``store.blocks.StateHome``) --------------------------------------------------------------
+
+    def read(self, part: Part, array: int, index: int) -> Tensor:
+        """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
+        self._wait(part)
+        run = self._run(part, array, index)
+        return torch.empty(run.shape, dtype=run.dtype).copy_(run)
+
+    def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Overwrites runs ``(array, index, flat fp32 values)``."""
+        self._wait(part)
+        for array, index, values in runs:
+            self._run(part, array, index).copy_(values)
+        part.stepped = True
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
+
+    def _take(self, part: Part, *, kept: bool) -> _State:
+        if part in self._states:
+            raise HeteroError(
+                f"the state of {part.block.name!r} is on {self._lanes.device} already; SWAP_OUT comes before SWAP_IN."
+            )
+        count, length = _native_of(part).geometry.num_state, part.num_elements
+        memory = self._lanes.memory().take(4 * count * length, f"optimizer state of {part.block.name}")
+        state = self._states[part] = _State(memory, list(memory.view(torch.float32).view(count, length).unbind()), kept)
+        return state
+
+    def _bring(self, part: Part, state: _State) -> None:
+        for array, host in zip(state.arrays, _host(part), strict=True):
+            self._lanes.copy(array, host)
+
+    def _borrowers(self, block: Block) -> Iterator[Part]:
+        """The block's parts whose state comes and goes."""
+        for part in block.parts:
+            if part.state_home is self and (part not in self._states or not self._states[part].kept):
+                yield part
+
+    def _arrays(self, part: Part) -> list[Tensor]:
+        state = self._states.get(part)
+        if state is None:
+            raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")
+        return list(state.arrays)
+
+    def _run(self, part: Part, array: int, index: int) -> Tensor:
+        state = self._states.get(part)
+        flat = _host(part)[array] if state is None else state.arrays[array]
+        return flat[part.offsets[index] : part.offsets[index] + part.params[index].numel()]
+
+    def _wait(self, part: Part) -> None:
+        event = self._returning.pop(part, None)
+        if event is not None:
+            event.wait()
+
+
+def _native_of(part: Part) -> _native.Block:
+    assert part.native is not None, "the engine knows every part that has state of torch's Adam"
+    return part.native
+
+
+def _host(part: Part) -> list[Tensor]:
+    """The state arrays in the engine's memory, flat."""
+    native, flats = _native_of(part), []
+    for array in range(native.geometry.num_state):
+        address = native.state_address(array)
+        assert address is not None, "a device update has its state in memory"
+        flats.append(tensor_at(native, address, part.num_elements, torch.float32))
+    return flats
+
+
+def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
+    return grad.as_strided((param.numel(),), (1,))
+
+
+def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:
+    """Runs (first element, gradient) as they go into one call: all whose gradient is used as it is, others a chunk at a time."""
+    chunk: list[tuple[int, Tensor]] = []
+    left = _CHUNK_ELEMENTS
+    for start, grad in runs:
+        if whole and grad.dtype == torch.float32:
+            chunk.append((start, grad))
+            continue
+        for at in range(0, grad.numel(), _CHUNK_ELEMENTS):
+            piece = grad[at : at + _CHUNK_ELEMENTS]
+            if piece.numel() > left:
+                yield chunk
+                chunk, left = [], _CHUNK_ELEMENTS
+            chunk.append((start + at, piece))
+            left -= piece.numel()
+    if chunk:
+        yield chunk
+
+
+def _copy_runs(target: Tensor, source: Tensor, runs: Iterable[tuple[int, int]]) -> None:
+    """Copies runs (first element, length); rounds to nearest even."""
+    bounds = [slice(start, start + length) for start, length in runs]
+    torch._foreach_copy_([target[b] for b in bounds], [source[b] for b in bounds])

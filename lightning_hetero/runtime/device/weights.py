@@ -1,0 +1,395 @@
+"""Device memory of weights: where copies of them are, and which one is the newest.
+
+[Note: Copies of weights]
+A part's weights have a fixed place in host memory (``Part.memory``), where updates on the CPU write them. On the device they are
+one run of memory with the same layout, for ever or from UPLOAD to RELEASE. ``param.data`` is a view of that run while the block is
+open. Afterwards it still points there, into memory that others may use: the door keeps readers away from it, as on the host.
+
+The two places agree but for moments in between. The device has newer weights (*changed*) after an update on the device, and after
+user code wrote to an open parameter, which the parameters' version counters tell. The host has newer ones (the copy is *outdated*)
+after an update on the CPU, and after a write through the door.
+
+[Note: Saved weights]
+What autograd saves of a parameter, or of a view of it such as ``weight.t()``, points into memory that is another's before backward
+needs it. A hook on saved tensors asks :meth:`DeviceWeights.reference` and keeps a :class:`WeightRef` instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero._native import Ticket
+from lightning_hetero.errors import HeteroError, OffloadedAccessError
+from lightning_hetero.runtime.lanes.base import Lanes
+from lightning_hetero.store.blocks import Block, Part, tensor_at
+from lightning_hetero.store.tiers import versions
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A part's weights on the device.
+
+    Attributes:
+        memory: The run, as bytes.
+        views: The parameters as they lie there.
+        kept: It stays for ever.
+        versions: The parameters' version counters when host and device agreed last.
+        newer: An update on the device has changed it, or it is all there is.
+        outdated: The host has newer weights.
+        bound: The parameters are views of it.
+    """
+
+    memory: Tensor
+    views: list[Tensor]
+    kept: bool
+    versions: int
+    newer: bool = False
+    outdated: bool = False
+    bound: bool = False
+
+
+class DeviceWeights:
+    """The weights of one model on a device with memory of its own.
+
+    Args:
+        lanes: The device.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._copies: dict[Part, _Copy] = {}
+        self._bound: list[tuple[int, int, Part]] = []  # first address, length, part; sorted
+
+    # ---- a session's begin and end ------------------------------------------------------------------------------------------
+
+    def adopt(self, block: Block) -> None:
+        """The block's weights live below the device: parameters become its tensors, without content until :meth:`bind`."""
+        memory = self._lanes.memory()
+        for part in block.parts:
+            run = memory.take(_num_bytes(part), f"weights of {block.name}")
+            _assign(part, _views(part, run))
+            memory.give(run)
+
+    def bind_resident(self, block: Block, *, host_copy: bool) -> None:
+        """The block's weights live on the device: they move there from host memory, for ever.
+
+        Args:
+            block: The block.
+            host_copy: The host keeps a copy, which updates on the CPU write; else its pages are given back to the system.
+
+        Raises:
+            DeviceMemoryError: The device is too small for them.
+        """
+        for part in block.parts:
+            copy = self._take(part, kept=True)
+            copy.newer = not host_copy
+            self._lanes.copy(_flat(part, copy.memory), _host(part))
+            self._bind(part, copy)
+            if not host_copy:
+                part.arena.drop()
+
+    def withdraw(self, block: Block) -> None:
+        """Undoes :meth:`adopt` and :meth:`bind_resident`: the newest weights are in host memory, and the parameters views of it.
+
+        Nothing of the block is under way. Weights on disk stay there.
+        """
+        for part in block.parts:
+            copy = self._copies.get(part)
+            if copy is not None and self._changed(part, copy):
+                self._lanes.copy(_host(part), _flat(part, copy.memory))
+                self._agree(part, copy)
+            self._unbind(part)
+            self._free(part)
+            _assign(part, [part.memory(i) for i in range(len(part.params))])
+
+    # ---- ops ----------------------------------------------------------------------------------------------------------------
+
+    def upload(self, block: Block, source: Callable[[Part], Tensor] | None = None) -> list[Ticket]:
+        """UPLOAD weights (run on ``h2d``, after the FETCH or the UPDATE that made them): brings them to the device.
+
+        Weights that live there, or that are there already, are renewed in their place; for others memory is taken.
+
+        Args:
+            block: The block.
+            source: Where a part's weights come from, flat; host memory by default. With ``DeviceUpdates.master``, on lane
+                ``compute``, 16-bit weights of which only the fp32 master lives on the device are cast on use (AutoHete).
+
+        Raises:
+            DeviceMemoryError: There is no room.
+        """
+        for part in block.parts:
+            copy = self._copies.get(part) or self._take(part, kept=False)
+            self._lanes.copy(_flat(part, copy.memory), (source or _host)(part))
+            self._agree(part, copy)
+        return []
+
+    def free(self, block: Block) -> list[Ticket]:
+        """RELEASE weights (run on ``h2d``, after a mark behind the last use): gives the memory back."""
+        for part in block.parts:
+            self._free(part)
+        return []
+
+    def download(self, block: Block) -> list[Ticket]:
+        """SWAP_OUT weights (run on ``d2h``, after a mark behind the UPDATE): what the device changed gets to host memory.
+
+        Also what user code changed, before a RELEASE or an update on the CPU: see :meth:`changed`.
+        """
+        for part in block.parts:
+            copy = self._copies.get(part)
+            if copy is not None and self._changed(part, copy):
+                self._lanes.copy(_host(part), _flat(part, copy.memory))
+                self._agree(part, copy)
+                part.dirty |= block.weights_on_disk
+        return []
+
+    # ---- between ops --------------------------------------------------------------------------------------------------------
+
+    def holds(self, block: Block) -> bool:
+        """Whether the block's weights are on the device, or on their way."""
+        return all(part in self._copies for part in block.parts)
+
+    def bind(self, block: Block) -> None:
+        """Makes the parameters views of the block's device memory; compute waits for its UPLOAD before.
+
+        Raises:
+            OffloadedAccessError: The weights are not on the device.
+        """
+        for part in block.parts:
+            copy = self._copies.get(part)
+            if copy is None:
+                raise OffloadedAccessError(
+                    f"the weights of {block.name!r} are not on {self._lanes.device}: the block was used without an UPLOAD before "
+                    f"it. Read them inside their own block's forward, or within `with strategy.materialize(...)`."
+                )
+            if copy.outdated:  # written through the door since the UPLOAD
+                if not block.resident:
+                    raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
+                self._lanes.copy(_flat(part, copy.memory), _host(part))
+                self._agree(part, copy)
+            self._bind(part, copy)
+
+    def unbind(self, block: Block) -> None:
+        """The parameters' memory may become another's: from here to the next :meth:`bind` only the door may touch them."""
+        for part in block.parts:
+            if part in self._copies and not self._copies[part].kept:
+                self._reclaim(part)
+                self._unbind(part)
+
+    def changed(self, block: Block) -> bool:
+        """Whether the device has newer weights than the host.
+
+        If so, :meth:`download` comes before a RELEASE and before an update on the CPU. Weights that were moved with
+        ``param.data = ...`` are brought back into the device memory first.
+        """
+        for part in block.parts:
+            self._reclaim(part)
+        pairs = ((part, self._copies.get(part)) for part in block.parts)
+        return any(copy is not None and self._changed(part, copy) for part, copy in pairs)
+
+    def outdate(self, part: Part) -> None:
+        """An update on the CPU has been handed the part: what the device holds of its weights is old."""
+        copy = self._copies.get(part)
+        if copy is not None:
+            copy.outdated, copy.newer, copy.versions = True, False, versions(part)
+
+    def updated(self, part: Part) -> None:
+        """An update on the device has been given to compute: the device has newer weights than the host."""
+        copy = self._copies[part]
+        copy.newer, copy.outdated, copy.versions = True, False, versions(part)
+
+    def flat(self, part: Part) -> Tensor:
+        """The part's device memory as one run of its dtype.
+
+        Raises:
+            OffloadedAccessError: The weights are not on the device.
+        """
+        copy = self._copies.get(part)
+        if copy is None:
+            raise OffloadedAccessError(_absent(part, 0, self._lanes.device))
+        return _flat(part, copy.memory)
+
+    # ---- the door (``runtime.sources.DeviceCopies``) ------------------------------------------------------------------------
+
+    def newest(self, part: Part, index: int) -> Tensor | None:
+        """A fresh CPU tensor with a parameter's weights, if the device has newer ones than the host; else ``None``."""
+        copy = self._copies.get(part)
+        if copy is None or not self._changed(part, copy):
+            return None
+        return torch.empty_strided(copy.views[index].shape, copy.views[index].stride(), dtype=part.dtype).copy_(copy.views[index])
+
+    def written(self, part: Part, index: int) -> None:
+        """The host has got new weights of a parameter: weights that live on the device are renewed, other copies are outdated."""
+        copy = self._copies.get(part)
+        if copy is None:
+            return
+        if copy.kept:
+            self._lanes.copy(copy.views[index], part.memory(index))
+        else:
+            copy.outdated = True
+
+    # ---- saved tensors ------------------------------------------------------------------------------------------------------
+
+    def reference(self, tensor: Tensor) -> WeightRef | None:
+        """What stands for a tensor that autograd saves, if it lies in the memory of open weights; else ``None``.
+
+        See [Note: Saved weights].
+        """
+        if tensor.layout is not torch.strided or tensor.device != self._lanes.device or not self._bound or not tensor.numel():
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # tensors without memory: wrappers, fake tensors
+            return None
+        row = bisect_right(self._bound, address, key=lambda r: r[0]) - 1
+        if row < 0 or address >= self._bound[row][0] + self._bound[row][1]:
+            return None
+        begin, _, part = self._bound[row]
+        index = bisect_right(part.offsets, (address - begin) // part.dtype.itemsize) - 1
+        start = begin + part.offsets[index] * part.dtype.itemsize
+        return WeightRef(
+            weights=self, part=part, index=index, dtype=tensor.dtype, offset=(address - start) // tensor.dtype.itemsize,
+            size=tensor.size(), stride=tensor.stride(), conjugate=tensor.is_conj(), negative=tensor.is_neg(),
+            version=part.params[index]._version,
+        )  # fmt: skip
+
+    def bytes_from(self, part: Part, index: int) -> Tensor:
+        """The bytes from a parameter's first one on, in the device memory that its part is bound to now.
+
+        Raises:
+            OffloadedAccessError: The weights are not on the device.
+        """
+        copy = self._copies.get(part)
+        if copy is None or not copy.bound:
+            raise OffloadedAccessError(_absent(part, index, self._lanes.device))
+        return copy.memory[part.offsets[index] * part.dtype.itemsize :]
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
+
+    def _take(self, part: Part, *, kept: bool) -> _Copy:
+        memory = self._lanes.memory().take(_num_bytes(part), f"weights of {part.block.name}")
+        copy = self._copies[part] = _Copy(memory, _views(part, memory), kept, versions(part))
+        return copy
+
+    def _free(self, part: Part) -> None:
+        copy = self._copies.pop(part, None)
+        if copy is not None:
+            self._lanes.memory().give(copy.memory)
+
+    def _bind(self, part: Part, copy: _Copy) -> None:
+        if not copy.bound:
+            _assign(part, copy.views)
+            insort(self._bound, (copy.memory.data_ptr(), copy.memory.numel(), part), key=lambda row: row[0])
+            copy.bound = True
+
+    def _unbind(self, part: Part) -> None:
+        copy = self._copies.get(part)
+        if copy is not None and copy.bound:
+            self._bound = [row for row in self._bound if row[2] is not part]
+            copy.bound = False
+
+    def _reclaim(self, part: Part) -> None:
+        copy = self._copies.get(part)
+        if copy is None or not copy.bound:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(part.params, copy.views, strict=True):
+                if param.data_ptr() != view.data_ptr() and param.numel():
+                    view.copy_(param)
+                    param.data = view
+                    copy.newer = True
+
+    def _changed(self, part: Part, copy: _Copy) -> bool:
+        return copy.newer or (not copy.outdated and copy.versions != versions(part))
+
+    def _agree(self, part: Part, copy: _Copy) -> None:
+        copy.newer, copy.outdated, copy.versions = False, False, versions(part)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRef:
+    """A view of a parameter that autograd saved, without its memory.
+
+    Attributes:
+        weights: Where the parameter's memory is known.
+        part: The part that holds the parameter.
+        index: The parameter's position in it.
+        dtype: The view's dtype.
+        offset: The view's first element, in elements of ``dtype`` from the begin of the parameter.
+        size: The view's shape.
+        stride: Its strides in elements.
+        conjugate: It is conjugated lazily.
+        negative: It is negated lazily.
+        version: The parameter's version counter when it was saved.
+    """
+
+    weights: DeviceWeights
+    part: Part
+    index: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+    version: int
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter."""
+        return self.part.params[self.index]
+
+    def view(self) -> Tensor:
+        """The view, in the memory that is bound now.
+
+        Raises:
+            OffloadedAccessError: The block's weights are not on the device.
+            RuntimeError: The parameter was changed in place since it was saved, as autograd itself would raise.
+        """
+        if self.param._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.part.names[self.index]!r} is at version {self.param._version}; expected version {self.version} instead. "
+                f"Change weights after backward, and compute a new graph after optimizer.step()."
+            )
+        run = self.weights.bytes_from(self.part, self.index).view(self.dtype)
+        view = run.as_strided(self.size, self.stride, run.storage_offset() + self.offset)
+        view = view.conj() if self.conjugate else view
+        return torch._neg_view(view) if self.negative else view
+
+
+def _num_bytes(part: Part) -> int:
+    return part.num_elements * part.dtype.itemsize
+
+
+def _flat(part: Part, memory: Tensor) -> Tensor:
+    return memory.view(part.dtype)
+
+
+def _host(part: Part) -> Tensor:
+    return tensor_at(part.arena, part.arena.address, part.num_elements, part.dtype)
+
+
+def _views(part: Part, memory: Tensor) -> list[Tensor]:
+    """The part's parameters in a run of memory, each with a storage of its own size: ``torch.save`` writes whole storages."""
+    flat = _flat(part, memory)
+    runs = (flat[start : start + param.numel()] for start, param in zip(part.offsets, part.params, strict=True))
+    with torch.inference_mode(False):  # a block that is bound during validation is trained later
+        return [part.shaped(i, torch.from_dlpack(run)) for i, run in enumerate(runs)]
+
+
+def _assign(part: Part, views: Iterable[Tensor]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():  # past the door
+        for param, view in zip(part.params, views, strict=True):
+            param.data = view
+
+
+def _absent(part: Part, index: int, device: torch.device) -> str:
+    return (
+        f"the weights of {part.names[index]!r} are not on {device}, and backward needs them while their block is closed. A graph "
+        f"that is used outside its block's backward has to be used within `with strategy.materialize(...)`."
+    )
