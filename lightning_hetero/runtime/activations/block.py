@@ -165,10 +165,11 @@ class BlockActivations:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self.leave(output)
 
-        disable = torch.compiler.disable  # a compiled model leaves its graph for them
+        # Hooks act on the runtime, so a compiled model leaves its graph for them.
+        eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
         return [
-            self.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(disable(after), always_call=True),
+            self.module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(eager(after), always_call=True),
         ]
 
     def begin_batch(self) -> None:

@@ -146,7 +146,7 @@ class Rerun:
             is_inside = stack.enter_context(inside())
             stack.enter_context(saved_tensors_hooks(collector.collect, _itself))
             if self.record.spared:
-                stack.enter_context(Spare(self.record, inside=is_inside))  # type: ignore[no-untyped-call]
+                stack.enter_context(Spare(self.record, inside=is_inside))
             with suppress(_AllThere):
                 self._module(*args, **kwargs)
         collector.check()

@@ -97,12 +97,12 @@ class Pool(Generic[_T]):
     def trim(self) -> None:
         """Ends what is free and of a size that was not asked for since the last time, if any was."""
         if self._taken:
-            self._end(self._free.keys() - self._taken)
+            self._end(num_bytes for num_bytes in list(self._free) if num_bytes not in self._taken)
             self._taken.clear()
 
     def close(self) -> None:
         """Ends what is free."""
-        self._end(self._free.keys())
+        self._end(list(self._free))
 
     def _end(self, sizes: Iterable[int]) -> None:
         for num_bytes in sizes:
@@ -257,7 +257,7 @@ class Swap:
     def read(self, op: Op, after: Sequence[Event]) -> Event:
         """SWAP_IN on ``disk_read``: what went to the disk comes back to host memory."""
         assert self._written is not None, "hops come in order"
-        needed = self._has_left  # else it is still on the device, and stays there
+        needed = self._is_missed  # else it is still on the device, and stays there
 
         def run(held: list[object]) -> tuple[Ticket, ...]:
             file = self._file
@@ -276,9 +276,9 @@ class Swap:
         if self._in is not None:
             return self._in
         assert self._out is not None, "hops come in order"
-        if self._has_left and self._written is not None and self._read is None:
+        if self._is_missed and self._written is not None and self._read is None:
             self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
-        if self._has_left:
+        if self._is_missed:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
             if self._swapper.poison:
                 self._memory.fill_(POISON)
@@ -322,6 +322,11 @@ class Swap:
     @property
     def _comes_back(self) -> bool:
         return self._read is not None or self._in is not None
+
+    @property
+    def _is_missed(self) -> bool:
+        """It has left, and somebody still needs it."""
+        return self._has_left and bool(self._alive())
 
     def _alive(self) -> list[SavedStorage]:
         return [storage for storage in (ref() for ref in self._storages) if storage is not None]
