@@ -1,6 +1,6 @@
 """What the planners find: every case of a suite planned by all of them, side by side with a bound that no plan can beat.
 
-    python benchmarks/planners.py [--random 80] [--seed 0] [--every N] [--verbose]
+    python benchmarks/planners.py [--random 80] [--seed 0] [--every N] [--jobs N] [--verbose]
 
 Cases are the models of the papers' tables on their machines at several batch sizes, well-known models on single cards, and random
 models on random machines. For each planner the table has the cases for which it has a plan; those in which nobody, ours included,
@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import cvxpy  # noqa: F401  so that no planner's time has its import
@@ -217,18 +218,19 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=80, help="random cases beside those of the tables")
     parser.add_argument("--seed", type=int, default=0, help="of the random cases")
     parser.add_argument("--every", type=int, default=1, help="take only every Nth case")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that plan side by side, which makes planning times longer")
     parser.add_argument("--verbose", action="store_true", help="one line per case")
     options = parser.parse_args()
 
     cases = [*paper_cases(), *single_card_cases(), *random_cases(options.random, options.seed)][:: options.every]
     everything = []
-    for case in cases:
-        record = run(case)
-        everything.append(record)
-        if options.verbose:
-            ours, other = record.step_s.get(OURS, math.nan), record.best_other_s
-            gap = f"{ours / record.bound_s:6.3f}" if record.bound_s else ""
-            print(f"{case.name:60s} {ours:10.4f} s  {gap} of the bound, best other {other / ours:6.3f}", flush=True)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for record in pool.map(run, cases):
+            everything.append(record)
+            if options.verbose:
+                ours, other = record.step_s.get(OURS, math.nan), record.best_other_s
+                gap = f"{ours / record.bound_s:6.3f}" if record.bound_s else ""
+                print(f"{record.case.name:60s} {ours:10.4f} s  {gap} of the bound, best other {other / ours:6.3f}", flush=True)
     records = [r for r in everything if r.step_s]
     table(records)
     for record in records:
@@ -254,6 +256,7 @@ def main() -> None:
         "resident_is_fastest": sum(r.step_s["resident"] <= min(r.step_s.values()) * (1 + TIE) for r in fits),
         "resident_chosen": sum(r.resident for r in fits),
         "seed": options.seed,
+        "jobs": options.jobs,
     }
     print(json.dumps(result))
 

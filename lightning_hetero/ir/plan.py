@@ -154,6 +154,8 @@ class Plan:
             ConfigError: A block has no rule, or a rule matches no block.
         """
         names = tuple(names)
+        if names == tuple(r.name for r in self.blocks):
+            return self
         used: set[str] = set()
         resolved = []
         for name in names:

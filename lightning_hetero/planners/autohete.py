@@ -27,6 +27,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import rooms
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.units import format_bytes
@@ -345,7 +346,14 @@ def prefetch_depth(k: Costs, n: Counts) -> int:
     return min(_DEEPEST, max(1, min(limited, default=max(leads, default=1))))
 
 
-def plan(model: ModelProfile, hardware: HardwareProfile, *, method: Method = "exact", priority: bool = True) -> Plan:
+def plan(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    method: Method = "exact",
+    priority: bool = True,
+    updates: Updates = Updates.IN_BACKWARD,
+) -> Plan:
     """AutoHete's plan: the fastest counts by eqs. 1 to 6, backward prefetches as early as device memory allows.
 
     ``decisions`` has ``checkpoint``, ``offload_params`` and ``offload_optimizer``. Where the device is the host there is nothing to
@@ -360,6 +368,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, method: Method = "ex
         method: ``"exact"`` searches all counts; ``"milp"`` solves the programme with cvxpy. They agree on the time.
         priority: Earlier blocks' gradients and updates first; the next forward begins once its first blocks are updated
             (section 3.3).
+        updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
         ConfigError: An unknown method.
@@ -376,7 +385,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, method: Method = "ex
             f"Measure or give the rates that are 0: an update on the device, or one on the CPU and the links to it."
         )
     if hardware.shared_memory:
-        return judged(_emit(model, k, _in_place(k), priority=priority), model, hardware)
+        return judged(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
     refusal: PlanError | None = None
     for slots in (2, 1):  # weights on their way: one block's while another's are in use, or if that does not fit no prefetches
         tight = k
@@ -388,7 +397,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, method: Method = "ex
             emitted = _emit(model, k, counts, priority=priority)
             try:
                 _check_slots(emitted, slots, model, hardware)
-                return judged(emitted, model, hardware)
+                return judged(emitted, model, hardware, updates=updates)
             except PlanError as error:
                 if error.tier not in (Tier.DEVICE, Tier.HOST):
                     raise

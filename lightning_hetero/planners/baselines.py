@@ -18,6 +18,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.judge import judged
 
 
@@ -129,7 +130,7 @@ def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan
     return _VARIANTS[name](model, shared_memory)
 
 
-def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str) -> Plan:
+def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updates: Updates = Updates.IN_BACKWARD) -> Plan:
     """The first of a baseline's variants that fits the machine.
 
     ``decisions`` name the tiers of ``weights`` and ``state`` of most blocks, the lane of the ``update``, whether updates overlap
@@ -139,6 +140,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str) -> Pl
         model: The model.
         hardware: The machine.
         baseline: A name in :data:`BASELINES`.
+        updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
         PlanError: No variant fits; the message is that of the last one, which needs least.
@@ -149,7 +151,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str) -> Pl
     )
     for variant in variants(baseline, model.shape(), shared_memory=hardware.shared_memory):
         try:
-            found = judged(variant, model, hardware)
+            found = judged(variant, model, hardware, updates=updates)
         except PlanError as error:
             refusal = error
             continue
@@ -167,5 +169,5 @@ def _decisions(plan: Plan) -> Mapping[str, object]:
     return named | {"update_order": plan.update_order.value, "priority": plan.priority}
 
 
-BASELINES: dict[str, Callable[[ModelProfile, HardwareProfile], Plan]] = {name: partial(plan, baseline=name) for name in _VARIANTS}
+BASELINES: dict[str, Callable[..., Plan]] = {name: partial(plan, baseline=name) for name in _VARIANTS}
 """The baselines as planners, by name."""

@@ -13,9 +13,10 @@ late ones, in forward order:
 
 Two phases add up, each as long as any resource works in it:
 
-- *Forward*, with its compute, and with all passes of weights from below but for what a cache held before it began.
-- *Backward and after*, with its compute, the gradients' way down, another pass of weights, and all updates but for those whose
-  gradients wait when the next forward begins; they take host memory meanwhile.
+- *Forward*, from the end of the step before, with its compute, and with all passes of weights from below but for what a cache held
+  before it began. Of weights that the CPU updates it holds none: new ones go up in the order of forward.
+- *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates but for those whose gradients
+  wait when it ends; they take host memory meanwhile.
 
 And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes longer than the longer one.
 
@@ -275,7 +276,10 @@ def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile,
     for name, kinds in traffic.items():
         passes = _times(2 * m - 1, kinds[_For.PASS])
         if passes:
-            first.append(Row(resource=name, always=passes, rooms=_cached(passes)))
+            cached = _cached(passes)
+            if Room.PASSED_CPU in cached:  # the first forward's pass is never spared
+                cached[Room.PASSED_CPU] *= (2 * m - 2) / (2 * m - 1)
+            first.append(Row(resource=name, always=passes, rooms=cached))
         if name != "dram":
             second.append(_after_forward(name, kinds, model, staging_bytes))
     for a, b in product(first, second):
@@ -288,7 +292,7 @@ def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile,
 
 
 def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfile, staging_bytes: int) -> Row:
-    """What passes a resource from the begin of the last backward to the next forward, at least.
+    """What passes a resource during the last backward, at least.
 
     Of updates all but those whose gradients are waiting then: in host memory, and those of two blocks on the device
     (``lowering.needs.DEVICE_GRADIENTS``).

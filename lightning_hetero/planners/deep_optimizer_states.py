@@ -19,6 +19,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import rooms
 from lightning_hetero.planners.judge import judged
 
@@ -117,7 +118,7 @@ def _seconds(amount: float, rate: float) -> float:
     return 0.0 if not amount else amount / rate if rate else math.inf
 
 
-def plan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
     """The plan whose stride is the best by simulation among :func:`strides`, with as many static residents as the device holds.
 
     Activations stay on the device if they fit, else they are recomputed. ``decisions`` are ``k``, ``stride`` (both ``None``
@@ -127,6 +128,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     Args:
         model: The model.
         hardware: The machine.
+        updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
         PlanError: Weights, gradients and activations do not fit the device, or the state does not fit the host.
@@ -136,7 +138,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
         found: list[Plan] = []
         for stride in strides(update_ratio(update_rates(model, hardware))):
             try:
-                found.append(_with_most_residents(model, hardware, stride=stride, saved=saved))
+                found.append(_with_most_residents(model, hardware, stride=stride, saved=saved, updates=updates))
             except PlanError as error:
                 refusal = error
         if found:
@@ -155,7 +157,9 @@ def _iteration_s(judged_plan: Plan) -> float:
     return judged_plan.predicted.iteration_s
 
 
-def _with_most_residents(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, saved: Saved) -> Plan:
+def _with_most_residents(
+    model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, saved: Saved, updates: Updates
+) -> Plan:
     """The judged plan with as many static residents as fit."""
 
     def placed(residents: int) -> Plan:
@@ -165,19 +169,19 @@ def _with_most_residents(model: ModelProfile, hardware: HardwareProfile, *, stri
     low, high = 0, 0 if hardware.shared_memory else num_subgroups
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits_device(placed(middle), model, hardware) else (low, middle - 1)
+        low, high = (middle, high) if _fits_device(placed(middle), model, hardware, updates) else (low, middle - 1)
     while True:
         try:
-            return judged(placed(low), model, hardware)
+            return judged(placed(low), model, hardware, updates=updates)
         except PlanError as error:
             if error.tier != Tier.DEVICE or not low:
                 raise
             low -= 1
 
 
-def _fits_device(unjudged: Plan, model: ModelProfile, hardware: HardwareProfile) -> bool:
+def _fits_device(unjudged: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates) -> bool:
     try:
-        rooms(unjudged, model, hardware)
+        rooms(unjudged, model, hardware, updates=updates)
     except PlanError as error:
         return error.tier != Tier.DEVICE
     return True

@@ -27,17 +27,17 @@ from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.bounds import Room, Use, uses
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.judge import proved
 from lightning_hetero.planners.relaxation import Relaxation
 from lightning_hetero.planners.search import NAME, Referee, Search, Start
 from lightning_hetero.units import MIB, format_bytes
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
-_SECONDS = 0.8
-_SIMULATED_BLOCKS = 600  # blocks of all simulations of one search together, so that a large model gets fewer of them
-_EVALUATIONS = (6, 40)
-_MARGIN = 0.05  # see prefer_resident
+_SECONDS = 20.0
+_SIMULATED_BLOCKS = 400  # blocks of all simulations of one search together, so that a large model gets fewer of them
+_EVALUATIONS = (4, 40)
+_MARGIN, _OWN_CPU_MARGIN = 0.01, 0.05  # see prefer_resident
 _TIE = 1e-9
 
 
@@ -65,11 +65,11 @@ def plan(
             micro-batches: :func:`split`.
         updates: When updates may run: during backward, or only once all gradients are known.
         prefer_resident: How much slower than the fastest plan found, relatively, the resident one may be and still be chosen, as it
-            depends least on the profile. ``None``: 0.05 where the device is the host's own CPU, whose figures are measured with
-            about such an error while threads share cores, else 0.
+            depends least on the profile. ``None``: what cannot be told apart (docs/adr/0008-resident-or-fastest.md): 0.01, or 0.05
+            where the device is the host's own CPU.
         evaluations: Simulations that the search may use; ``None``: as many as a second allows on two cores.
-        seconds: Wall time after which the search ends whatever is left: a backstop, since a result that depends on it depends on
-            the machine that plans.
+        seconds: Wall time after which the search ends whatever is left: a backstop that no ordinary case reaches, since a result
+            that depends on it depends on the machine that plans.
 
     Raises:
         PlanError: Nothing fits: names the tightest tier, what is missing there and the cheapest remedy.
@@ -78,7 +78,7 @@ def plan(
     import cvxpy  # noqa: F401  takes a second to import, which is none of planning
 
     deadline_s = time.monotonic() + seconds
-    margin = prefer_resident if prefer_resident is not None else _MARGIN if hardware.shared_memory else 0.0
+    margin = prefer_resident if prefer_resident is not None else _OWN_CPU_MARGIN if hardware.shared_memory else _MARGIN
     budget = evaluations if evaluations is not None else _evaluations(model)
     found: list[_Joint] = []
     for parts in _splits(micro_batches, model, hardware):
@@ -165,7 +165,7 @@ class _Joint:
                 self._other(name)
         search.run()
         if resident is not None and resident_s <= self.referee.best_s * (1 + self.margin + _TIE):
-            self.referee.best, self.referee.best_s = resident, resident_s
+            self.referee.best, self.referee.best_s, self.referee.proved = resident, resident_s, self.parts == 1
 
     def _other(self, name: str) -> Plan | None:
         """Another planner's plan, admitted; ``None`` if it has none, or none that could be the fastest."""
@@ -174,18 +174,15 @@ class _Joint:
             return None
         planner: Callable[..., Plan] = BASELINES.get(name) or importlib.import_module(f"{__package__}.{name}").plan
         try:
-            found = planner(referee.model, referee.hardware)
+            found = planner(referee.model, referee.hardware, updates=referee.updates)
         except PlanError as error:
             referee.refusal = referee.refusal or error
             return None
-        assert found.predicted is not None
-        if self.parts == 1 and referee.updates is Updates.IN_BACKWARD:
-            referee.admit(found, found.predicted.iteration_s)
-        else:
-            found = replace(found, micro_batches=self.parts)
-            if math.isinf(referee.seconds(found, always=True)):
-                return None
-        return found
+        if self.parts == 1:
+            referee.admit(found, proved=True)
+            return found
+        found = replace(found, micro_batches=self.parts)
+        return None if math.isinf(referee.seconds(found, always=True)) else found
 
     def _floor_s(self, name: str) -> float:
         """What another planner's plan takes at least, as far as it is known before it plans; infinite if it cannot have one."""
@@ -216,11 +213,11 @@ class _Joint:
         """The best plan, proved and with its decisions."""
         referee, best = self.referee, self.referee.best
         assert best is not None
+        assert best.predicted is not None
         model, hardware = referee.model, referee.hardware
-        placed = replace(best, name=NAME, predicted=None, objective_s=None, decisions={})
-        found = judged(placed, model, hardware, updates=referee.updates)
-        assert found.predicted is not None
-        step_s = found.predicted.iteration_s
+        placed = replace(best, name=NAME, objective_s=None, decisions={})
+        found = placed if referee.proved else proved(placed, model, hardware, updates=referee.updates)
+        step_s = best.predicted.iteration_s
         saved = Counter[str]()
         for block, rule in zip(model.blocks, found.blocks, strict=True):
             saved.update(asdict(saved_bytes(block, rule)))
@@ -248,7 +245,7 @@ class _Joint:
 
 _CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
 _ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
-_GROWTH = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0)  # of what the programme asks for, until whole blocks fit
+_GROWTH = (1.0, 1.1, 1.5, 2.0, 4.0)  # of what the programme asks for, until whole blocks fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +261,19 @@ class _Request:
         """Whether a plan is found whose rooms suffice, however slow it is."""
         part, count = split(self.model, self.parts), 1 if self.hardware.shared_memory else self.parts
         relaxation = Relaxation(part, self.hardware, micro_batches=count)
-        if relaxation.bound_s() is None:
-            return False
-        referee = Referee(part, self.hardware, updates=self.updates, evaluations=0)
-        search = Search(relaxation=relaxation, referee=referee, bound_s=0.0)
+        search = Search(relaxation=relaxation, referee=self._referee(part), bound_s=0.0)
         return any(True for _ in search.frugal()) or search.start(Start(slots=1)) is not None
+
+    def refusal(self) -> PlanError | None:
+        """Why the plan that takes least memory does not fit."""
+        part = split(self.model, self.parts)
+        referee = self._referee(part)
+        relaxation = Relaxation(part, self.hardware, micro_batches=self.parts)
+        fitting = any(True for _ in Search(relaxation=relaxation, referee=referee, bound_s=0.0).frugal())
+        return None if fitting else referee.refusal
+
+    def _referee(self, part: ModelProfile) -> Referee:
+        return Referee(part, self.hardware, updates=self.updates, evaluations=0)
 
     def lacking(self, tier: Tier, least: int) -> int | None:
         """Bytes that make a plan possible if they are added on one tier alone, ``least`` or more; ``None`` if none do."""
@@ -293,6 +298,7 @@ def infeasible(request: _Request, refusal: PlanError | None) -> PlanError:
     nothing, then come disk, host memory and device memory. Each remedy is one with which a plan was found.
     """
     model, hardware, parts = request.model, request.hardware, request.parts
+    refusal = refusal or request.refusal()
     least = {tier: refusal.shortfall_bytes if refusal is not None and refusal.tier == tier else 0 for tier in _CHEAPEST_FIRST}
     lacking = {tier: size for tier in _CHEAPEST_FIRST if (size := request.lacking(tier, max(least[tier], MIB))) is not None}
     remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]

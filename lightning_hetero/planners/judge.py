@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
-from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import check, rooms, steady, step_signatures
+from lightning_hetero.ir.schedule import Schedule, Updates
+from lightning_hetero.lowering import Rooms, check, rooms, steady, step_signatures
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
 
@@ -38,20 +39,37 @@ def simulation(
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering, found by ``prove``.
     """
-    shape = model.shape()
+    plan, space, schedules = _lowered(plan, model, hardware, updates)
+    if prove:
+        _check(plan, model, space, schedules)
+    return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
+
+
+def proved(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
+    """The resolved plan, after every invariant of its schedules has been proved; it is not simulated.
+
+    Raises:
+        PlanError: A tier is too small for it.
+        ConfigError: The plan does not fit the model.
+        ScheduleError: A bug of ours in the lowering.
+    """
+    plan, space, schedules = _lowered(plan, model, hardware, updates)
+    _check(plan, model, space, schedules)
+    return plan
+
+
+def _lowered(
+    plan: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates
+) -> tuple[Plan, Rooms, tuple[Schedule, ...]]:
+    """The resolved plan, the memory that it leaves, and the schedules of one step."""
     plan = plan.resolve(b.name for b in model.blocks)
     space = rooms(plan, model, hardware, updates=updates)
-    schedules = steady(plan, shape, step_signatures(plan, updates=updates), rooms=space)
-    if prove:
-        for schedule in schedules:
-            check(
-                schedule,
-                plan,
-                shape,
-                capacity_bytes=space.host_cache_bytes,
-                device_capacity_bytes=space.device_cache_bytes,
-            )
-    return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
+    return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), rooms=space)
+
+
+def _check(plan: Plan, model: ModelProfile, space: Rooms, schedules: Sequence[Schedule]) -> None:
+    for schedule in schedules:
+        check(schedule, plan, model.shape(), capacity_bytes=space.host_cache_bytes, device_capacity_bytes=space.device_cache_bytes)
 
 
 def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:

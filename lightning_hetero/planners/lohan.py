@@ -27,6 +27,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import needs_of
 from lightning_hetero.planners.judge import judged
 
@@ -234,21 +235,25 @@ def recomputed_flop(q: Quantities, layers: Sequence[Layer], swapped_bytes: float
     return max(0.0, left)
 
 
+def _amounts(q: Quantities, layers: Sequence[Layer]) -> list[float]:
+    """A when the first 0, 1, 2, … layers are swapped."""
+    return list(accumulate((layer.num_bytes for layer in layers), initial=q.swapped_first_bytes))
+
+
 def _points(q: Quantities, layers: Sequence[Layer]) -> list[tuple[float, float]]:
     """A and T_iter when the first 0, 1, 2, … layers are swapped."""
-    swapped = accumulate((layer.num_bytes for layer in layers), initial=q.swapped_first_bytes)
     spared = accumulate((layer.flop for layer in layers), initial=0.0)
-    return [(a, iteration_s(q, a, max(0.0, q.forward_flop - f))) for a, f in zip(swapped, spared, strict=True)]
+    return [(a, iteration_s(q, a, max(0.0, q.forward_flop - f))) for a, f in zip(_amounts(q, layers), spared, strict=True)]
 
 
 def _least(q: Quantities, layers: Sequence[Layer]) -> int:
     """The fewest layers with which A reaches A_interBlock; all of them where it cannot."""
-    return next((k for k, (a, _) in enumerate(_points(q, layers)) if a >= q.boundary_bytes), len(layers))
+    return next((k for k, a in enumerate(_amounts(q, layers)) if a >= q.boundary_bytes), len(layers))
 
 
 def _swap(q: Quantities, layers: Sequence[Layer], count: int) -> Swap:
     case: Literal[1, 2, 3] = 1 if count == _least(q, layers) else 2 if count == len(layers) else 3
-    swapped, seconds = _points(q, layers)[count]
+    swapped, seconds = _points(q, layers[:count])[count]
     return Swap(layers=tuple(layers[:count]), swapped_bytes=int(swapped), iteration_s=seconds, case=case)
 
 
@@ -257,8 +262,7 @@ def _at_most(q: Quantities, swap: Swap, layers: Sequence[Layer], swapped_bytes: 
 
     The case stays what it is without that limit.
     """
-    points = _points(q, layers)
-    count = max((k for k, (a, _) in enumerate(points) if a <= swapped_bytes), default=0)
+    count = max((k for k, a in enumerate(_amounts(q, layers)) if a <= swapped_bytes), default=0)
     return replace(_swap(q, layers, max(_least(q, layers), min(count, len(swap.layers)))), case=swap.case)
 
 
@@ -356,6 +360,7 @@ def plan(
     method: Method = "walk",
     inter_block: InterBlock = "amount",
     update_order: UpdateOrder = UpdateOrder.OVERLAPPED,
+    updates: Updates = Updates.IN_BACKWARD,
 ) -> Plan:
     """LoHan's plan: weights and state on disk, CPU updates while backward runs, activations swapped or recomputed.
 
@@ -369,6 +374,7 @@ def plan(
         method: ``"walk"`` is Algorithm 1, exact over whole layers in linear time; ``"convex"`` solves the programme with cvxpy.
         inter_block: See [Note: Inter-block activations].
         update_order: For the paper's ablation (section V-D).
+        updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
         ConfigError: An unknown method or reading.
@@ -381,14 +387,14 @@ def plan(
     _check_rates(hardware)
     placed, layers = _placed(model, update_order), swap_order(model)
     if hardware.shared_memory:
-        return judged(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware)
+        return judged(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
     for depth in (placed.prefetch_depth, 1):  # what is on its way takes memory: a step behind, if that is what it needs to fit
         placed = replace(placed, prefetch_depth=depth)
         q = quantities(model, hardware, host_bytes=_host_room(placed, model, hardware), inter_block=inter_block)
         swap = METHODS[method](q, layers)
         for _ in range(_JUDGEMENTS):
             try:
-                return judged(_swapping(placed, model, q, swap), model, hardware)
+                return judged(_swapping(placed, model, q, swap), model, hardware, updates=updates)
             except PlanError as error:
                 refusal = error
             # The runtime needs more than the formulas know of: keep less on the host, or have less on its way on the device.

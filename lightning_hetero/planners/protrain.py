@@ -12,6 +12,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import protrain_formulas as formulas
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.protrain_search import Configuration, Space, search
@@ -27,6 +28,7 @@ def plan(
     fragmentation: float = 1.0,
     chunk_interval: int = 1024,
     chunk_span: int = 32 * 2**20,
+    updates: Updates = Updates.IN_BACKWARD,
 ) -> Plan:
     """ProTrain's plan: the fastest configuration by its estimators that the simulator finds to fit.
 
@@ -36,6 +38,7 @@ def plan(
         fragmentation: Device memory that the allocator takes for one byte asked for (eq. 10), at least 1.
         chunk_interval: Grid of the search for the chunk size, elements.
         chunk_span: Its length, elements.
+        updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
         ConfigError: Several devices and no rate for collectives, or a fragmentation factor below 1.
@@ -48,7 +51,7 @@ def plan(
         if config is None:
             break
         try:
-            return judged(emit(space, config), model, hardware)
+            return judged(emit(space, config), model, hardware, updates=updates)
         except PlanError as error:  # the runtime needs more than the estimators know of: search again with that much less
             if hardware.shared_memory:  # there every configuration needs the same
                 raise

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby, pairwise, product
 from typing import Any
@@ -35,6 +35,7 @@ INPUT = "\0"  # stands for its input
 STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")  # all resources but compute
 
 _MOST_CUTS = 2  # from each end of a run of equal blocks
+_MOST_PLACES = 12  # at which a model is cut in two; every one adds some thirty rows, and any choice of them gives a bound
 _EASE = 3e-3  # seconds of the step that a second of transfers or CPU updates is worth: of equal starts the one that moves least
 
 _STEEPNESS = 3  # of the price of work on a resource over the share of the step in which it is busy
@@ -162,6 +163,19 @@ def _segment(blocks: Sequence[BlockProfile], indices: Sequence[int]) -> Segment:
     return Segment(start=indices[0], stop=indices[-1] + 1, block=mean, least=least)
 
 
+def _places(found: Sequence[Segment]) -> tuple[int, ...]:
+    """The segments in front of which a model is cut: all, or where they are many those at both ends and at equal shares of compute.
+
+    At the ends the windows of [Note: Bound] are narrow.
+    """
+    if len(found) <= _MOST_PLACES:
+        return tuple(range(len(found)))
+    seconds = np.cumsum([len(s) * (s.block.forward_s + s.block.backward_s) for s in found])
+    ends = (0, 1, len(found) - 2, len(found) - 1)
+    shares = np.linspace(0.0, seconds[-1], _MOST_PLACES - len(ends) + 2)[1:-1]
+    return tuple(sorted({*ends, *np.searchsorted(seconds, shares).tolist()}))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """One variable: the share of a segment's blocks that make one choice.
@@ -225,13 +239,13 @@ class Practice:
         slots: Blocks whose weights pass through a tier at once: one computes while others come.
         depth: Blocks whose swapped activations are on their way (``Plan.prefetch_depth``).
         state_moves: Whether the device may update state that lives on the host.
-        stress: Resources and how many times longer they take than they do: what the simulator finds to be waited for.
+        stress: How many times longer all but compute takes than it does.
     """
 
     slots: int = 1
     depth: int = 0
     state_moves: bool = True
-    stress: Mapping[str, float] = field(default_factory=dict)
+    stress: float = 1.0
 
 
 class UnsolvedError(RuntimeError):
@@ -248,6 +262,7 @@ class _Extra(IntEnum):
 
 
 _Row = tuple[Vector, float]
+Matrix = Vector  # of two dimensions
 
 
 class Relaxation:
@@ -268,10 +283,17 @@ class Relaxation:
             self.staging_bytes = least_staging(model) + read_ahead(4 * hardware.host_memory_bytes, streamed)
         self.matrices = Matrices(rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes))
         self.columns = tuple(column for index in range(len(self.segments)) for column in self._columns(index))
+        self._places = _places(self.segments)
         self._compute_s = sum(b.forward_s + b.backward_s for b in model.blocks) * micro_batches
         self._unit_s = self._compute_s or 1.0
         self._segment = np.array([c.segment for c in self.columns])
         self._taken = np.array([c.taken for c in self.columns]).T
+        # What each row counts of each column: compute, and everything else.
+        plain = np.zeros(len(Use))
+        plain[Use.COMPUTE_S] = 1.0
+        tables = (self.matrices.always, self.matrices.early, self.matrices.late, self.matrices.here)
+        self._computed = tuple((table * plain) @ self._taken for table in tables)
+        self._moved_s = tuple((table * (1.0 - plain)) @ self._taken for table in tables)
         # Variables: the columns, then the rooms and the others.
         self._rooms = len(self.columns) + np.arange(len(Room))
         self._extra = self._rooms[-1] + 1 + np.arange(len(_Extra))
@@ -303,28 +325,27 @@ class Relaxation:
 
     # ---- rows: pairs of coefficients and the most that they may come to ---------------------------------------------------------
 
-    def _time(self, practice: Practice) -> Iterator[_Row]:
-        """Every bound of a step, at every cut between segments."""
+    def _time(self, practice: Practice) -> tuple[Matrix, Vector]:
+        """Every bound of a step, at every place of :func:`_places`: coefficients, and the most that each row may come to."""
         found = self.matrices
-        factor = np.array([practice.stress.get(row.resource, 1.0) for row in found.rows])
-        plain = np.zeros(len(Use))
-        plain[Use.COMPUTE_S] = 1.0
-        tables = (found.always, found.early, found.late, found.here)
-        always, early, late, here = ((table * (plain + np.outer(factor, 1.0 - plain))) @ self._taken for table in tables)
-        for place, segment in enumerate(self.segments):
-            before, behind, at = (
-                compare(self._segment, place).astype(np.float64) for compare in (np.less, np.greater_equal, np.equal)
-            )
+        factor = np.array([practice.stress if row.resource in STRESSED else 1.0 for row in found.rows])
+        always, early, late, here = (
+            plain + factor[:, None] * moved for plain, moved in zip(self._computed, self._moved_s, strict=True)
+        )
+        chosen, seconds = [np.flatnonzero(found.uncut)], [always[found.uncut]]
+        for place in self._places:
+            before, behind, at = (compare(self._segment, place) for compare in (np.less, np.greater_equal, np.equal))
             # A row for one block holds for a segment of several only in practice: for the one of mean shares.
-            seconds = always + early * before + late * behind + here * at / len(segment)
-            holds = ~found.uncut & (~found.single | (len(segment) == 1 or practice.slots > 1))
-            for row in (
-                np.flatnonzero(found.uncut if place == 0 else np.zeros_like(holds)).tolist() + np.flatnonzero(holds).tolist()
-            ):
-                variables = self._variables(seconds[row] / self._unit_s)
-                variables[self._rooms] = found.rooms[row] * factor[row] * GB / self._unit_s
-                variables[self._extra[_Extra.TIME]] = -1.0
-                yield variables, -found.constant_s[row] / self._unit_s
+            count = len(self.segments[place])
+            holds = np.flatnonzero(~found.uncut & (~found.single | (count == 1 or practice.slots > 1)))
+            chosen.append(holds)
+            seconds.append(always[holds] + early[holds] * before + late[holds] * behind + here[holds] * (at / count))
+        rows = np.concatenate(chosen)
+        matrix = np.zeros((len(rows), self._size))
+        matrix[:, : len(self.columns)] = np.vstack(seconds) / self._unit_s
+        matrix[:, self._rooms] = (found.rooms * factor[:, None])[rows] * GB / self._unit_s
+        matrix[:, self._extra[_Extra.TIME]] = -1.0
+        return matrix, -found.constant_s[rows] / self._unit_s
 
     def _memory(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
         """What must fit each tier, at the moments of [Note: Needs] in ``lowering.needs``; in GB."""
@@ -363,22 +384,25 @@ class Relaxation:
 
     def _least(self, practice: Practice) -> Iterator[_Row]:
         """Rooms are at least what one block needs, and serve at most what passes them."""
-        least = least_staging(self.model)
-        for place in range(len(self.segments)):
-            mine = self._segment == place
-            passing = [(c.passing_bytes, c.fetched_bytes, c.waiting_bytes, c.moving_bytes) for c in self.columns]
-            device, host, waiting, moving = (np.array(column) * mine / GB for column in zip(*passing, strict=True))
-            disk = np.array([isinstance(c.choice, tuple) and Tier.DISK in c.choice for c in self.columns]) * mine * least / GB
-            several = min(practice.slots, len(self.segments[place]))
-            yield several * self._variables(device) - self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE), 0.0
-            yield several * self._variables(host) - self._rooms_of(Room.PASSED_DISK), 0.0
-            yield several * self._variables(waiting) - self._rooms_of(Room.WAITING), 0.0
-            yield self._variables(moving) - self._extras_of(_Extra.MOVING), 0.0
-            yield self._variables(disk) - self._extras_of(_Extra.STAGING), 0.0
+        staging = least_staging(self.model) / GB
+        disk = np.array([isinstance(c.choice, tuple) and Tier.DISK in c.choice for c in self.columns]) * staging
+        sizes = [(c.passing_bytes, c.fetched_bytes, c.waiting_bytes, c.moving_bytes) for c in self.columns]
+        device, host, waiting, moving = (np.array(column) / GB for column in zip(*sizes, strict=True))
+        rooms = (
+            (device, self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE), practice.slots),
+            (host, self._rooms_of(Room.PASSED_DISK), practice.slots),
+            (waiting, self._rooms_of(Room.WAITING), practice.slots),
+            (moving, self._extras_of(_Extra.MOVING), 1),
+            (disk, self._extras_of(_Extra.STAGING), 1),
+        )
+        for place, segment in enumerate(self.segments):
+            for needed, room, slots in rooms:
+                mine = needed * (self._segment == place)
+                if mine.any():
+                    yield min(slots, len(segment)) * self._variables(mine) - room, 0.0
         for use, place in ROOMS.items():
             yield self._rooms_of(place) - self._uses(use), 0.0
         if self.micro_batches > 1:
-            waiting = np.array([c.waiting_bytes for c in self.columns]) / GB
             yield self._variables(waiting) - self._rooms_of(Room.WAITING), 0.0
 
     def _variables(self, columns: Vector) -> Vector:
@@ -433,7 +457,7 @@ class Relaxation:
         import cvxpy as cp  # takes a second to import
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-        rows = [*self._time(practice), *self._least(practice)]
+        rows = list(self._least(practice))
         for tier, (row, capacity) in self._memory(practice):
             spare = self._extras_of(_Extra.LACKING) if tier is short else 0.0
             rows.append((row - spare, capacity))
@@ -442,7 +466,9 @@ class Relaxation:
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
         x, shares = cp.Variable(self._size, nonneg=True), self._shares()
-        matrix, most = np.array([row for row, _ in rows]), np.array([most for _, most in rows])
+        seconds, most_s = self._time(practice)
+        matrix = np.vstack((seconds, *(row for row, _ in rows)))
+        most = np.concatenate((most_s, [most for _, most in rows]))
         scale = np.abs(matrix).max(axis=1)
         scale[scale == 0] = 1.0
         constraints: list[Any] = [
@@ -489,12 +515,12 @@ class Relaxation:
         moved[self._rooms] = self.matrices.rooms[lanes].sum(axis=0) * GB / self._unit_s
         return moved
 
-    def _shares(self) -> Vector:
+    def _shares(self) -> Matrix:
         """One row for each choice that a segment has to make: its shares sum to 1."""
-        groups = list(dict.fromkeys((c.segment, c.what) for c in self.columns))
+        groups: dict[tuple[int, str | None], int] = {}
+        places = [groups.setdefault((c.segment, c.what), len(groups)) for c in self.columns]
         rows = np.zeros((len(groups), self._size))
-        for place, column in enumerate(self.columns):
-            rows[groups.index((column.segment, column.what)), place] = 1.0
+        rows[places, np.arange(len(places))] = 1.0
         return rows
 
     def _read(self, values: Vector) -> Relaxed:

@@ -17,21 +17,26 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, product
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import rooms
 from lightning_hetero.lowering.needs import needs_of, total_bytes
 from lightning_hetero.planners.baselines import zero_infinity
+from lightning_hetero.planners.bounds import Vector
 from lightning_hetero.planners.judge import simulation
-from lightning_hetero.planners.relaxation import INPUT, REST, STRESSED, Choice, Practice, Relaxation, Relaxed, Segment, policies
+from lightning_hetero.planners.relaxation import INPUT, REST, Choice, Practice, Relaxation, Relaxed, Segment, policies
 
 NAME = "holistic"
 _NEAR = 3e-3  # of the bound: nobody can gain more
 _REPAIRS = 24  # times that something of a start is demoted because it does not fit
 _MOST_DEPTH = 1024  # of a plan
+_COLUMNS = 2500  # of all programmes of one search together: the larger a programme, the fewer are solved
 
 
 class Referee:
@@ -46,8 +51,9 @@ class Referee:
 
     Attributes:
         evaluations: Simulations so far.
-        best: The fastest plan so far.
+        best: The fastest plan so far, with its prediction.
         best_s: Its step, seconds; infinite before there is one.
+        proved: Whether the invariants of its schedules have been proved.
         refusal: Why the last plan that did not fit did not.
     """
 
@@ -58,6 +64,7 @@ class Referee:
         self.evaluations = 0
         self.best: Plan | None = None
         self.best_s = math.inf
+        self.proved = False
         self.refusal: PlanError | None = None
         self._most, self._deadline_s = evaluations, deadline_s
         self._known: dict[object, float] = {}
@@ -76,10 +83,11 @@ class Referee:
             return error
         return None
 
-    def admit(self, plan: Plan, seconds: float) -> None:
-        """Takes a plan whose step is known."""
-        if seconds < self.best_s:
-            self.best, self.best_s = plan, seconds
+    def admit(self, plan: Plan, *, proved: bool) -> None:
+        """Takes a plan with its prediction, which may have been proved."""
+        assert plan.predicted is not None
+        if plan.predicted.iteration_s < self.best_s:
+            self.best, self.best_s, self.proved = plan, plan.predicted.iteration_s, proved
 
     def seconds(self, plan: Plan, *, always: bool = False) -> float:
         """A resolved plan's step; infinite if it does not fit, or no simulation is left and ``always`` does not ask for one."""
@@ -87,18 +95,20 @@ class Referee:
         if key not in self._known:
             if self.exhausted and not always:
                 return math.inf
-            self._known[key] = self._simulated(plan)
-            self.admit(plan, self._known[key])
+            predicted = self._simulated(plan)
+            self._known[key] = math.inf if predicted is None else predicted.iteration_s
+            if predicted is not None:
+                self.admit(replace(plan, predicted=predicted), proved=False)
         return self._known[key]
 
-    def _simulated(self, plan: Plan) -> float:
+    def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:
-            return math.inf
+            return None
         self.evaluations += 1
         p, h = simulation(plan, self.model, self.hardware, updates=self.updates).prediction, self.hardware
         device = h.host_memory_bytes if h.shared_memory else h.device_memory_bytes
         peaks = ((p.device_peak_bytes, device), (p.host_peak_bytes, h.host_memory_bytes), (p.disk_bytes, h.disk_capacity_bytes))
-        return p.iteration_s if all(peak <= most for peak, most in peaks) else math.inf
+        return p if all(peak <= most for peak, most in peaks) else None
 
 
 def _key(plan: Plan) -> object:
@@ -110,6 +120,7 @@ def _key(plan: Plan) -> object:
 # ---- from shares to blocks ---------------------------------------------------------------------------------------------------
 
 
+Indices = NDArray[np.intp]
 Chosen = list[dict[str | None, Choice]]  # for each block its placement, and the policies of what it saves
 
 
@@ -175,6 +186,20 @@ def rule(block: BlockProfile, choices: Mapping[str | None, Choice]) -> BlockPlan
     return BlockPlan(name=block.name, weights=weights, state=state, update=update, saved=saved, boundary=boundary, operators=others)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The choices that a segment has for one of its columns' ``what``: what one block holds on each tier by it, and its price."""
+
+    place: int
+    what: str | None
+    choices: tuple[Choice, ...]
+    held: Vector  # choices x tiers
+    prices: Vector
+
+
+_TIERS = tuple(Tier)
+
+
 class Demotion:
     """Moves something of a rounded plan to a lower tier, or recomputes it, where whole blocks take more than their shares.
 
@@ -185,22 +210,26 @@ class Demotion:
 
     def __init__(self, relaxation: Relaxation, relaxed: Relaxed) -> None:
         self._segments = relaxation.segments
-        self._tables: dict[tuple[int, str | None], dict[Choice, tuple[dict[Tier, float], float]]] = {}
-        for column, price in zip(relaxation.columns, relaxation.prices(relaxed), strict=True):
-            if column.moving_bytes:
-                continue  # state on its way to a device update takes memory there too
-            count = len(self._segments[column.segment])
-            held = {tier: size / count for tier, size in relaxation.held_bytes(column).items()}
-            self._tables.setdefault((column.segment, column.what), {})[column.choice] = (held, float(price) / count)
+        self._tables = tuple(_tables(relaxation, relaxed))
+        # Every change of one block's choice for another, of all tables one after the other.
+        pairs = [np.indices((len(t.choices),) * 2).reshape(2, -1) for t in self._tables]
+        self._table = np.repeat(np.arange(len(pairs)), [p.shape[1] for p in pairs])
+        self._now, self._other = np.hstack(pairs)
+        self._gain = np.vstack([t.held[now] - t.held[other] for t, (now, other) in zip(self._tables, pairs, strict=True)])
+        self._cost = np.hstack([t.prices[other] - t.prices[now] for t, (now, other) in zip(self._tables, pairs, strict=True)])
+        self._place = np.array([t.place for t in self._tables])[self._table]
+        self._saves = np.array([t.what is not None for t in self._tables])[self._table]
         self._last: tuple[Tier, float] | None = None
         self._changed: list[tuple[int, int, str | None, Choice]] = []
         self._useless: dict[Tier, int] = {}
+        self._full: set[Tier] = set()
 
     def demote(self, chosen: Chosen, tier: Tier, short: float) -> bool:
         """Frees about ``short`` bytes of a tier, cheapest first; false if nothing is left to free.
 
-        Where that did not change the shortfall the last time, activations were not there when the tier was fullest: they are put
-        back, and left alone in these segments and in those behind, which are emptier at any such moment.
+        What it held goes to no other tier that has been full before, if that can be avoided. Where freeing did not change the
+        shortfall the last time, activations were not there when the tier was fullest: they are put back, and left alone in these
+        segments and in those behind, which are emptier at any such moment.
         """
         if self._last == (tier, short):
             for place, index, what, choice in self._changed:
@@ -208,30 +237,62 @@ class Demotion:
                     chosen[index][what] = choice
                     self._useless[tier] = min(self._useless.get(tier, place), place)
         self._last, self._changed = (tier, short), []
+        self._full.add(tier)
         while short > 0:
-            changes = [c for c in self._changes(chosen, tier) if c[0] > 0]
-            if not changes:
+            freed = self._free(chosen, tier, short)
+            if freed <= 0:
                 break
-            gain, _, place, index, what, choice = min(changes, key=lambda c: (c[1] / min(c[0], short), -c[0]))
-            self._changed.append((place, index, what, chosen[index][what]))
-            chosen[index][what] = choice
-            short -= gain
+            short -= freed
         return bool(self._changed)
 
-    def _changes(self, chosen: Chosen, tier: Tier) -> Iterator[tuple[float, float, int, int, str | None, Choice]]:
-        """Every other choice for one block: what it frees, what it costs, the segment, the block, for what, and the choice."""
-        above = () if tier is Tier.DEVICE else (Tier.DEVICE,)
-        useless = self._useless.get(tier, len(self._segments))
-        for (place, what), table in self._tables.items():
-            if what is not None and place >= useless:
-                continue
-            segment = self._segments[place]
-            last = {chosen[i][what]: i for i in range(segment.start, segment.stop)}  # a block for each choice that is made
-            for now, index in last.items():
-                held, price = table.get(now, ({}, 0.0))
-                for other, (needed, cost) in table.items() if held else ():
-                    if all(needed[t] <= held[t] for t in above):
-                        yield held[tier] - needed[tier], cost - price, place, index, what, other
+    def _free(self, chosen: Chosen, tier: Tier, short: float) -> float:
+        """Makes the cheapest changes for as long as each is needed in whole, one at least; returns the bytes that they free."""
+        gain = self._gain[:, _TIERS.index(tier)]
+        possible = (gain > 0) & ~(self._saves & (self._place >= self._useless.get(tier, len(self._segments))))
+        if tier is not Tier.DEVICE:
+            possible &= self._gain[:, _TIERS.index(Tier.DEVICE)] >= 0
+        others = [_TIERS.index(other) for other in self._full - {tier}]
+        pairs = np.flatnonzero(possible & (self._gain[:, others] >= 0).all(axis=1))
+        freed = self._make(chosen, pairs, gain, short)
+        return freed if freed else self._make(chosen, np.flatnonzero(possible), gain, short)
+
+    def _make(self, chosen: Chosen, pairs: Indices, gain: Vector, short: float) -> float:
+        pairs = pairs[np.lexsort((-gain[pairs], self._cost[pairs] / np.minimum(gain[pairs], short)))]
+        freed = 0.0
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for pair in pairs.tolist():
+            number, now = int(self._table[pair]), int(self._now[pair])
+            table = self._tables[number]
+            if (number, now) not in blocks:
+                blocks[number, now] = self._blocks(chosen, table, table.choices[now])
+            mine = blocks[number, now]
+            while mine:
+                if freed and (freed >= short or gain[pair] > short - freed):
+                    return freed
+                index = mine.pop()
+                self._changed.append((table.place, index, table.what, chosen[index][table.what]))
+                chosen[index][table.what] = table.choices[int(self._other[pair])]
+                freed += float(gain[pair])
+        return freed
+
+    def _blocks(self, chosen: Chosen, table: _Choices, choice: Choice) -> list[int]:
+        segment = self._segments[table.place]
+        return [index for index in range(segment.start, segment.stop) if chosen[index][table.what] == choice]
+
+
+def _tables(relaxation: Relaxation, relaxed: Relaxed) -> Iterator[_Choices]:
+    columns = list(zip(relaxation.columns, relaxation.prices(relaxed).tolist(), strict=True))
+    for (place, what), group in groupby(columns, key=lambda pair: (pair[0].segment, pair[0].what)):
+        count = len(relaxation.segments[place])
+        # State on its way to a device update takes memory there too: such a choice is neither made nor left here.
+        mine = [(column, relaxation.held_bytes(column), price) for column, price in group if not column.moving_bytes]
+        yield _Choices(
+            place=place,
+            what=what,
+            choices=tuple(column.choice for column, _, _ in mine),
+            held=np.array([[held[tier] / count for tier in _TIERS] for _, held, _ in mine]).reshape(-1, len(_TIERS)),
+            prices=np.array([price / count for _, _, price in mine]),
+        )
 
 
 # ---- the search --------------------------------------------------------------------------------------------------------------
@@ -257,8 +318,7 @@ class Start:
 
     def practice(self, slots: int) -> Practice:
         """What the programme has to know of it."""
-        stress = dict.fromkeys(STRESSED, self.stress) if self.stress > 1 else {}
-        return Practice(slots=slots, depth=self.depth, state_moves=self.state_moves, stress=stress)
+        return Practice(slots=slots, depth=self.depth, state_moves=self.state_moves, stress=self.stress)
 
 
 _FIRST = Start()
@@ -285,6 +345,9 @@ class Search:
     referee: Referee
     bound_s: float
     _weights: int = field(init=False)
+    _plans: dict[Start, Plan | None] = field(init=False, default_factory=dict)
+    _relaxed: dict[Practice, Relaxed | None] = field(init=False, default_factory=dict)
+    _slots: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         model = self.relaxation.model
@@ -321,7 +384,7 @@ class Search:
     def run(self) -> None:
         """Tries starts, each a change of the best one so far, then the depths of the best plan; see [Note: Starts]."""
         best, best_s = _FIRST, self._try(_FIRST)
-        for change in _CHANGES:
+        for change in _CHANGES[: max(1, _COLUMNS // len(self.relaxation.columns))]:
             if self.done:
                 return
             tried = replace(best, **change)
@@ -335,21 +398,37 @@ class Search:
         return math.inf if plan is None else self.referee.seconds(plan)
 
     def start(self, start: Start) -> Plan | None:
-        """A plan from the programme that leaves the caches ``start.slots`` blocks, or else fewer; ``None`` if it finds none."""
-        for slots in range(start.slots, 0, -1):
-            relaxed = self.relaxation.start(start.practice(slots))
-            if relaxed is None:
-                continue
-            chosen = rounded(relaxed, self.relaxation.segments, grouped=start.grouped)
-            demotion = Demotion(self.relaxation, relaxed)
-            cache = slots * self._weights
-            for _ in range(_REPAIRS):
-                plan = self._plan(chosen, start, slots)
-                error = self.referee.shortfall(replace(plan, device_cache_bytes=cache, host_cache_bytes=cache))
-                if error is None:
-                    return self._deepened(plan, relaxed)
-                if not demotion.demote(chosen, Tier(error.tier), error.shortfall_bytes):
+        """A plan from the programme that leaves the caches ``start.slots`` blocks, or else fewer; ``None`` if it finds none.
+
+        Later starts begin with as many as the first one found room for.
+        """
+        if start not in self._plans:
+            self._plans[start] = None
+            for slots in range(min(start.slots, self._slots or start.slots), 0, -1):
+                found = self._with(start, slots)
+                if found is not None:
+                    self._plans[start], self._slots = found, self._slots or slots
                     break
+            self._slots = self._slots or 1
+        return self._plans[start]
+
+    def _with(self, start: Start, slots: int) -> Plan | None:
+        practice = start.practice(slots)
+        if practice not in self._relaxed:
+            self._relaxed[practice] = self.relaxation.start(practice)
+        relaxed = self._relaxed[practice]
+        if relaxed is None:
+            return None
+        chosen = rounded(relaxed, self.relaxation.segments, grouped=start.grouped)
+        demotion = Demotion(self.relaxation, relaxed)
+        cache = slots * self._weights
+        for _ in range(_REPAIRS):
+            plan = self._plan(chosen, start, slots)
+            error = self.referee.shortfall(replace(plan, device_cache_bytes=cache, host_cache_bytes=cache))
+            if error is None:
+                return self._deepened(plan, relaxed)
+            if not demotion.demote(chosen, Tier(error.tier), error.shortfall_bytes):
+                break
         return None
 
     def _plan(self, chosen: Chosen, start: Start, slots: int) -> Plan:

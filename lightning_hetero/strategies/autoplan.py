@@ -289,11 +289,10 @@ class Autoplan:
         """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""
         loop = Loop(deferred=bool(session.rules.deferred), accumulates=session.rules.accumulates, micro_batches=micro_batches)
         machine = room = self._machine(session, model, loop)
-        options = {"updates": loop.updates} if self.planner == "holistic" else {}
         refusal: HeteroError | None = None
         for _ in range(_ATTEMPTS):
             try:
-                plan = PLANNERS[self.planner](model, room, **options)
+                plan = PLANNERS[self.planner](model, room, updates=loop.updates)
             except ImportError as error:
                 raise ConfigError(
                     f"planner {self.planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "

@@ -21,6 +21,7 @@ from lightning_hetero import planners
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
@@ -178,6 +179,22 @@ def test_without_a_plan_training_stops_with_nothing_lost(tmp_path: Path, monkeyp
         assert torch.equal(value, expected.weights[name]), name
     assert all(type(p) is nn.Parameter for p in left[0].parameters())
     assert not list(tmp_path.glob("lightning-hetero-*"))
+
+
+@pytest.mark.parametrize(("clip", "updates"), [(0.3, Updates.AFTER_VERDICT), (None, Updates.IN_BACKWARD)])
+def test_every_planner_is_told_when_updates_may_run(
+    clip: float | None, updates: Updates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Updates] = []
+    zero_offload = planners.PLANNERS["zero_offload"]
+
+    def plan(model: Any, hardware: HardwareProfile, **options: Any) -> Plan:
+        told.append(options["updates"])
+        return zero_offload(model, hardware, **options)
+
+    monkeypatch.setitem(planners.PLANNERS, "zero_offload", plan)
+    run(Recipe(steps=3, clip=clip), HeteroOffloadStrategy(plan="zero_offload"), tmp_path)
+    assert set(told) == {updates}
 
 
 def test_a_plan_beyond_the_budget_is_asked_for_again_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -21,7 +22,6 @@ from lightning_hetero.planners.relaxation import Relaxation, placements, policie
 MB = 10**6
 TIE = 1 + 1e-9
 SOLVED = 1 + 1e-6  # the solver's tolerance
-DEEP = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -126,7 +126,7 @@ def plans(draw: st.DrawFn, model: ModelProfile, hardware: HardwareProfile) -> Pl
     )
 
 
-@settings(DEEP, max_examples=300)
+@examples(300)
 @given(models(), machines(), st.data())
 def test_no_plan_is_faster_than_the_bound(model: ModelProfile, hardware: HardwareProfile, data: st.DataObject) -> None:
     placed = data.draw(plans(model, hardware))
@@ -140,7 +140,7 @@ def test_no_plan_is_faster_than_the_bound(model: ModelProfile, hardware: Hardwar
     assert bound <= found.predicted.iteration_s * SOLVED
 
 
-@DEEP
+@examples(40)
 @given(models(), machines())
 def test_no_other_planner_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
     others = {}
@@ -162,7 +162,7 @@ def test_no_other_planner_is_faster(model: ModelProfile, hardware: HardwareProfi
         assert {(b.saved, b.boundary) for b in ours.blocks} == {(Saved.KEEP, Saved.KEEP)}
 
 
-@DEEP
+@examples(40)
 @given(models(), machines())
 def test_resident_is_chosen_where_nothing_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
     roomy = replace(hardware, device_memory_bytes=10**11, host_memory_bytes=10**11, cpu_update_params_per_s=1e5)
@@ -174,7 +174,7 @@ def test_resident_is_chosen_where_nothing_is_faster(model: ModelProfile, hardwar
     assert found.objective_s == pytest.approx(PLANNERS["resident"](model, roomy).objective_s)
 
 
-@DEEP
+@examples(40)
 @given(models(), machines(), st.sampled_from([2, 4]))
 def test_a_split_batch_is_never_worse_than_a_whole_one(model: ModelProfile, hardware: HardwareProfile, parts: int) -> None:
     try:

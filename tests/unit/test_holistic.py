@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +16,10 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners import PLANNERS
+from lightning_hetero.planners import PLANNERS, holistic
 from lightning_hetero.planners.bounds import Matrices, Room, Use, rows, uses
 from lightning_hetero.planners.holistic import plan, split
+from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.relaxation import INPUT, Practice, Relaxation, Relaxed, placements, policies, segments
 from lightning_hetero.planners.search import Demotion, Referee, rounded, rule
 
@@ -301,6 +307,21 @@ def test_demotion_frees_what_is_asked_for_and_never_fills_the_device() -> None:
         assert after[Tier.DEVICE] <= before[Tier.DEVICE]
 
 
+def test_what_a_full_tier_loses_goes_to_no_other_that_was_full() -> None:
+    relaxation = Relaxation(_model(20), ROOMY)
+    relaxed = _shares(relaxation, 0.0)
+    chosen = rounded(relaxed, relaxation.segments, grouped=True)
+    for block in chosen:
+        block |= {"cheap": Saved.SWAP_HOST, "dear": Saved.SWAP_DISK}
+    demotion = Demotion(relaxation, relaxed)
+    assert demotion.demote(chosen, Tier.HOST, 500 * MB)
+    before = _held(relaxation, chosen)
+    assert demotion.demote(chosen, Tier.DISK, 200 * MB)  # the host would be the cheapest place
+    after = _held(relaxation, chosen)
+    assert before[Tier.DISK] - after[Tier.DISK] >= 200 * MB
+    assert after[Tier.HOST] <= before[Tier.HOST]
+
+
 def _held(relaxation: Relaxation, chosen: list[dict[str | None, object]]) -> dict[Tier, float]:
     held = dict.fromkeys(Tier, 0.0)
     for column in relaxation.columns:
@@ -349,6 +370,19 @@ def test_where_the_device_is_the_host_resident_is_preferred_unless_told_otherwis
     assert plan(MODEL, close, prefer_resident=0.0).decisions["start"] != "resident"
 
 
+def test_resident_is_preferred_within_the_margin_and_not_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest_s, resident_s = plan(MODEL, ROOMY, prefer_resident=0.0).objective_s, PLANNERS["resident"](MODEL, ROOMY).objective_s
+    assert fastest_s is not None
+    assert resident_s is not None
+    gain = resident_s / fastest_s - 1
+    assert gain > 0
+    for margin, chosen in ((1.01 * gain, True), (0.99 * gain, False)):
+        assert (plan(MODEL, ROOMY, prefer_resident=margin).decisions["start"] == "resident") is chosen
+        monkeypatch.setattr(holistic, "_MARGIN", margin)
+        assert (plan(MODEL, ROOMY).decisions["start"] == "resident") is chosen
+    assert plan(MODEL, ROOMY, prefer_resident=math.inf).decisions["start"] == "resident"
+
+
 @pytest.mark.parametrize(
     "hardware",
     [
@@ -375,6 +409,23 @@ def test_no_other_planner_is_faster_and_none_beats_the_bound(hardware: HardwareP
         assert other.predicted is not None
         assert ours.predicted.iteration_s <= other.predicted.iteration_s * (1 + 1e-9), name
         assert bound <= other.predicted.iteration_s * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("hardware", [ROOMY, TIGHT, replace(OWN_CPU, host_memory_bytes=2 * GB)])
+def test_where_updates_wait_for_all_gradients_every_planner_predicts_that(hardware: HardwareProfile) -> None:
+    ours = plan(MODEL, hardware, prefer_resident=0.0, updates=Updates.AFTER_VERDICT)
+    assert ours.predicted is not None
+    waiting = 0
+    for name, planner in PLANNERS.items():
+        try:
+            found = planner(MODEL, hardware, updates=Updates.AFTER_VERDICT)
+        except PlanError:
+            continue
+        assert found.predicted == judged(found, MODEL, hardware, updates=Updates.AFTER_VERDICT).predicted, name
+        assert ours.predicted.iteration_s <= found.predicted.iteration_s * (1 + 1e-9), name
+        with suppress(PlanError):
+            waiting += found.predicted.iteration_s > judged(found, MODEL, hardware).predicted.iteration_s
+    assert waiting >= 2  # of plans whose updates overlap backward otherwise
 
 
 def test_the_joint_space_beats_all_of_its_parts_where_memory_is_short() -> None:
@@ -405,6 +456,23 @@ def test_planning_is_deterministic() -> None:
     assert plan(MODEL, TIGHT) == plan(MODEL, TIGHT)
 
 
+def test_planning_is_the_same_in_every_process() -> None:
+    script = (
+        "from lightning_hetero.profiling import presets; from lightning_hetero.planners import PLANNERS; "
+        "machine = presets.machine(device='rtx4090', host_memory='24GiB', disk='p5510'); "
+        "model = presets.model('smollm2-1.7b', batch=4, sequence=512, hardware=machine); "
+        "print(PLANNERS['holistic'](model, machine).to_json())"
+    )
+    plans = [
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert plans[0] == plans[1]
+    assert "lower_bound_s" in plans[0]
+
+
 def test_the_search_simulates_no_more_than_it_may() -> None:
     assert plan(_model(12), TIGHT, evaluations=3).decisions["evaluations"] <= 3
 
@@ -423,8 +491,8 @@ def test_where_the_device_is_the_host_activations_stay() -> None:
 
 
 def test_updates_that_wait_for_all_gradients_are_planned_as_such() -> None:
-    now = plan(MODEL, TIGHT)
-    later = plan(MODEL, TIGHT, updates=Updates.AFTER_VERDICT)
+    now = plan(MODEL, OWN_CPU, prefer_resident=0.0)
+    later = plan(MODEL, OWN_CPU, prefer_resident=0.0, updates=Updates.AFTER_VERDICT)
     assert now.objective_s is not None
     assert later.objective_s is not None
     assert later.objective_s > now.objective_s
