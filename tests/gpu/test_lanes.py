@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.lanes import MEMORY_BYTES, LanesContract, Program, doing, op
+from torch import Tensor
 
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
@@ -15,7 +16,7 @@ from lightning_hetero.runtime.lanes.cuda import CudaLanes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
 MIB = 1 << 20
-_SPIN_CYCLES = 200_000_000  # about a tenth of a second
+_SPIN_CYCLES = 1_000_000_000  # about half a second
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "poison"])
@@ -48,11 +49,21 @@ def lanes() -> Iterator[CudaLanes]:
     lanes.close()
 
 
+def warm(lanes: CudaLanes) -> tuple[Tensor, Tensor]:
+    """Loads what the tests launch, and takes the memory that they need: both may wait for the device."""
+    source, memory = lanes.host_buffer(MIB).fill_(3), lanes.memory().take(MIB, "weights")
+    lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), []).wait()
+    torch.cuda._sleep(1)
+    assert int(memory.sum(dtype=torch.int64)) == 3 * MIB
+    memory.zero_()
+    torch.cuda.synchronize()
+    return source, memory
+
+
 def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: CudaLanes) -> None:
+    source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
     compute = lanes.mark()
-    source = lanes.host_buffer(MIB).fill_(3)
-    memory = lanes.memory().take(MIB, "weights")
     event = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), [compute])
     lanes.compute_waits([event])
     result = memory.sum(dtype=torch.int64)
@@ -62,8 +73,7 @@ def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: CudaLanes) 
 
 
 def test_a_copy_overlaps_with_compute(lanes: CudaLanes) -> None:
-    source = lanes.host_buffer(MIB).fill_(3)
-    memory = lanes.memory().take(MIB, "weights")
+    source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
     compute = lanes.mark()
     lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), []).wait()

@@ -12,10 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 _PATIENCE_S = 60.0
 _LATER = {torch.Tensor.copy_, torch.Tensor.fill_}
+_NEW = {torch.empty_like}
+_empty = torch.empty  # tests watch torch's
 
 
 class _Moment:
@@ -67,6 +71,8 @@ class Stream(HostStream):
 
     def __init__(self, seed: int | None) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.own: list[Tensor] = []
+        self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
         threading.Thread(target=self._loop, daemon=True).start()
 
@@ -91,12 +97,29 @@ class Stream(HostStream):
                 return
             if self._random is not None:
                 time.sleep(self._random.choice((0, 0, 1e-3)))
-            work()
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
             del work
 
 
+class _Borrowed:
+    """A tensor whose memory the stream uses later without keeping it alive, as a GPU does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, "memory was freed before the stream has used it"
+        return _empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
 class _Deferred(TorchFunctionMode):
-    """In-place ops go to the stream; views and new memory are made at once."""
+    """In-place ops go to the stream; views are made at once, and new memory, which is the stream's own."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
@@ -104,8 +127,12 @@ class _Deferred(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LATER:
-            return func(*args, **(kwargs or {}))
-        self._stream.do(lambda: func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "non_blocking"}))
+            result = func(*args, **(kwargs or {}))
+            if func in _NEW:
+                self._stream.own.append(result)
+            return result
+        later = [_Borrowed(a) if isinstance(a, Tensor) else a for a in args]
+        self._stream.do(lambda: func(*(a.tensor() if isinstance(a, _Borrowed) else a for a in later)))
         return args[0]
 
 
@@ -149,6 +176,7 @@ class FakeCuda:
     def close(self) -> None:
         for stream in self.streams:
             stream.end()
+            assert not stream.errors, stream.errors
 
     def cudart(self) -> FakeCuda:
         return self

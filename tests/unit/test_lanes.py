@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.lanes import MEMORY_BYTES, PATIENCE_S, FakeTicket, LanesContract, Program, doing, nothing, op
 
+from lightning_hetero import _native
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, emulated
@@ -315,6 +318,41 @@ def test_threads_share_an_arena() -> None:
         list(pool.map(work, range(4)))
     assert arena.used_bytes == 0
     assert arena.take(1 << 16, "everything").numel() == 1 << 16
+
+
+def test_native_tickets_are_tickets(tmp_path: Path) -> None:
+    """Weights from a file, through host memory that FETCH fills, to the device and back."""
+    numel, weights = 4096, torch.randn(4096)
+    geometry = _native.BlockGeometry(
+        id=0, weight_dtype=_native.F32, num_elements=numel, num_state=2, weights_on_disk_file=True, state_on_disk_file=True,
+        num_slots=2, chunk_elements=numel,
+    )  # fmt: skip
+    with (
+        _native.Arena(4 * numel) as arena,
+        _native.Store(
+            tmp_path, uuid=bytes(16), create=True, direct_io=False, durability=1, verify_digests=True, num_blocks=1, user_bytes=0
+        ) as store,
+        _native.Block(store, geometry, arena.address) as block,
+        _native.Engine(io_backend="pool", staging_bytes=1 << 20, chunk_bytes_max=1 << 17) as engine,
+    ):
+        host = torch.frombuffer((ctypes.c_char * arena.num_bytes).from_address(arena.address), dtype=torch.float32)
+        patch = _native.Patch(0, numel, weights.data_ptr())
+        lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, seed=0), poison=True)
+        device = lanes.memory().take(4 * numel, "weights").view(torch.float32)
+
+        def store_() -> list[_native.Ticket]:
+            return [engine.store(block, [patch], weights_from_memory=False, step=0, keep=weights)]
+
+        stored = lanes.submit(op(0, Lane.DISK_WRITE, OpKind.STORE), store_, [])
+        fetched = lanes.submit(op(1, Lane.DISK_READ, OpKind.FETCH), lambda: [engine.fetch(block)], [stored])
+        uploaded = lanes.submit(op(2, Lane.H2D), doing(lambda: lanes.copy(device, host)), [fetched])
+        released = lanes.submit(op(3, Lane.DISK_READ, OpKind.RELEASE), lambda: [engine.release(block)], [uploaded])
+        lanes.compute_waits([uploaded])
+        assert torch.equal(device, weights)
+        released.wait()
+        assert not host.any()
+        lanes.drain()
+        lanes.close()
 
 
 def test_a_wait_for_a_ticket_outlasts_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class DeviceMemory(Protocol):
 
 
 class Lanes(Protocol):
-    """Runs ops, each lane in the order of submission. One thread submits and computes; the rest is thread-safe.
+    """Runs ops, each lane in the order of submission. One thread at a time submits and computes; the rest is thread-safe.
 
     After :meth:`close`, and only then, nothing runs any more; it is to be called whatever happens.
 
@@ -130,7 +130,7 @@ class Lanes(Protocol):
 
         Args:
             op: The op.
-            run: Does it, in the lane's thread with the lane's stream current; may return native tickets.
+            run: Does it, in the lane's thread, with the lane's stream current and without gradients; may return native tickets.
             after: Events of these lanes that the op waits for. An op that works on what compute made waits for a mark.
 
         Returns:

@@ -123,8 +123,8 @@ class CudaLanes(QueuedLanes):
     def _compute_stream(self) -> Any:
         return self._cuda.current_stream(self.device)
 
-    def _record(self, stream: Any) -> Any:
-        event = self._cuda.Event(enable_timing=self._timed, blocking=True)
+    def _record(self, stream: Any, *, timed: bool = False) -> Any:
+        event = self._cuda.Event(enable_timing=timed, blocking=True)
         event.record(stream)
         return event
 
@@ -145,12 +145,13 @@ class CudaLanes(QueuedLanes):
     def _on_stream(self, queued: QueuedOp, stream: Any) -> Iterable[Ticket]:
         for event in queued.after:
             self._order(stream, event)
-        start = self._record(stream) if self._timed else None
+        timed = self._timed
+        start = self._record(stream, timed=True) if timed else None
         try:
             with self._named(queued.op):
                 return self._run(queued)
         finally:  # an op that fails may have given work to the stream before
-            queued.moment = self._record(stream)
+            queued.moment = self._record(stream, timed=timed)
             if queued.keep:
                 self._holding[queued.op.lane].append(queued)
             if start is not None:
