@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
@@ -379,7 +380,7 @@ def _views(part: Part, memory: Tensor) -> list[Tensor]:
     flat = _flat(part, memory)
     runs = (flat[start : start + param.numel()] for start, param in zip(part.offsets, part.params, strict=True))
     with torch.inference_mode(False):  # a block that is bound during validation is trained later
-        return [part.shaped(i, torch.from_dlpack(run)) for i, run in enumerate(runs)]
+        return [part.shaped(i, dlpack.from_dlpack(run)) for i, run in enumerate(runs)]
 
 
 def _assign(part: Part, views: Iterable[Tensor]) -> None:
