@@ -105,15 +105,18 @@ class Ticket:
             TimeoutError: time ran out; the task goes on.
             HeteroError: the task failed; its class says how. Or the ticket was released.
         """
-        pointer = self._live().pointer
+        engine = self._live()
+        pointer = engine.pointer
         check_range("what", what, low=READY, high=DONE)
         call = functions()["wait"]
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        begin = time.monotonic()
+        deadline = math.inf if timeout is None else begin + timeout
         while True:
             remaining = deadline - time.monotonic()
             code = call(pointer, self.id, what, min(max(remaining, 0.0), _WAIT_SLICE_S))
             if code != ETIMEDOUT or remaining <= _WAIT_SLICE_S:
                 break
+        engine.waited_s += time.monotonic() - begin
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
         self._let_go(DONE if code < 0 else what)  # a failed task, too, has drained its transfers before it reports
@@ -170,12 +173,15 @@ class Engine(Handle):
         synthetic_read_bytes_per_s: The synthetic device's read bandwidth.
         synthetic_write_bytes_per_s: Its write bandwidth.
 
+    Attributes:
+        waited_s: Seconds that callers have spent in :meth:`Ticket.wait`; near enough where several threads wait.
+
     Raises:
         ConfigError: an option is out of range.
         UnsupportedError: this machine lacks the back end.
     """
 
-    __slots__ = ("_retired",)
+    __slots__ = ("_retired", "waited_s")
 
     def __init__(
         self,
@@ -202,6 +208,7 @@ class Engine(Handle):
             check_range("chunk_bytes_max", chunk_bytes_max, low=0, high=_INT63),
         )
         self._retired: dict[int, list[object]] = {}
+        self.waited_s = 0.0
         super().__init__(functions()["engine_create"](ctypes.byref(options)), "engine_destroy")
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -138,16 +139,17 @@ class Rates:
     def speed(self, work: Work, beside: Iterable[Work]) -> float:
         """Units a second while other kinds of work run, by ``hardware.contention``; what links allow is not counted.
 
-        Work on links slows down by what it measured beside each *kind* of other work; several kinds multiply.
+        Work on links slows down by what it measured beside each *kind* of other work; beside several kinds by what it measured
+        beside all of them, or, where nobody has measured that, by the product. More kinds never make it faster.
         """
-        speed = self.demand(work).speed
-        mine = self._contender(work)
-        for other in {self._contender(o) for o in beside} - {mine}:
-            speed /= max(1.0, self.hardware.contention.get(f"{mine}|{other}", 1.0))
-        return speed
+        mine, known = self._contender(work), self.hardware.contention
+        others = sorted({self._contender(o) for o in beside} - {mine, ""})
+        factors = [max(1.0, known.get(f"{mine}|{other}", 1.0)) for other in others]
+        together = known.get(f"{mine}|{'+'.join(others)}") if len(others) > 1 else None
+        return self.demand(work).speed / (prod(factors) if together is None else max(together, *factors))
 
     def slowdown(self, work: Work, other: Work) -> float:
-        """How many times longer work takes beside other work, by ``hardware.contention``: 1 where a link is slower than that anyway."""
+        """How many times longer work takes beside other work, by ``hardware.contention``: 1 where a link is slower anyway."""
         demand = self.demand(work)
         links = [self.capacity[link] / use for link, use in demand.uses.items()]
         return min([demand.speed, *links]) / min([self.speed(work, [other]), *links])

@@ -1,7 +1,7 @@
 """This machine, measured: what each part does alone, and how much the parts slow each other.
 
 Micro-benchmarks run the work of a training step on the kernels, threads and kinds of transfers that training uses, alone and beside
-each other (loads.py, timing.py). The whole takes some fifteen seconds and is cached (cache.py); capacities are read anew each time.
+each other (loads.py, timing.py). The whole takes half a minute and is cached (cache.py); capacities are read anew each time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lightning_hetero.profiling.timing import Load, Measured, Round, alone, prog
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.units import MIB
 
-SECONDS = 15.0
-REPETITIONS = 4
+SECONDS = 24.0
+REPETITIONS = 10
 
 _PARAMS_BYTES = 16  # of a parameter that is updated: fp32 weight, gradient and two moments
 _LEAST_BYTES = 256 * MIB  # what a load works on at least, where memory allows: far more than most caches
@@ -137,7 +137,7 @@ class _Benchmarks:
             undo.enter_context(loads.Memory(params, machine.cores)),
             loads.Downcast(params),
         ]
-        self.how["compute"] = f"forward and backward of a transformer block, {machine.compute_text()}"
+        self.how["compute"] = f"forward and backward of transformer blocks, {machine.compute_text()}"
         self.how["update"] = f"Adam in host memory, fp32, {machine.update_threads} threads, {params} parameters"
         self.how["memory"] = f"the bytes of an update moved by {machine.cores} threads"
         self.how["downcast"] = f"fp32 to bf16, {machine.torch_threads} threads"

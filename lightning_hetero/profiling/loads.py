@@ -6,6 +6,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,41 +22,50 @@ _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, ste
 _CHUNK_ELEMENTS = 256 * KIB  # of fp32 blocks, as in store/tiers.py
 _IO_CHUNK_BYTES = 2 * MIB  # between a chunk of fp32 weights (1 MiB) and one of weights and moments (3 MiB)
 _BLOCK_BYTES = 32 * MIB
+_MOST_BLOCKS = 8
 _IN_FLIGHT = 2  # tasks under way, so that the disk never waits for the next one to be submitted
 
 
 class Compute(Load):
-    """Forward and backward of a transformer block; units: FLOP of matrix products, three times those of forward.
+    """Forward and backward of transformer blocks in turn; units: FLOP of matrix products, three times those of forward.
+
+    Weights come from memory, as a model's do: blocks that stayed in the caches would suffer more from an update beside them.
 
     Args:
         device: Where it runs.
         dtype: Of weights and activations.
         hidden: Hidden size.
         tokens: Tokens of the batch.
+        cache_bytes: Of the device's caches; the blocks' weights together take twice as much, as far as eight blocks can.
     """
 
     name = "compute"
     foreground = True
 
-    def __init__(self, device: torch.device, *, dtype: torch.dtype, hidden: int, tokens: int) -> None:
+    def __init__(self, device: torch.device, *, dtype: torch.dtype, hidden: int, tokens: int, cache_bytes: int) -> None:
         sequence = min(tokens, 256)
         self.flop = 3.0 * (24 * tokens * hidden**2 + 4 * tokens * sequence * hidden)
         self._device = device
         shape = (tokens // sequence, sequence, hidden)
+        blocks = min(_MOST_BLOCKS, max(1, -(-2 * cache_bytes // (12 * hidden**2 * dtype.itemsize))))
         with self._plain(), torch.random.fork_rng(devices=[]):  # the user's random numbers are not ours to use up
-            self._layer = torch.nn.TransformerEncoderLayer(
-                hidden, hidden // 64, 4 * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="cpu"
-            ).to(device=device, dtype=dtype)
+            layer = partial(
+                torch.nn.TransformerEncoderLayer, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="cpu"
+            )
+            made = (layer(hidden, hidden // 64, 4 * hidden) for _ in range(blocks))
+            self._layers = deque(one.to(device=device, dtype=dtype) for one in made)
             values = torch.linspace(-1, 1, tokens * hidden, device=device, dtype=torch.float32).to(dtype).view(shape)
             self._input = values.requires_grad_()
             self._gradient = torch.full(shape, 0.01, device=device, dtype=dtype)
 
     def step(self) -> float:
-        """One forward and backward."""
+        """Forward and backward of the next block."""
         with self._plain():
-            self._layer.zero_grad(set_to_none=True)
+            layer = self._layers[0]
+            self._layers.rotate()
+            layer.zero_grad(set_to_none=True)
             self._input.grad = None
-            self._layer(self._input).backward(self._gradient)
+            layer(self._input).backward(self._gradient)
         _synchronize(self._device)
         return self.flop
 
@@ -80,9 +90,10 @@ class Update(Load):
         count = round_up(num_params, 16)
         self._undo = ExitStack()
         with ExitStack() as undo:
-            weights, gradients = (undo.enter_context(Arena(4 * count)) for _ in range(2))
-            for arena in (weights, gradients):
-                _tensor(arena, count, torch.float32).fill_(0.01)
+            weights = undo.enter_context(Arena(4 * count))
+            _tensor(weights, count, torch.float32).fill_(0.01)
+            # Gradients are torch's, in small pages: the kernel reads them more slowly than arrays of huge pages.
+            gradients = torch.full((count,), 0.01, dtype=torch.float32, device="cpu")
             geometry = BlockGeometry(
                 id=0,
                 weight_dtype=_native.F32,
@@ -95,9 +106,9 @@ class Update(Load):
             self._engine = undo.enter_context(_engine(update_threads=threads))
             self._block = undo.enter_context(Block(None, geometry, weights.address))
             undo.callback(self._engine.close)  # before its block
-            self._segments = [Segment(offset=0, numel=count, grad=gradients.address, grad_dtype=_native.F32, hyper=0)]
+            self._segments = [Segment(offset=0, numel=count, grad=gradients.data_ptr(), grad_dtype=_native.F32, hyper=0)]
             self._undo = undo.pop_all()
-        self._count, self._steps = count, 0
+        self._count, self._steps, self._gradients = count, 0, gradients
 
     def step(self) -> float:
         """One update of the whole block."""

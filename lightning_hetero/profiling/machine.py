@@ -20,7 +20,7 @@ from lightning_hetero.store.volume import Volume
 from lightning_hetero.units import MIB, format_bytes
 
 _HIDDEN_CPU, _HIDDEN_DEVICE = 512, 4096
-_TOKENS_OF_TWO_CORES, _TOKENS_DEVICE = 256, 8192
+_TOKENS_OF_TWO_CORES, _TOKENS_DEVICE = 128, 8192
 _COPY_BYTES, _DEVICE_PARAMS = 64 * MIB, 64 * MIB  # some milliseconds each
 
 
@@ -117,7 +117,8 @@ class Machine:
     def compute(self) -> loads.Compute:
         """The load that stands for forward and backward."""
         dtype, hidden, tokens = self._compute()
-        return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens)
+        cache_bytes = self.cache_bytes if self.shared_memory else 0
+        return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens, cache_bytes=cache_bytes)
 
     def compute_text(self) -> str:
         """What :meth:`compute` is, for the sources."""

@@ -27,6 +27,7 @@ class Observed:
         made: The storages that they made.
         live_bytes: Bytes of storages after each event, parameters' gradients left out.
         saved_live_bytes: Of these, what forward saves.
+        peak_bytes: The most bytes of storages at once, parameters' gradients counted.
         saved: Numbers of the storages that forward saves.
         inputs: Numbers of the storages that came with the arguments of each block's forward, by the block's index.
     """
@@ -36,6 +37,7 @@ class Observed:
     made: tuple[Made, ...] = ()
     live_bytes: tuple[int, ...] = ()
     saved_live_bytes: tuple[int, ...] = ()
+    peak_bytes: int = 0
     saved: frozenset[int] = frozenset()
     inputs: Mapping[int, tuple[int, ...]]
 
@@ -98,6 +100,16 @@ def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
         )
         end_s, left = op.end_s, after
     return tuple(rows)
+
+
+def kept_bytes(observed: Observed, grown_bytes: int) -> int:
+    """Memory that malloc holds beyond the most that a step has at once: holes, see [Note: Fragmentation] in ``runtime.heap``.
+
+    Args:
+        observed: The recorded batch.
+        grown_bytes: What the heap has grown by since before that batch; 0 where the C library does not say.
+    """
+    return max(0, grown_bytes - observed.peak_bytes)
 
 
 class Memory:

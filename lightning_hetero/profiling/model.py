@@ -6,7 +6,8 @@ During both nothing overlaps: updates and transfers wait their turn and their ti
 static memory stays on the tiers where the plan in force has it. Neither changes a bit of what is computed.
 
 The seconds of all blocks, forward and backward, add up to those of the second batch: what runs outside every block belongs to the
-block that follows, and the loss to the last one.
+block that follows, the loss to the last one, and what follows backward (the optimizer's step but for updates, the loop, callbacks)
+to the one that backward ends with. What the runtime does at an anchor before it waits counts too, since every step does it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.memory import Memory, Observed
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
-from lightning_hetero.profiling.timeline import Mark, Timeline, attributed, heap_meter
+from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed, heap_meter
+from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.blocks import Block
 
@@ -46,6 +48,8 @@ class BatchProfiler:
         self._saved: frozenset[int] | None = None
         self._recording = False
         self._looking_s = 0.0  # spent on marks; compute stands still meanwhile
+        self._in_python = any(binding.capability is not Rule.NATIVE for binding in session.bindings)
+        self._left: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:
         """From now on nothing overlaps."""
@@ -75,23 +79,26 @@ class BatchProfiler:
 
     def stop(self) -> Observed | None:
         """Lets the session overlap again; ``None`` if the batch had no backward."""
+        stretches = [*self._timeline.stretches]
+        if self._left is not None and not self._in_python:
+            stretches.append(Stretch(phase=Phase.BACKWARD, block=None, begin=self._left, end=self._mark()))
         self._executor.serial = False
         self._executor.watcher = None
         for handle in self._handles:
             handle.remove()
-        stretches = tuple(attributed(self._timeline.stretches))
         recorder, saved = self._recorder, self._saved
         if saved is None:
             return None
         if recorder is None:
-            return Observed(stretches=stretches, inputs={})
+            return Observed(stretches=tuple(attributed(stretches)), inputs={})
         recorder.forget()
         return Observed(
-            stretches=stretches,
+            stretches=tuple(attributed(stretches)),
             ran=tuple(recorder.ran),
             made=tuple(recorder.made),
             live_bytes=tuple(live_bytes(recorder)),
             saved_live_bytes=tuple(live_bytes(recorder, only=saved)),
+            peak_bytes=max(live_bytes(recorder, gradients=True)),
             saved=saved,
             inputs=self._inputs,
         )
@@ -106,9 +113,15 @@ class BatchProfiler:
                 mode: AbstractContextManager[Any] = self._recorder
                 stack.enter_context(mode)
             yield
+        self._left = self._mark()
 
     def _now(self) -> float:
-        return time.monotonic() - self._session.recorder.waited_s - self._looking_s
+        return time.monotonic() - self._waited_s() - self._looking_s
+
+    def _waited_s(self) -> float:
+        """Seconds that compute has waited; with updates in Python, which run at anchors, all that it has spent there."""
+        store = self._session.store
+        return self._session.recorder.waited_s if self._in_python or store is None else store.engine.waited_s
 
     def _mark(self) -> Mark:
         recorder, now = self._recorder, self._now()

@@ -185,18 +185,19 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return number
 
 
-def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None) -> list[int]:
-    """Bytes of storages before the first event and after each, parameters' gradients left out.
+def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None, *, gradients: bool = False) -> list[int]:
+    """Bytes of storages before the first event and after each.
 
     Args:
         recorder: What was recorded.
         only: Count these storages alone.
+        gradients: Count those that became parameters' gradients too.
     """
     totals = [0]
     for event in recorder.events:
         number = event if event >= 0 else ~event
         made = recorder.made[number]
-        size = 0 if made.gradient or (only is not None and number not in only) else made.num_bytes
+        size = 0 if (made.gradient and not gradients) or (only is not None and number not in only) else made.num_bytes
         totals.append(totals[-1] + (size if event >= 0 else -size))
     return totals
 

@@ -139,16 +139,28 @@ def heap_meter() -> Callable[[], int]:
 
     Source: mallinfo(3), ``uordblks`` and ``hblkhd`` of all arenas.
     """
+    return _malloc_meter("uordblks")
+
+
+def heap_size() -> int:
+    """Bytes that malloc has from the system, given out or not; 0 where the C library does not say.
+
+    Source: mallinfo(3), ``arena`` and ``hblkhd``.
+    """
+    return _malloc_meter("arena")()
+
+
+def _malloc_meter(field: str) -> Callable[[], int]:
     query = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if query is None:
         return lambda: 0
     query.restype = _MallocInfo
 
-    def in_use() -> int:
+    def read() -> int:
         info = query()
-        return int(info.uordblks + info.hblkhd)
+        return int(getattr(info, field) + info.hblkhd)
 
-    return in_use
+    return read
 
 
 class _MallocInfo(ctypes.Structure):

@@ -123,12 +123,13 @@ class _Compiler:
                 assert self._compute is not None, "a step begins with a forward"
                 self._program.turns[self._compute] = Phase.BACKWARD
             arrival = self._compute
-            while op is not None and op.at == index:
+            seen = not self._is_unseen(anchor)
+            while seen and op is not None and op.at <= index:
                 self._group += 1
                 self._done[op.id] = provided[op.kind, op.block] = self._op(op, arrival)
                 op = next(ops, None)
             self._group += 1
-            self._anchor(anchor, training=schedule.signature.training)
+            self._anchor(anchor, seen=seen, training=schedule.signature.training)
         if self._shared and any(o.kind is OpKind.UPDATE and o.lane is Lane.COMPUTE for o in schedule.ops):
             # The runtime waits for all updates of a step that has some on the device (Executor.handover).
             self._group += 1
@@ -136,14 +137,19 @@ class _Compiler:
             self._on_compute(self._job(None, Server.COMPUTE), after=updates)
         self._latest |= provided
 
-    def _anchor(self, anchor: Anchor, *, training: bool) -> None:
+    def _is_unseen(self, anchor: Anchor) -> bool:
+        """The runtime does not stop at the backward of a pinned block: what that would issue, the next anchor does (Executor)."""
+        return anchor.phase is Phase.BACKWARD and self._model.blocks[anchor.block].pinned
+
+    def _anchor(self, anchor: Anchor, *, seen: bool, training: bool) -> None:
         job = self._job(anchor, Server.COMPUTE)
         if anchor.phase is not Phase.VERDICT:
             block, placed = self._placed(anchor.block)
             job.amount = block.forward_s if anchor.phase is Phase.FORWARD else backward_s(block, placed)
             job.starts, job.ends = self._memory.anchor(anchor.phase, anchor.block, training=training)
-        number = self._on_compute(job, after=[self._done[i] for i in anchor.needs])
-        self._carry(anchor.carried, number)
+        number = self._on_compute(job, after=[self._done[i] for i in anchor.needs] if seen else ())
+        if seen:
+            self._carry(anchor.carried, number)
         if self._program.first < 0:
             self._program.first = number
 

@@ -29,8 +29,9 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.profiling.memory import Observed, OperatorMeasure, measures
+from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
+from lightning_hetero.profiling.timeline import heap_size
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
@@ -117,6 +118,7 @@ class Autoplan:
         self._timed: Observed | None = None
         self._batches: dict[Stage, Batch] = {}
         self._constant_bytes = 0
+        self._heap_bytes = 0  # before the first batch
         self._budget_bytes = 0
         self._expected_s: float | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
@@ -180,6 +182,7 @@ class Autoplan:
         if self.stage in (Stage.RECORD, Stage.TIME):
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
                 self._constant_bytes = max(1, _resident_bytes() - session.present_bytes)
+                self._heap_bytes = heap_size()
             self._batches[self.stage] = batch
             self.profiler = BatchProfiler(session, operators=self.stage is Stage.RECORD)
             self.profiler.start()
@@ -273,6 +276,8 @@ class Autoplan:
     def _profile(self, session: Session) -> ModelProfile:
         assert self._recorded is not None
         assert session.executor is not None
+        native = all(binding.capability is Rule.NATIVE for binding in session.bindings)  # else the heap has optimizer state too
+        grown = heap_size() - self._heap_bytes
         parts = [part for block in session.blocks for part in block.parts]
         wide = sum(p.num_elements for p in parts if p.dtype.itemsize > 2)
         return model_profile(
@@ -282,7 +287,7 @@ class Autoplan:
             tokens=self._batches[Stage.RECORD].tokens,
             timed_tokens=self._batches[Stage.TIME].tokens,
             compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
-            constant_host_bytes=self._constant_bytes,
+            constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )
 
     def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.memory import measures
 from lightning_hetero.profiling.model import BatchProfiler
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
 
 RECIPES = {
@@ -90,6 +92,19 @@ def test_the_blocks_seconds_add_up_to_the_steps(profiled: Profiled, tmp_path: Pa
     assert all(b.forward_s > 0 for b in profile.blocks)
     assert strategy.operator_measures() == measures(recorded)
     assert {row.phase for row in strategy.operator_measures()} == {Phase.FORWARD, Phase.BACKWARD}
+
+
+def test_what_follows_backward_is_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Executor.check_gradients
+
+    def slowly(executor: Executor) -> None:
+        time.sleep(0.2)
+        check(executor)
+
+    monkeypatch.setattr(Executor, "check_gradients", slowly)
+    strategy = HeteroOffloadStrategy("zero_infinity")
+    run(Recipe(steps=4), strategy, tmp_path)
+    assert sum(b.backward_s for b in strategy.model_profile.blocks) >= 0.2
 
 
 def test_the_profile_has_the_runtimes_blocks_and_sizes(tmp_path: Path) -> None:

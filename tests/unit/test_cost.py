@@ -89,6 +89,13 @@ def test_contention_slows_each_kind_by_the_product_over_the_other_kinds() -> Non
     assert rates.speed(Work.H2D, [Work.DISK_READ]) == 20.0
 
 
+def test_what_was_measured_beside_all_the_others_counts_but_never_as_faster_than_beside_one() -> None:
+    beside = [Work.CPU_UPDATE, Work.DISK_READ]
+    for together, expected in ((2.5, 2.5), (1.2, 2.0)):
+        factors = {"compute|update": 2.0, "compute|disk": 1.5, "compute|disk+update": together}
+        assert Rates(replace(MACHINE, contention=factors)).speed(Work.COMPUTE, beside) == 1 / expected
+
+
 def _plan(weights: Tier = Tier.DISK, state: Tier = Tier.DISK) -> Plan:
     return Plan(name="p", blocks=(BlockPlan(name="b", weights=weights, state=state, update=UpdateLane.CPU),))
 

@@ -203,7 +203,7 @@ def test_experiments_are_each_load_each_kind_each_pair_and_all() -> None:
 
 
 def test_compute_counts_the_flop_of_its_block() -> None:
-    load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32)
+    load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32, cache_bytes=0)
     counter = FlopCounterMode(display=False)
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert load.step() == load.flop
@@ -212,11 +212,20 @@ def test_compute_counts_the_flop_of_its_block() -> None:
 
 def test_compute_runs_whatever_modes_the_caller_is_in() -> None:
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32)
+        load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32, cache_bytes=0)
         load.step()
-    gradient = next(load._layer.parameters()).grad
+    gradient = next(load._layers[-1].parameters()).grad
     assert gradient is not None
     assert gradient.dtype is torch.float32
+
+
+def test_computes_weights_do_not_stay_in_the_caches() -> None:
+    block_bytes = 12 * 64**2 * 4
+    for cache_bytes, blocks in ((0, 1), (block_bytes, 2), (10 * block_bytes, 8)):
+        load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32, cache_bytes=cache_bytes)
+        for _ in range(blocks):
+            load.step()
+        assert sum(next(layer.parameters()).grad is not None for layer in load._layers) == blocks == len(load._layers)
 
 
 def test_updates_change_the_weights_and_the_engine_is_closed() -> None:
@@ -523,7 +532,7 @@ def test_every_figure_says_when_and_how_it_was_measured(measured: HardwareProfil
     assert keys <= set(measured.source)
     for key in ("device_flop_per_s", "disk_read_bytes_per_s", "host_dram_bytes_per_s", "cpu_update_params_per_s", "disk_duplex"):
         assert " UTC: " in measured.source[key]
-        assert "median of 4 repetitions, spread" in measured.source[key]
+        assert f"median of {hardware.REPETITIONS} repetitions, spread" in measured.source[key]
     assert {f"contention.{pair}" for pair in measured.contention} <= set(measured.source)
 
 

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import Phase
-from lightning_hetero.profiling.memory import Memory, Observed, measures
+from lightning_hetero.profiling.memory import Memory, Observed, kept_bytes, measures
 from lightning_hetero.profiling.model import model_profile
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
-from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed, heap_meter
+from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed, heap_meter, heap_size
 from lightning_hetero.store.blocks import bind
 from lightning_hetero.store.partition import partition
 
@@ -382,3 +382,19 @@ def test_the_heap_meter_sees_what_malloc_gives_out() -> None:
     before = meter()
     kept = torch.empty(16 * 2**20, dtype=torch.uint8)
     assert before == 0 or meter() - before >= kept.nbytes
+    assert heap_size() >= meter()
+
+
+def test_malloc_keeps_what_the_heap_has_grown_by_beyond_all_storages_at_once() -> None:
+    weight = nn.Parameter(torch.ones(256, 256))
+    recorder = OperatorRecorder(Addresses([]), lambda: 0.0)
+    handle = weight.register_post_accumulate_grad_hook(recorder.is_gradient)
+    with recorder:
+        (weight * 2).sum().backward()
+    handle.remove()
+    peak = max(live_bytes(recorder, gradients=True))
+    assert peak >= max(live_bytes(recorder))
+    assert live_bytes(recorder, gradients=True)[-1] - live_bytes(recorder)[-1] == weight.nbytes  # the gradient is still there
+    observed = Observed(stretches=(), inputs={}, peak_bytes=peak)
+    assert kept_bytes(observed, peak + 1000) == 1000
+    assert kept_bytes(observed, 0) == 0

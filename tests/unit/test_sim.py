@@ -133,6 +133,15 @@ def test_an_update_on_the_cpu_overlaps_with_backward_and_the_next_forward_waits_
     assert simulation.busy == pytest.approx({"compute": 6 / 7, "cpu": 3 / 7})
 
 
+@pytest.mark.parametrize(("pinned", "begin_s"), [(False, 4), (True, 6)])
+def test_the_backward_of_a_pinned_block_issues_nothing(pinned: bool, begin_s: float) -> None:
+    """The runtime has no anchor there: what the schedule issues at it comes with the verdict, after the block's backward."""
+    model = _model(10, 10)
+    model = replace(model, blocks=(replace(model.blocks[0], pinned=pinned), model.blocks[1]))
+    simulation = _simulate(_schedule(2, [_update(1, 3)]), _plan(ON_HOST, ON_HOST), model, CPU)
+    assert _spans(simulation)["UPDATE l1"] == (begin_s, begin_s + 1)
+
+
 def test_the_update_of_a_lower_block_overtakes_so_that_the_next_forward_begins_early() -> None:
     simulation = _simulate(HOST_STEP, _plan(ON_HOST, ON_HOST), _model(30, 30))
     assert _spans(simulation)["UPDATE l1"] == (4, 10)  # 2 s of it before it is overtaken
