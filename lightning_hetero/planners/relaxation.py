@@ -288,16 +288,14 @@ class Relaxation:
         self._unit_s = self._compute_s or 1.0
         self._segment = np.array([c.segment for c in self.columns])
         self._taken = np.array([c.taken for c in self.columns]).T
-        # What each row counts of each column: compute, and everything else.
-        plain = np.zeros(len(Use))
-        plain[Use.COMPUTE_S] = 1.0
-        tables = (self.matrices.always, self.matrices.early, self.matrices.late, self.matrices.here)
-        self._computed = tuple((table * plain) @ self._taken for table in tables)
-        self._moved_s = tuple((table * (1.0 - plain)) @ self._taken for table in tables)
-        # Variables: the columns, then the rooms and the others.
+        # Segments between two places form a group, and those at a place one each. The rows of time count what a group takes.
+        starts = sorted({place + end for place in self._places for end in (0, 1)} - {len(self.segments)})
+        self._group = np.searchsorted(starts, self._segment, side="right") - 1
+        # Variables: the columns, then the rooms, the others, and what each group takes of each use.
         self._rooms = len(self.columns) + np.arange(len(Room))
         self._extra = self._rooms[-1] + 1 + np.arange(len(_Extra))
-        self._size = int(self._extra[-1]) + 1
+        self._sums = self._extra[-1] + 1 + np.arange(len(starts) * len(Use)).reshape(len(starts), len(Use))
+        self._size = int(self._sums[-1, -1]) + 1
 
     def _columns(self, index: int) -> Iterator[Column]:
         segment, m = self.segments[index], self.micro_batches
@@ -327,25 +325,33 @@ class Relaxation:
 
     def _time(self, practice: Practice) -> tuple[Matrix, Vector]:
         """Every bound of a step, at every place of :func:`_places`: coefficients, and the most that each row may come to."""
-        found = self.matrices
+        found, groups = self.matrices, np.arange(len(self._sums))
         factor = np.array([practice.stress if row.resource in STRESSED else 1.0 for row in found.rows])
-        always, early, late, here = (
-            plain + factor[:, None] * moved for plain, moved in zip(self._computed, self._moved_s, strict=True)
-        )
-        chosen, seconds = [np.flatnonzero(found.uncut)], [always[found.uncut]]
+        units = np.where(np.arange(len(Use)) == Use.COMPUTE_S, 1.0, GB * factor[:, None]) / self._unit_s
+        always, early, late, here = ((table * units)[:, None, :] for table in (found.always, found.early, found.late, found.here))
+        chosen, seconds = [np.flatnonzero(found.uncut)], [np.repeat(always[found.uncut], len(groups), axis=1)]
         for place in self._places:
-            before, behind, at = (compare(self._segment, place) for compare in (np.less, np.greater_equal, np.equal))
+            first, count = self._group[self._segment == place][0], len(self.segments[place])
+            before, behind, at = (compare(groups, first)[:, None] for compare in (np.less, np.greater_equal, np.equal))
             # A row for one block holds for a segment of several only in practice: for the one of mean shares.
-            count = len(self.segments[place])
             holds = np.flatnonzero(~found.uncut & (~found.single | (count == 1 or practice.slots > 1)))
             chosen.append(holds)
             seconds.append(always[holds] + early[holds] * before + late[holds] * behind + here[holds] * (at / count))
         rows = np.concatenate(chosen)
         matrix = np.zeros((len(rows), self._size))
-        matrix[:, : len(self.columns)] = np.vstack(seconds) / self._unit_s
+        matrix[:, self._sums.ravel()] = np.concatenate(seconds).reshape(len(rows), -1)
         matrix[:, self._rooms] = (found.rooms * factor[:, None])[rows] * GB / self._unit_s
         matrix[:, self._extra[_Extra.TIME]] = -1.0
         return matrix, -found.constant_s[rows] / self._unit_s
+
+    def _taken_by_groups(self) -> Matrix:
+        """Rows that are 0: what the columns of each group take of each use, less the variable that stands for it."""
+        units = np.where(np.arange(len(Use)) == Use.COMPUTE_S, 1.0, GB)
+        matrix = np.zeros((self._sums.size, self._size))
+        for place, column in enumerate(self.columns):
+            matrix[self._group[place] * len(Use) + np.arange(len(Use)), place] = column.taken / units
+        matrix[np.arange(self._sums.size), self._sums.ravel()] = -1.0
+        return matrix
 
     def _memory(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
         """What must fit each tier, at the moments of [Note: Needs] in ``lowering.needs``; in GB."""
@@ -466,6 +472,7 @@ class Relaxation:
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
         x, shares = cp.Variable(self._size, nonneg=True), self._shares()
+        sums = self._taken_by_groups()
         seconds, most_s = self._time(practice)
         matrix = np.vstack((seconds, *(row for row, _ in rows)))
         most = np.concatenate((most_s, [most for _, most in rows]))
@@ -473,7 +480,7 @@ class Relaxation:
         scale[scale == 0] = 1.0
         constraints: list[Any] = [
             csr_array(matrix / scale[:, None]) @ x <= most / scale,
-            csr_array(shares) @ x == np.ones(len(shares)),
+            csr_array(np.vstack((shares, sums))) @ x == np.append(np.ones(len(shares)), np.zeros(len(sums))),
         ]
         problem = cp.Problem(cp.Minimize(objective @ x), constraints)
         for solver in (cp.HIGHS, cp.CLARABEL):  # the first gives up on a few badly conditioned programmes
