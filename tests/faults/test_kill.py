@@ -81,7 +81,7 @@ def _show_and_exit() -> None:
 
 
 def kill_while(call: Any, moments: random.Random) -> int:
-    """Kills a child that runs ``call`` some time after its first step; the last step that it had told of."""
+    """Kills a child that runs ``call`` some time after one of its steps; the last step that it had told of."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -91,11 +91,12 @@ def kill_while(call: Any, moments: random.Random) -> int:
         finally:
             _show_and_exit()
     os.close(writer)
-    os.read(reader, 1)
-    time.sleep(moments.uniform(0, 0.3))
+    steps = moments.randint(1, STEPS // 2)
+    for _ in range(steps):
+        os.read(reader, 1)
+    time.sleep(moments.uniform(0, 0.02))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    steps = 1
     while text := os.read(reader, 4096):
         steps += len(text)
     os.close(reader)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, assert_same, run
+from support.properties import examples
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -65,11 +67,19 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(name="random", blocks=tuple(rows), **depths)
 
 
-@pytest.mark.parametrize("backend", ["pool", "auto"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(recipe=RECIPES, plan=st.one_of(st.sampled_from(["resident", "host", "disk"]), plans()), tight=st.booleans())
-def test_plans_do_not_change_a_bit(backend: str, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, plan: Any, tight: bool) -> None:
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("backend", "threads"), [("pool", 1), ("auto", 2)])
+@examples(20)
+@given(recipe=RECIPES, plan=st.one_of(st.sampled_from(["resident", "host", "disk"]), plans()), tight=st.booleans())
+def test_plans_do_not_change_a_bit(backend: str, threads: int, recipe: Recipe, plan: Any, tight: bool) -> None:
+    torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         plan = fitting(plan, recipe)
         expected = run(recipe, "auto", Path(folder))

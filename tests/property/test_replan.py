@@ -11,9 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, assert_same, run
+from support.properties import examples
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfDiskError, OutOfMemoryBudgetError
@@ -88,7 +89,7 @@ class Switches(pl.Callback):
 SEQUENCES = st.lists(st.one_of(st.none(), st.sampled_from(["resident", "host", "disk"]), plans()), min_size=2, max_size=6)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20)
 @given(recipe=RECIPES, first=st.sampled_from(["resident", "host", "disk"]), sequence=SEQUENCES)
 def test_changing_plans_between_batches_does_not_change_a_bit(recipe: Recipe, first: str, sequence: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -109,8 +110,8 @@ def test_state_goes_from_file_to_file_in_several_rewrites(tmp_path: Path, monkey
 
 
 def test_plans_change_many_times_with_the_same_few_files(tmp_path: Path) -> None:
-    recipe = Recipe(steps=60)
-    sequence = ["disk", "host", "disk", Plan(name="s", blocks=(BlockPlan(name="*", state=Tier.DISK),))] * 15
+    recipe = Recipe(steps=24)
+    sequence = ["disk", "host", "disk", Plan(name="s", blocks=(BlockPlan(name="*", state=Tier.DISK),))] * 6
     seen: list[int] = []
 
     class Counts(Switches):
