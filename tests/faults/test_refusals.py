@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.scripts import run_script
 from torch import nn
 
 from lightning_hetero._native import library
@@ -338,10 +339,11 @@ def test_a_missing_or_foreign_native_library_is_refused(root: Path, tmp_path: Pa
     source, foreign = tmp_path / "foreign.c", tmp_path / "foreign.so"
     source.write_text("int hetero_abi_version(void) { return 4711; }\n")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(foreign), str(source)], check=True)
-    with python(NATIVE, str(root), "/nowhere/libhetero.so", str(foreign), str(source)) as process:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0
-    texts = json.loads(output.splitlines()[-1])
+    script = tmp_path / "trains.py"
+    script.write_text(NATIVE)
+    done = run_script(script, root, "/nowhere/libhetero.so", foreign, source, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    texts = json.loads(done.stdout.splitlines()[-1])
     assert [kind for kind, _ in texts] == [NativeMissingError.__name__] * 3
     for (_, text), path in zip(texts, ["/nowhere/libhetero.so", str(foreign), str(source)], strict=True):
         assert path in text
