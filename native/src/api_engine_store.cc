@@ -89,8 +89,8 @@ int32_t hetero_block_bind(hetero_block* handle, void* weights) {
   if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "block is null"));
   Block* block = FromHandle(handle);
   if (block->pending > 0)
-    return Report(Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them before other memory is bound",
-                       block->id()));
+    return Report(
+        Fail(HETERO_ESTATE, "block %d has tasks that are not DONE; wait for them before other memory is bound", block->id()));
   return Report(block->Bind(weights));
 }
 
