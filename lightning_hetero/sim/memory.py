@@ -63,7 +63,8 @@ class Occupancy:
             weights = shape.weight_bytes
             device += weights if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
             # A CPU update writes the weights in host memory, whatever their tier.
-            copied = placed.weights is Tier.DEVICE and placed.update is UpdateLane.CPU and not self._shared
+            updated = shape.num_trainable_params > 0 and placed.update is UpdateLane.CPU
+            copied = placed.weights is Tier.DEVICE and updated and not self._shared
             host += weights if placed.weights is Tier.HOST or index in schedule.resident_before or copied else 0
             device += shape.state_bytes if placed.state is Tier.DEVICE else 0
             host += shape.state_bytes if placed.state is Tier.HOST else 0

@@ -39,7 +39,7 @@ MACHINE = HardwareProfile(
 def models(draw: st.DrawFn) -> ModelProfile:
     blocks = []
     for index in range(draw(st.integers(1, 5))):
-        params, trainable, boundary = draw(st.integers(1, 9)), True, draw(st.integers(0, 5))
+        params, trainable, boundary = draw(st.integers(1, 9)), draw(st.integers(0, 3)) > 0, draw(st.integers(0, 5))
         operator = draw(st.integers(0, 9))
         blocks.append(
             BlockProfile(
