@@ -18,10 +18,14 @@ from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning.pytorch import Callback as _Base
     from torchmetrics import Metric
 else:
     _Base = object  # the namespace's class comes second among the bases
+
+_COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the table that is shown; the longest name in it
 
 
 def make(namespace: str, autoplan: Autoplan) -> Any:
@@ -143,30 +147,57 @@ def _micro_batches(trainer: Any) -> int:
 
 
 def show(plan: Plan, autoplan: Autoplan) -> None:
-    """A short table of what is where, on the standard error stream."""
+    """A short table of what is where, on the standard error stream, at most 80 columns wide."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    console = Console(file=sys.stderr, highlight=False)
+    console.width = min(console.width, _COLUMNS)
     console.print(f"lightning-hetero: plan {plan.name!r}, made in {autoplan.planned_s:.2g} s")
-    table = Table("blocks", "weights", "state", "update")
-    for kind, rows in groupby(plan.blocks, key=_kind):
-        names = [row.name for row in rows]
-        table.add_row(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})", *kind)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("blocks")
+    table.add_column("", justify="right")
+    for title in ("weights", "state", "update"):
+        table.add_column(title)
+    for names, kind in _groups(plan):
+        table.add_row(_names(names), str(len(names)), *kind)
     console.print(table)
     if plan.predicted is not None:
         console.print(_prediction(plan.predicted))
 
 
+def _groups(plan: Plan) -> list[tuple[list[str], tuple[str, str, str]]]:
+    """Blocks that follow each other and are treated alike; where that makes many groups, all that are treated alike."""
+    groups = [([row.name for row in rows], kind) for kind, rows in groupby(plan.blocks, key=_kind)]
+    if len(groups) > _ROWS:
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for names, kind in groups:
+            alike.setdefault(kind, []).extend(names)
+        groups = [(names, kind) for kind, names in alike.items()]
+    return groups
+
+
+def _names(names: Sequence[str]) -> str:
+    """From the first to the last one, what they share written once: ``"model.layers.0 … 11"``."""
+    first, last = names[0], names[-1]
+    shared = first.rpartition(".")[0]
+    text = first if first == last else f"{first} … {last.removeprefix(f'{shared}.') if shared else last}"
+    half = _NAME // 2
+    return text if len(text) <= _NAME else f"{text[: half - 1]}…{text[-half:]}"
+
+
 def _kind(row: BlockPlan) -> tuple[str, str, str]:
     """In the terms of a machine whose device is the host."""
     weights, state = ("disk" if tier is Tier.DISK else "memory" for tier in (row.weights, row.state))
-    return weights, state, "in threads beside compute" if row.update is UpdateLane.CPU else "after backward"
+    return weights, state, "beside compute" if row.update is UpdateLane.CPU else "after backward"
 
 
 def _prediction(predicted: Prediction) -> str:
+    forward, backward = (predicted.bottleneck.get(phase, "?") for phase in ("forward", "backward"))
+    bound = forward if forward == backward else f"{forward} in forward, {backward} in backward"
+    disk = f", {format_bytes(predicted.disk_bytes)} on disk" if predicted.disk_bytes else ""
     return (
-        f"predicted: a step in {predicted.iteration_s:.3g} s, bound by {predicted.bottleneck.get('forward', '?')} in forward and "
-        f"{predicted.bottleneck.get('backward', '?')} in backward; peak {format_bytes(predicted.host_peak_bytes)} of memory, "
-        f"{format_bytes(predicted.disk_bytes)} on disk"
+        f"predicted: a step in {predicted.iteration_s:.3g} s, bound by {bound};\n"
+        f"           {format_bytes(predicted.host_peak_bytes)} of memory at the peak{disk}"
     )

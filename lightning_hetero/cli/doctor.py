@@ -99,10 +99,12 @@ def _versions(report: Report) -> None:
 
 
 def _processor(report: Report) -> None:
+    from lightning_hetero.store.capacity import available_cores
+
     report.facts["processor"] = {
         "name": system.cpu_name(),
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)),
+        "cores_usable": available_cores(),
         "kernel": f"{platform.system()} {platform.release()}",
     }
 
@@ -143,7 +145,7 @@ def _io_backend(wanted: str) -> str:
 def _memory(report: Report) -> None:
     import psutil
 
-    from lightning_hetero.profiling.capacity import available_memory_bytes, total_memory_bytes
+    from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
 
     machine, limit, usable = psutil.virtual_memory(), total_memory_bytes(), available_memory_bytes()
     report.facts["memory"] = {

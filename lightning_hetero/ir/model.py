@@ -43,6 +43,7 @@ class BlockShape:
         pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
         activation_bytes: As in :class:`BlockProfile`; 0 where it is not known.
         boundary_bytes: The same.
+        transient_bytes: The same.
         operators: The same.
     """
 
@@ -55,6 +56,7 @@ class BlockShape:
     pinned: bool = False
     activation_bytes: int = 0
     boundary_bytes: int = 0
+    transient_bytes: int = 0
     operators: tuple[OperatorProfile, ...] = ()
 
 
@@ -140,6 +142,7 @@ class ModelProfile:
                 pinned=b.pinned,
                 activation_bytes=b.activation_bytes,
                 boundary_bytes=b.boundary_bytes,
+                transient_bytes=b.transient_bytes,
                 operators=b.operators,
             )
             for b in self.blocks

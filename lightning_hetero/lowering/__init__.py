@@ -2,8 +2,21 @@
 
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
-from lightning_hetero.lowering.needs import Needs, Purpose, needs_of
-from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, rooms
+from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape
+from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, budgeted, rooms
 from lightning_hetero.lowering.steady import steady, step_signatures
 
-__all__ = ["DeviceRoom", "Needs", "Purpose", "Rooms", "check", "lower", "needs_of", "rooms", "steady", "step_signatures"]
+__all__ = [
+    "DeviceRoom",
+    "Needs",
+    "Purpose",
+    "Rooms",
+    "budgeted",
+    "check",
+    "lower",
+    "needs_of",
+    "needs_of_shape",
+    "rooms",
+    "steady",
+    "step_signatures",
+]

@@ -31,11 +31,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.budget import least_staging
 from lightning_hetero.lowering.placement import Placement, placements, updates_in_backward
+from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
 """Blocks whose gradients for the CPU are on the device at a time: of the one that computes, and of one on its way down."""
@@ -59,6 +59,17 @@ class Purpose(StrEnum):
 
 
 Rows = Mapping[Purpose, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Bytes that no plan changes: the process itself, buffers, inputs."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+_NOTHING = Constant()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +102,38 @@ def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: U
         shared_memory: The device is the host's own CPU.
         updates: When updates may run: during backward, or only once all gradients are known.
     """
-    placed = placements(plan, model.shape(), device=not shared_memory)
+    constant = Constant(model.constant_device_bytes, model.constant_host_bytes)
+    staging = least_staging(model)
+    return needs_of_shape(
+        plan, model.shape(), shared_memory=shared_memory, updates=updates, staging_bytes=staging, constant=constant
+    )
+
+
+def needs_of_shape(
+    plan: Plan, model: ModelShape, *, shared_memory: bool, updates: Updates, staging_bytes: int, constant: Constant = _NOTHING
+) -> Needs:
+    """As :func:`needs_of`, of what is known before anything is profiled: activations are 0 where they are unknown.
+
+    Args:
+        plan: The resolved plan.
+        model: The blocks' sizes.
+        shared_memory: The device is the host's own CPU.
+        updates: When updates may run.
+        staging_bytes: The least that the engine stages with, where something is on disk.
+        constant: Memory that no plan changes.
+    """
+    placed = placements(plan, model, device=not shared_memory)
     in_backward = updates_in_backward(plan, updates)
     last = plan.micro_batches > 1 or (shared_memory and updates is Updates.AFTER_VERDICT)
     gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
-    activations = list(_activations(plan, model.blocks, placed))
+    activations = list(_activations(plan, placed))
     state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
     early = state if in_backward or plan.priority else 0
     moments = [
         *(_moment(*a, *g, early, shared=shared_memory) for a, g in zip(reversed(activations), gradients, strict=True)),
         _moment(0, 0, *gradients[-1], state, shared=shared_memory),
     ]
-    device, host = _held(model, placed)
+    device, host = _held(placed, constant, staging_bytes)
     if shared_memory:
         device, host = {}, _sum(device, host)
     return Needs(
@@ -132,19 +163,19 @@ def _sum(a: Rows, b: Rows) -> Rows:
     return {purpose: a.get(purpose, 0) + b.get(purpose, 0) for purpose in (*a, *b)}
 
 
-def _held(model: ModelProfile, placed: Sequence[Placement]) -> tuple[Rows, Rows]:
+def _held(placed: Sequence[Placement], constant: Constant, staging_bytes: int) -> tuple[Rows, Rows]:
     """What is in memory all the time, on the device and on the host."""
     device = {
-        Purpose.CONSTANT: model.constant_device_bytes,
+        Purpose.CONSTANT: constant.device_bytes,
         Purpose.WEIGHTS: sum(p.shape.weight_bytes for p in placed if p.plan.weights is Tier.DEVICE),
         Purpose.STATE: sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DEVICE),
     }
     on_disk = any(Tier.DISK in (p.plan.weights, p.plan.state) for p in placed)
     host = {
-        Purpose.CONSTANT: model.constant_host_bytes,
+        Purpose.CONSTANT: constant.host_bytes,
         Purpose.WEIGHTS: sum(p.shape.weight_bytes for p in placed if p.plan.weights is Tier.HOST or p.renewed),
         Purpose.STATE: sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.HOST),
-        Purpose.STAGING: least_staging(model) if on_disk else 0,
+        Purpose.STAGING: staging_bytes if on_disk else 0,
     }
     return device, host
 
@@ -156,12 +187,12 @@ def _moment(on_device: int, on_host: int, stay: int, down: int, state: int, *, s
     return ({}, _sum(device, host)) if shared else (device, host)
 
 
-def _activations(plan: Plan, blocks: Sequence[BlockProfile], placed: Sequence[Placement]) -> Iterator[tuple[int, int]]:
+def _activations(plan: Plan, placed: Sequence[Placement]) -> Iterator[tuple[int, int]]:
     """Activations while each block computes, on the device and on the host."""
     depth, kept, to_host = plan.prefetch_depth, 0, 0
     swapped: list[int] = []
     to_disk: list[int] = []
-    for block, row in zip(blocks, placed, strict=True):
+    for row in placed:
         kept += row.saved.kept
         to_host += row.saved.to_host
         others = swapped[-depth:]
@@ -169,7 +200,7 @@ def _activations(plan: Plan, blocks: Sequence[BlockProfile], placed: Sequence[Pl
             swapped.append(row.swapped_bytes)
         if row.saved.to_disk:
             to_disk.append(row.saved.to_disk)
-        here = row.swapped_bytes + row.saved.recomputed + block.transient_bytes
+        here = row.swapped_bytes + row.saved.recomputed + row.shape.transient_bytes
         yield kept + sum(others) + here, to_host + sum(to_disk[-2 * depth - 1 :])
 
 

@@ -1,18 +1,21 @@
-"""The memory of a machine, shared out: what a plan leaves on each tier for caches and staging."""
+"""The memory of a machine, or of a budget, shared out: what a plan leaves on each tier for caches and staging.
+
+One account for both (``needs``): planners, with a profile and a machine, refuse with a :class:`PlanError`; the runtime, with what
+it knows of a model and a budget, with an :class:`OutOfMemoryBudgetError`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.budget import read_ahead
-from lightning_hetero.lowering.needs import Purpose, Rows, needs_of, total_bytes
+from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, total_bytes
 from lightning_hetero.lowering.placement import updates_in_backward
-from lightning_hetero.units import format_bytes
+from lightning_hetero.lowering.refusals import plan_error, too_small
+from lightning_hetero.lowering.staging import read_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +64,55 @@ def rooms(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates
     """
     needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates)
     device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, hardware.device_memory_bytes)
-    host = _Tier("host", needs.host, needs.host_caches, plan.host_cache_bytes, hardware.host_memory_bytes)
+    host = _host(plan, needs, hardware.host_memory_bytes)
     disk = _Tier("disk", needs.disk, (), None, hardware.disk_capacity_bytes)
     worst = max([host, disk] if hardware.shared_memory else [device, host, disk], key=lambda tier: tier.shortfall_bytes)
     if worst.shortfall_bytes > 0:
-        raise _refusal(worst, plan, hardware, in_backward=updates_in_backward(plan, updates))
+        fewest = plan.micro_batches == 1 and (worst.name == "device" or plan.gradient_depth == 1)
+        all_needed = updates_in_backward(plan, updates) and fewest  # there are no fewer gradients
+        raise plan_error(
+            plan.name, worst.name, worst.all_rows, machine=hardware.name, capacity_bytes=worst.capacity_bytes,
+            shared_memory=hardware.shared_memory, spare={
+                Purpose.CACHE: worst.least_bytes - worst.largest_bytes, **({Purpose.GRADIENTS: 0} if all_needed else {})
+            },
+        )  # fmt: skip
+    cache_bytes, staging_bytes = _shared_out(host, needs)
+    return Rooms(
+        host_cache_bytes=cache_bytes,
+        device_cache_bytes=None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows)),
+        staging_bytes=staging_bytes,
+    )
+
+
+def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool) -> Rooms:
+    """As :func:`rooms`, of a budget of host memory where the device is the host's own CPU.
+
+    Args:
+        plan: The resolved plan.
+        needs: What it needs, without the constant part.
+        host_memory: The budget in bytes.
+        given: It is the user's; else what the machine has free.
+        profiled: Activations are known.
+
+    Raises:
+        OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much and what would need less.
+    """
+    host = _host(plan, needs, host_memory)
+    if host.shortfall_bytes > 0:
+        raise too_small(plan.name, host.all_rows, host_memory=host_memory, given=given, profiled=profiled)
+    cache_bytes, staging_bytes = _shared_out(host, needs)
+    return Rooms(host_cache_bytes=cache_bytes, device_cache_bytes=None, staging_bytes=staging_bytes)
+
+
+def _host(plan: Plan, needs: Needs, capacity_bytes: int) -> _Tier:
+    return _Tier("host", needs.host, needs.host_caches, plan.host_cache_bytes, capacity_bytes)
+
+
+def _shared_out(host: _Tier, needs: Needs) -> tuple[int, int]:
+    """Bytes for the cache and for staging."""
     left = host.capacity_bytes - total_bytes(host.rows)
     ahead = min(read_ahead(left - host.largest_bytes, needs.streamed_bytes), left - host.least_bytes)
-    return Rooms(
-        host_cache_bytes=host.cache_bytes(left - ahead),
-        device_cache_bytes=None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows)),
-        staging_bytes=needs.host[Purpose.STAGING] + ahead,
-    )
+    return host.cache_bytes(left - ahead), needs.host[Purpose.STAGING] + ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,47 +135,14 @@ class _Tier:
         return max(self.largest_bytes, min(self.given_bytes or 0, sum(self.caches)))
 
     @property
+    def all_rows(self) -> Rows:
+        """The rows, the least cache among them."""
+        return {**self.rows, Purpose.CACHE: self.least_bytes}
+
+    @property
     def shortfall_bytes(self) -> int:
         return total_bytes(self.rows) + self.least_bytes - self.capacity_bytes
 
     def cache_bytes(self, left: int) -> int:
         """What the cache gets of ``left`` bytes."""
         return self.least_bytes if self.given_bytes is not None else min(sum(self.caches), left)
-
-
-def _refusal(tier: _Tier, plan: Plan, hardware: HardwareProfile, *, in_backward: bool) -> PlanError:
-    """Names the shortfall, and the first remedy, cheapest first, for something that can become as much smaller."""
-    rows = {purpose: size for purpose, size in {**tier.rows, Purpose.CACHE: tier.least_bytes}.items() if size}
-    need, short = tier.capacity_bytes + tier.shortfall_bytes, tier.shortfall_bytes
-    spare = {**rows, Purpose.CACHE: tier.least_bytes - tier.largest_bytes}
-    if in_backward and plan.micro_batches == 1 and (tier.name == "device" or plan.gradient_depth == 1):
-        spare[Purpose.GRADIENTS] = 0  # no fewer than there are
-    remedies = {purpose: text for (name, purpose), text in _REMEDIES.items() if name == tier.name and purpose in rows}
-    helps = [text for purpose, text in remedies.items() if spare[purpose] >= short]
-    largest = remedies.get(max(rows, key=lambda purpose: rows[purpose]), f"more {tier.name} memory")
-    return PlanError(
-        f"plan {plan.name!r} needs {format_bytes(need)} of {tier.name} memory; {hardware.name!r} has "
-        f"{format_bytes(tier.capacity_bytes)}, {format_bytes(short)} too little: "
-        f"{', '.join(f'{purpose} {format_bytes(size)}' for purpose, size in rows.items())}. "
-        f"Cheapest remedy: {(*helps, largest)[0]}.",
-        tier=tier.name,
-        shortfall_bytes=short,
-    )
-
-
-_REMEDIES = {  # cheapest first
-    ("device", Purpose.CACHE): "a smaller device_cache_bytes",
-    ("device", Purpose.GRADIENTS): "update during backward (no clipping by norm, one micro-batch)",
-    ("device", Purpose.MOVING): "update the largest blocks on the 'cpu'",
-    ("device", Purpose.STATE): "place state on 'host', with updates on the 'cpu'",
-    ("device", Purpose.WEIGHTS): "place weights on 'host'",
-    ("device", Purpose.ACTIVATIONS): "recompute or swap more of what forward saves (saved), or use a smaller batch",
-    ("host", Purpose.CACHE): "a smaller host_cache_bytes",
-    ("host", Purpose.GRADIENTS): "a smaller gradient_depth, or update during backward (no clipping by norm, one micro-batch)",
-    ("host", Purpose.ACTIVATIONS): "recompute more of what forward saves (saved), or use a smaller batch",
-    ("host", Purpose.STATE): "place state on 'disk'",
-    ("host", Purpose.WEIGHTS): "place weights on 'disk'",
-    ("disk", Purpose.ACTIVATIONS): "swap activations to the host, or recompute them (saved)",
-    ("disk", Purpose.WEIGHTS): "place weights on 'host'",
-    ("disk", Purpose.STATE): "place state on 'host'",
-}

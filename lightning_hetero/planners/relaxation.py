@@ -25,8 +25,8 @@ from lightning_hetero.cost import Rates, Work
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
-from lightning_hetero.lowering.budget import least_staging, read_ahead
 from lightning_hetero.lowering.needs import DEVICE_STATES
+from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.planners.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows, unit_s, uses
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute

@@ -17,9 +17,9 @@ from pathlib import Path
 from lightning_hetero.errors import ConfigError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
-from lightning_hetero.profiling.capacity import available_memory_bytes
 from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, Round, alone, progress, rounds, slowdown
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.units import MIB
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,8 +12,8 @@ import torch
 from lightning_hetero import _native
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.profiling import loads
-from lightning_hetero.profiling.capacity import total_memory_bytes
 from lightning_hetero.profiling.timing import Load
+from lightning_hetero.store.capacity import available_cores, total_memory_bytes
 from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.store.volume import Volume
 from lightning_hetero.units import MIB, format_bytes
@@ -70,7 +69,7 @@ class Machine:
             volume=volume,
             device=_device(device),
             engine=EngineOptions(update_threads=update_threads or 0),
-            cores=len(os.sched_getaffinity(0)),
+            cores=available_cores(),
             torch_threads=torch.get_num_threads(),
             cache_bytes=_cache_bytes(),
         )

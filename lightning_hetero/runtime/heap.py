@@ -18,6 +18,7 @@ import os
 
 import psutil
 
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.units import GIB, MIB
 
 _WORTH_IT = 32 * MIB
@@ -36,6 +37,7 @@ class Heap:
 
     Attributes:
         peak_bytes: The most resident memory that was seen, at the anchors where it is looked at; may be set back.
+        counted_bytes: Activations for which the budget has room; those beyond come on top.
     """
 
     def __init__(self, host_memory: int | None, *, present_bytes: int) -> None:
@@ -44,14 +46,19 @@ class Heap:
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
         self._process = psutil.Process()
         self.peak_bytes = 0
-        resident = self._resident()
-        if host_memory is None:
-            self._limit = resident + psutil.virtual_memory().available * 9 // 10
-        else:
-            self._limit = resident - present_bytes + host_memory
+        self.counted_bytes = 0
+        self._apart = self._resident() - present_bytes  # what the process holds beside the model
+        self.allow(host_memory)
         self._before_forward = 0
         self._activations = 0
         self._set_thresholds(_LARGEST)
+
+    def allow(self, host_memory: int | None) -> None:
+        """Sets the budget, as the argument of this name."""
+        if host_memory is None:
+            self._limit = self._resident() + available_memory_bytes() * 9 // 10
+        else:
+            self._limit = self._apart + host_memory
 
     def close(self) -> None:
         """Training is over: freed memory goes back to the system, now and from now on."""
@@ -74,9 +81,9 @@ class Heap:
             self._before_forward = self._resident()
 
     def backward_begins(self) -> None:
-        """What forward added is activations, which come on top of the budget."""
+        """What forward added is activations; a budget that was set before they were known has no room for them."""
         if self._trim is not None:
-            self._activations = max(self._activations, self._resident() - self._before_forward)
+            self._activations = max(self._activations, self._resident() - self._before_forward - self.counted_bytes)
 
     def check(self) -> None:
         """Gives free heap pages back if the process is beyond budget and activations."""

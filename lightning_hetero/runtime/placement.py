@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-import psutil
 from torch import Tensor
 
 from lightning_hetero._native import BlockGeometry, file_bytes
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
-from lightning_hetero.ir.model import BlockShape, ModelShape
+from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
-from lightning_hetero.lowering.budget import HostNeeds, check_device, host_needs, share_out
+from lightning_hetero.ir.schedule import StepSignature, Updates
+from lightning_hetero.lowering import Needs, Purpose, budgeted, check, lower, needs_of_shape
+from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.tiers import EngineOptions, chunk_bytes, geometry_of, staging_bytes
+from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +84,7 @@ class Placement:
         by: The rule of each optimizer, in their order.
         cache_bytes: Host memory for weights that live on disk.
         staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
+        activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
         disk_bytes: Files.
         later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
@@ -90,6 +95,7 @@ class Placement:
     by: tuple[Rule, ...]
     cache_bytes: int
     staging_bytes: int
+    activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
     disk_bytes: int
     later_bytes: int
@@ -104,11 +110,19 @@ class Placer:
         options: The user's choices.
         bindings: The optimizers.
         rules: How gradients are used.
+        profile: What a profiled batch has shown of the blocks; ``None``: activations are unknown, and not counted.
     """
 
     def __init__(
-        self, name: str, blocks: Sequence[Block], options: SessionOptions, bindings: Sequence[OptimizerBinding], rules: StepRules
+        self,
+        name: str,
+        blocks: Sequence[Block],
+        options: SessionOptions,
+        bindings: Sequence[OptimizerBinding],
+        rules: StepRules,
+        profile: ModelProfile | None = None,
     ) -> None:
+        self._profile = profile
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self.owners: Owners = {id(p): b for b in bindings for p in b.params()}
         self.chunk_bytes = self._chunk_bytes()
@@ -116,6 +130,7 @@ class Placer:
 
     def _shape(self, name: str) -> ModelShape:
         rows = []
+        known = {} if self._profile is None else {b.name: b for b in self._profile.blocks}
         for block in self._blocks:
             trainable = [p for p in block.params() if id(p) in self.owners]
             state = sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts)
@@ -125,9 +140,10 @@ class Placer:
                     num_params=sum(p.num_elements for p in block.parts),
                     num_trainable_params=sum(p.numel() for p in trainable),
                     weight_bytes=sum(p.weight_bytes for p in block.parts),
-                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad),
+                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad and self._bindings),
                     state_bytes=state,
                     pinned=block.spec.pinned,
+                    **_activations(known.get(block.name)),
                 )
             )
         return ModelShape(name=name, blocks=tuple(rows))
@@ -171,16 +187,24 @@ class Placer:
         rules = self._rules
         if Rule.WHOLE in by:
             rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
+        rules = replace(rules, keep_gradients=rules.keep_gradients or bool(rules.deferred))
+        self._check_device(plan)
+        needs = self.needs(plan, rules)
+        room = budgeted(
+            plan, needs, host_memory=host_budget(self._options, present_bytes), given=self._options.host_memory is not None,
+            profiled=self._profile is not None,
+        )  # fmt: skip
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
-        cache, staging = self._shares(plan, rules, present_bytes)
+        self._check_schedule(plan, room.host_cache_bytes, rules)
         geometries = self._geometries(plan)
         return Placement(
             plan=plan,
             rules=rules,
             by=by,
-            cache_bytes=cache,
-            staging_bytes=staging,
+            cache_bytes=room.host_cache_bytes,
+            staging_bytes=room.staging_bytes,
+            activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
             disk_bytes=sum(file_bytes(g) * g.num_slots for g in geometries.values()),
             later_bytes=self._later_bytes(plan),
@@ -212,23 +236,37 @@ class Placer:
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
 
-    def needs(self, plan: Plan, rules: StepRules | None = None) -> HostNeeds:
-        """What a resolved plan needs of host memory, whether there is as much or not."""
+    def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
+        """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled."""
         rules = rules or self._rules
-        on_disk = any(Tier.DISK in (p.weights, p.state) for p in plan.blocks)
-        staging = staging_bytes(self._options.engine, self.chunk_bytes) if on_disk else 0
-        return host_needs(plan, self.model, staging=staging, all_gradients=bool(rules.deferred) or rules.accumulates)
+        return needs_of_shape(
+            plan, self.model, shared_memory=True, staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
+            updates=Updates.AFTER_VERDICT if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
+        )  # fmt: skip
 
-    def _shares(self, plan: Plan, rules: StepRules, present_bytes: int) -> tuple[int, int]:
-        """Bytes for weights that live on disk and for staging."""
-        check_device(plan, self.model, self._options.device_memory)
-        needs = self.needs(plan, rules)
-        source = "the machine's free memory" if self._options.host_memory is None else "host_memory"
-        shares = share_out(plan, needs, host_memory=host_budget(self._options, present_bytes), source=source)
-        cache = shares.cache
-        if plan.host_cache_bytes is not None:
-            cache = min(cache, max(plan.host_cache_bytes, needs.smallest_cache))
-        return cache, needs.staging + shares.read_ahead if needs.staging else 0
+    def _check_device(self, plan: Plan) -> None:
+        """Refuses a plan whose device tier exceeds ``device_memory``."""
+        allowed = self._options.device_memory
+        need = 0
+        for block, placed in zip(self.model.blocks, plan.blocks, strict=True):
+            need += block.weight_bytes + block.gradient_bytes if placed.weights is Tier.DEVICE else 0
+            need += block.state_bytes if placed.state is Tier.DEVICE else 0
+        if allowed is not None and need > allowed:
+            raise OutOfMemoryBudgetError(
+                f"plan {plan.name!r} puts {format_bytes(need)} of weights, gradients and optimizer state on the device; "
+                f'device_memory allows {format_bytes(allowed)}. Raise device_memory, or choose plan="host" or plan="disk".'
+            )
+
+    def _check_schedule(self, plan: Plan, cache_bytes: int, rules: StepRules) -> None:
+        """Lowers the plan for a step as expected, so that what the lowering refuses is refused before anything is loaded."""
+        updates = Updates.AFTER_VERDICT if rules.deferred else Updates.IN_BACKWARD
+        signature = StepSignature(
+            order=tuple(range(len(self._blocks))),
+            training=bool(self._bindings),
+            updates=updates if self._bindings else Updates.NONE,
+        )
+        schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=cache_bytes)
+        check(schedule, plan, self.model, capacity_bytes=cache_bytes)
 
     def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
         geometries: dict[Part, BlockGeometry] = {}
@@ -251,10 +289,19 @@ class Placer:
 
 
 def host_budget(options: SessionOptions, present_bytes: int) -> int:
-    """The budget of host memory: the user's, else what is free and what of the model is in memory already."""
-    if options.host_memory is not None:
-        return options.host_memory
-    return int(psutil.virtual_memory().available) + present_bytes
+    """The budget of host memory: the user's, else what is free and what of it is in use already."""
+    return available_memory_bytes() + present_bytes if options.host_memory is None else options.host_memory
+
+
+def least_bytes(needs: Needs) -> int:
+    """The least host memory that does."""
+    return total_bytes(needs.host) + max(needs.host_caches, default=0)
+
+
+def _activations(profile: BlockProfile | None) -> dict[str, Any]:
+    if profile is None:
+        return {}
+    return {key: getattr(profile, key) for key in ("activation_bytes", "boundary_bytes", "transient_bytes", "operators")}
 
 
 def native_state(part: Part, owners: Owners) -> int:

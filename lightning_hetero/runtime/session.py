@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
@@ -29,10 +28,11 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, native_state
+from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, least_bytes, native_state
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
+from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.moves import move
 from lightning_hetero.store.partition import partition
@@ -50,6 +50,9 @@ class Session:
     Args:
         root: The model.
         options: The user's choices.
+
+    Attributes:
+        profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -66,6 +69,7 @@ class Session:
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
         self.executor: Executor | None = None
         self.store: TierStore | None = None
+        self.profile: ModelProfile | None = None
         self._rules = StepRules()
         self._default_root = Path()
         self._started = False
@@ -112,9 +116,10 @@ class Session:
             )
             self.store.on_patched = self.options.on_patched
         rules = placement.rules
-        updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=_keeps_gradients(rules), waits=rules.waits)
+        updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         updater.own(self.bindings)
         heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
+        heap.counted_bytes = placement.activation_bytes
         self.executor = Executor(
             self.blocks, plan=placement.plan, model=placer.model, store=self.store, updater=updater,
             capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred), recorder=self.recorder, heap=heap,
@@ -150,7 +155,7 @@ class Session:
         assert self.store is not None
         placer = self._placer()
         self.executor.rest()
-        placement = placer.place(plan, present_bytes=self.present_bytes)
+        placement = placer.place(plan, present_bytes=self._held_bytes)
         self._make_disk_ready(placement)
         if placement.staging_bytes < self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
@@ -167,15 +172,16 @@ class Session:
         rules = placement.rules
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
-        self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=_keeps_gradients(rules), waits=rules.waits)
+        self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         self.executor.adopt(placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred))
+        self.executor.heap.allow(self.options.host_memory)
+        self.executor.heap.counted_bytes = placement.activation_bytes
         self._announce(placement)
         return placement.plan
 
     def needed_bytes(self, plan: Plan) -> int:
         """The least host memory that a resolved plan needs, whether there is as much or not."""
-        needs = self._placer().needs(plan)
-        return needs.fixed + needs.smallest_cache
+        return least_bytes(self._placer().needs(plan))
 
     def check(self, plan: Plan) -> None:
         """Refuses a plan that could not run in the session as it is, without changing anything.
@@ -185,7 +191,7 @@ class Session:
             ConfigError: The same.
             UnsupportedError: The same.
         """
-        self._placer().place(plan, present_bytes=self.present_bytes)
+        self._placer().place(plan, present_bytes=self._held_bytes)
 
     @property
     def rules(self) -> StepRules:
@@ -193,11 +199,21 @@ class Session:
         return self._rules
 
     def _placer(self) -> Placer:
-        return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules)
+        # What a user gives is for what a plan can place; what the machine has free has to hold activations as well.
+        profile = self.profile if self.options.host_memory is None else None
+        return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules, profile)
 
     def host_memory(self) -> int:
-        """The budget in bytes: the user's, else what is free and what of the model is in memory already."""
-        return host_budget(self.options, self.present_bytes)
+        """The budget in bytes: the user's, else what is free and what of it is in use already."""
+        return host_budget(self.options, self._held_bytes)
+
+    @property
+    def _held_bytes(self) -> int:
+        """What the process holds of its budget: all but the constant part, once that is known; what malloc keeps is free too."""
+        present = self.present_bytes
+        if self.profile is None or not self._started:
+            return present
+        return max(present, resident_bytes() - self.profile.constant_host_bytes)
 
     @property
     def present_bytes(self) -> int:
@@ -479,7 +495,7 @@ class Session:
             return sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
         more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)
         more += sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK)
-        return more <= psutil.virtual_memory().available * 3 // 4
+        return more <= available_memory_bytes() * 3 // 4
 
     def _restore(self, block: Block) -> None:
         for param in block.params():
@@ -503,10 +519,6 @@ class Session:
         if self.executor is not None:
             self.executor.let_go()
         self.blocks, self.bindings, self.executor = [], [], None
-
-
-def _keeps_gradients(rules: StepRules) -> bool:
-    return rules.keep_gradients or bool(rules.deferred)
 
 
 def _growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:

@@ -25,6 +25,7 @@ from lightning_hetero._native import BlockGeometry, Engine, EngineStats, Hyper, 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.capacity import available_cores
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.units import KIB, MIB, round_up
 
@@ -44,7 +45,7 @@ class EngineOptions:
         io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"`` or ``"pool"``.
         io_threads: Threads of the pool.
         queue_depth: Transfers in flight.
-        update_threads: Threads that run update kernels; 0 means half of the cores.
+        update_threads: Threads that run update kernels; 0 means half of the processors that the process may use.
         staging_bytes: Memory through which state streams; 0 means eight chunks.
         durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
         direct_io: Bypass the page cache.
@@ -62,7 +63,7 @@ class EngineOptions:
 
     def threads(self) -> int:
         """Update threads, resolved."""
-        return self.update_threads or max(1, (os.cpu_count() or 1) // 2)
+        return self.update_threads or max(1, available_cores() // 2)
 
 
 def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> BlockGeometry:

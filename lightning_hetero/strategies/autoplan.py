@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import psutil
-
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
@@ -35,6 +33,7 @@ from lightning_hetero.profiling.timeline import heap_size
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
+from lightning_hetero.store.capacity import resident_bytes
 from lightning_hetero.units import format_bytes
 
 _WINDOW = 5
@@ -157,6 +156,7 @@ class Autoplan:
             self.plan = self.model = None
             self.stage = Stage.RECORD
             self._constant_bytes = 0
+        session.profile = self.model
 
     def request(self, *, budget: bool = False) -> None:
         """A new plan is wanted.
@@ -165,6 +165,7 @@ class Autoplan:
             budget: Because the budget is another: what is known of the model holds.
         """
         if self.stage is Stage.RUN:
+            log.info("planning anew: asked for%s.", ", with another budget" if budget else "")
             self.stage, self._reason = Stage.PLAN if budget else Stage.TIME, ""
 
     def before_batch(self, session: Session, batch: Batch) -> Plan | None:
@@ -181,7 +182,7 @@ class Autoplan:
             made = self._plan(session, batch)
         if self.stage in (Stage.RECORD, Stage.TIME):
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
-                self._constant_bytes = max(1, _resident_bytes() - session.present_bytes)
+                self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
             self._batches[self.stage] = batch
             self.profiler = BatchProfiler(session, operators=self.stage is Stage.RECORD)
@@ -257,7 +258,7 @@ class Autoplan:
         assert self._recorded is not None
         assert session.executor is not None
         begin = time.monotonic()
-        self.model = self._profile(session)
+        session.profile = self.model = self._profile(session)
         plan, self.machine = self._search(session, self.model, batch.micro_batches)
         before = session.executor.plan
         self.plan = plan = session.replan(plan)
@@ -319,10 +320,8 @@ class Autoplan:
     def _machine(self, session: Session, model: ModelProfile, loop: Loop) -> HardwareProfile:
         """The machine with the capacities that training may use, and the speed that this model reaches."""
         hardware = self._hardware(session)
-        if session.options.host_memory is None:
-            memory = _resident_bytes() + int(_SPARE * psutil.virtual_memory().available)
-        else:
-            memory = session.options.host_memory + _on_top(session, model, loop)
+        spare = _SPARE if session.options.host_memory is None else 1
+        memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
         disk = hardware.disk_capacity_bytes
         if session.options.disk_capacity is not None:
             disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
@@ -361,7 +360,7 @@ def in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loo
 
 
 def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
-    """What planners count beyond the session's budget: activations, the process itself.
+    """What planners count beyond the session's budget: the process itself, activations where the user gave it, what they round up.
 
     The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
     """
@@ -377,7 +376,3 @@ def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
 
 def _differs(value: float, reference: float, drift: float) -> bool:
     return abs(value - reference) > drift * reference
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)

@@ -59,7 +59,8 @@ class HeteroOffload(_Base):
             (state and the weights of repeated blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
         block_cls: Classes (or their names) of the blocks that are moved as one, such as ``"LlamaDecoderLayer"``. Default: Hugging
             Face's ``_no_split_modules``, else modules that repeat.
-        host_memory: Host memory for weights, gradients and optimizer state, such as ``"16GiB"``. Default: what is free.
+        host_memory: Host memory for weights, gradients, optimizer state and staging, such as ``"16GiB"``; activations come on top.
+            Default: what is free, at most what a control group leaves; it holds activations too, once a batch has been profiled.
         device_memory: The same for the device tier.
         disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
         disk_capacity: Most bytes on disk.
@@ -67,7 +68,7 @@ class HeteroOffload(_Base):
         allow_rotational: Accept a ``disk_path`` on a rotating disk.
         io_backend: ``"auto"``, ``"io_uring"`` or ``"pool"``.
         io_threads: Threads of the ``"pool"`` back end.
-        update_threads: Threads that run updates; default half of the cores.
+        update_threads: Threads that run updates; default half of the processors that the process may use.
         durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
         verify: Check digests of everything read from disk.
         hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
@@ -349,7 +350,8 @@ class HeteroOffload(_Base):
         """Asks for a new plan: the next training batch is timed again, and the plan comes into force before the one after it.
 
         Args:
-            host_memory: A new budget, in force from then on; the plan then comes before the next batch.
+            host_memory: A new budget, in force from then on; the plan then comes before the next batch, which raises a
+                :class:`~lightning_hetero.errors.PlanError` if none fits.
 
         Raises:
             ConfigError: The strategy was given a plan instead of a planner.

@@ -34,7 +34,7 @@ from lightning_hetero.errors import (
     StoreBusyError,
     UnsupportedError,
 )
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from lightning_hetero.units import parse_bytes
 
@@ -97,7 +97,7 @@ def assert_usable(module: LitModel, root: Path, plain: Outcome) -> None:
 
 def test_a_small_host_budget_is_refused_with_a_table(root: Path, plain: Outcome) -> None:
     module = new_module()
-    words = ["plan 'disk' needs", "host_memory allows 1 B", "largest block with weights on disk", "staging", "Raise host_memory"]
+    words = ["plan 'disk' needs", "host_memory allows 1 B", "how much", "the cache for weights", "staging", "Raise host_memory"]
     refused(OutOfMemoryBudgetError, words, root, module, host_memory=1)
     assert_usable(module, root, plain)
 
@@ -110,6 +110,39 @@ def test_the_refusal_names_the_smallest_budget_that_works(root: Path, plain: Out
     refused(OutOfMemoryBudgetError, ["needs"], root, module, host_memory=needed - 1)
     torch.manual_seed(11)
     assert_same(outcome(fit(module, root, HeteroOffloadStrategy(plan="disk", host_memory=needed)), module), plain)
+
+
+RECOMPUTES = BlockPlan(name="*", saved=Saved.RECOMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(name="p", blocks=(RECOMPUTES,)), ["saved='recompute'", "Allowed: 'keep'"]),
+        (Plan(name="p", blocks=(BlockPlan(name="*"),), micro_batches=2), ["micro_batches=2", "accumulate_grad_batches"]),
+    ],
+    ids=["recompute", "micro_batches"],
+)
+def test_a_plan_for_another_machine_is_refused_as_fit_begins(
+    plan: Plan, words: list[str], root: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is opened, and before there is a batch."""
+    opened: list[object] = []
+    monkeypatch.setattr("lightning_hetero.runtime.session.TierStore", lambda *a, **k: opened.append(a))
+    monkeypatch.setattr(LitModel, "training_step", lambda self, batch, batch_idx: opened.append(batch))
+    module = new_module()
+    refused(ConfigError, words, root, module, plan=plan)
+    assert not opened
+    monkeypatch.undo()
+    assert_usable(module, root, plain)
+
+
+def test_without_a_budget_what_a_control_group_leaves_is_one(root: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.runtime.placement.available_memory_bytes", lambda: 1000)
+    module = new_module()
+    refused(OutOfMemoryBudgetError, ["plan 'disk' needs", "are free", "Free memory"], root, module)
+    monkeypatch.undo()
+    assert_usable(module, root, plain)
 
 
 def test_a_small_device_budget_is_refused(root: Path, plain: Outcome) -> None:

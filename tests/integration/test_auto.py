@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.runtime.door import OffloadedParameter
+from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
 from lightning_hetero.strategies.machine import ENVIRONMENT
 
@@ -72,8 +74,8 @@ def test_budgets_make_plans(recipe: Recipe, tmp_path: Path) -> None:
     Where all gradients wait in memory, or the optimizer's own code runs, little is left to choose from with half of the memory.
     """
     expected = run(recipe, "auto", tmp_path)
-    least = least_memory(lambda s: run(recipe, s, tmp_path))
-    most = least_memory(lambda s: run(recipe, s, tmp_path), plan="host")
+    train = partial(run, recipe, tmp_path=tmp_path)
+    least, most = least_memory(train), least_memory(train, plan="host")
     on_disk = []
     for budget in (None, (least + most) // 2, least):
         strategy = HeteroOffloadStrategy(host_memory=budget)
@@ -89,7 +91,8 @@ def test_the_plan_is_shown_once_and_logged(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr()
     assert shown.err.count("plan 'holistic', made in") == 1
     assert "predicted: a step in" in shown.err
-    assert "model.blocks.0" in shown.err or "model …" in shown.err
+    assert "model …" in shown.err or "model.blocks.0 …" in shown.err
+    assert all(len(line) <= 80 for line in shown.err.splitlines())
     assert "holistic" not in shown.out
 
 
@@ -123,8 +126,9 @@ def fits(strategy: Any, folder: Path, shape: Shape = DEEP) -> Outcome:
 
 @pytest.mark.parametrize("tight", [False, True], ids=["in_memory", "on_disk"])
 def test_the_next_fit_goes_on_with_the_plan(tight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = partial(fits, folder=tmp_path)
+    budget = least_memory(train) if tight else None
     asked = cheap(monkeypatch, ["disk"])
-    budget = least_memory(lambda s: fits(s, tmp_path)) if tight else None
     strategy = HeteroOffloadStrategy(host_memory=budget)
     assert_same(fits(strategy, tmp_path), fits("auto", tmp_path))
     assert len(asked) == 1
@@ -199,7 +203,8 @@ def test_every_planner_is_told_when_updates_may_run(
 
 def test_a_plan_beyond_the_budget_is_asked_for_again_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(shape=DEEP, steps=5)
-    budget = least_memory(lambda s: run(recipe, s, tmp_path))
+    train = partial(run, recipe, tmp_path=tmp_path)
+    budget = least_memory(train)
     asked: list[int] = []
 
     def greedy(model: Any, hardware: HardwareProfile, **_: Any) -> Plan:
@@ -288,13 +293,19 @@ def test_a_plan_is_made_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert asks.names == ["host", "host", "disk", "disk", "disk", "host", "host", "host"]  # one batch is timed again
 
 
-def test_a_new_budget_is_kept_from_the_next_batch_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_budget_is_kept_from_the_next_batch_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     asked = cheap(monkeypatch, ["host", "disk"])
     recipe = Recipe(shape=DEEP, steps=8)
-    least = least_memory(lambda s: run(recipe, s, tmp_path))
+    train = partial(run, recipe, tmp_path=tmp_path)
+    least = least_memory(train)
     asks = Asks({4: {"host_memory": least}})
+    allowed: list[int | None] = []
+    monkeypatch.setattr(Heap, "allow", lambda heap, budget, whole=Heap.allow: (allowed.append(budget), whole(heap, budget)))
     strategy = HeteroOffloadStrategy()
-    assert_same(run(recipe, strategy, tmp_path, callbacks=[asks]), run(recipe, "auto", tmp_path))
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    assert_same(train(strategy, callbacks=[asks]), train("auto"))
+    assert allowed == [None, None, least]  # as fit begins, with the first plan, and with the new one
+    assert any("planning anew: asked for, with another budget" in r.getMessage() for r in caplog.records)
     assert asks.names == ["host"] * 4 + ["disk"] * 4
     assert asked[1] < asked[0]
     assert strategy.options.host_memory == least
@@ -407,7 +418,8 @@ def test_random_numbers_are_the_trainings_own(tmp_path: Path, monkeypatch: pytes
 def test_a_parked_model_is_trained_on_under_its_plan(tmp_path: Path) -> None:
     """It does not fit memory after the fit, and stays on disk; the plan does too."""
     recipe = Recipe(shape=DEEP)
-    budget = least_memory(lambda s: run(recipe, s, tmp_path))
+    train = partial(run, recipe, tmp_path=tmp_path)
+    budget = least_memory(train)
     strategy = HeteroOffloadStrategy(host_memory=budget)
     torch.manual_seed(7)
     module = LitModel(recipe)

@@ -12,8 +12,9 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import Purpose, Rooms, needs_of, rooms
-from lightning_hetero.lowering.budget import host_needs, least_staging, read_ahead, share_out
+from lightning_hetero.lowering import Needs, Purpose, Rooms, budgeted, needs_of, needs_of_shape, rooms
+from lightning_hetero.lowering.needs import total_bytes
+from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.store.tiers import EngineOptions, chunk_bytes, staging_bytes
 
 MIB = 2**20
@@ -238,19 +239,80 @@ def test_state_is_read_ahead_into_a_quarter_of_what_is_left() -> None:
     assert read_ahead(2**40, 2**40) == 512 * MIB
 
 
+# ---- a budget instead of a machine -------------------------------------------------------------------------------------------
+
+
+def _known(plan: Plan, *, profiled: bool = False) -> Needs:
+    """What a session knows: sizes, and once a batch has been profiled activations."""
+    shape = _model(len(plan.blocks)).shape()
+    if not profiled:
+        rows = (replace(b, activation_bytes=0, boundary_bytes=0, transient_bytes=0, operators=()) for b in shape.blocks)
+        shape = replace(shape, blocks=tuple(rows))
+    return needs_of_shape(plan, shape, shared_memory=True, updates=Updates.IN_BACKWARD, staging_bytes=100)
+
+
+def _share(plan: Plan, host_memory: int, *, given: bool = False, profiled: bool = False) -> Rooms:
+    return budgeted(plan, _known(plan, profiled=profiled), host_memory=host_memory, given=given, profiled=profiled)
+
+
 def test_a_budget_is_shared_out_as_the_plan_says() -> None:
-    shape = _model().shape()
     plan = _plan(ON_DISK, gradient_depth=1)
-    needs = host_needs(plan, shape, staging=100, all_gradients=False)
-    assert needs.fixed == 100 + 20
-    assert share_out(plan, needs, host_memory=120 + 80 + 8, source="host_memory").cache == 71  # 17 of 68 read ahead
-    assert share_out(replace(plan, host_cache_bytes=40), needs, host_memory=BIG, source="host_memory").cache == 40
-    assert share_out(replace(plan, host_cache_bytes=1), needs, host_memory=BIG, source="host_memory").cache == 20
+    assert total_bytes(_known(plan).host) == 100 + 20
+    room = _share(plan, 120 + 80 + 8)
+    assert (room.host_cache_bytes, room.staging_bytes) == (71, 100 + 17)  # 17 of 68 read ahead
+    assert _share(replace(plan, host_cache_bytes=40), BIG).host_cache_bytes == 40
+    assert _share(replace(plan, host_cache_bytes=1), BIG).host_cache_bytes == 20
+
+
+def test_a_budget_that_is_too_small_is_refused_with_a_table() -> None:
+    plan = _plan(BlockPlan(name="*", weights=Tier.HOST, state=Tier.DISK), gradient_depth=2)
     with pytest.raises(OutOfMemoryBudgetError) as caught:
-        share_out(plan, needs, host_memory=139, source="host_memory")
-    assert caught.value.needed_bytes == 140
+        _share(plan, 200, given=True)
+    assert caught.value.needed_bytes == 4 * 20 + 2 * 20 + 100
+    first, *table, last = str(caught.value).splitlines()
+    assert first == "plan 'p' needs 220 B of host memory; host_memory allows 200 B, 20 B too little:"
+    assert [row.split()[0] for row in table] == ["what", "weights", "staging", "gradients", "activations"]
+    assert all(len(row) <= 110 for row in table)
+    weights, staging, gradients, activations = table[1:]
+    for row, words in (
+        (weights, (" host ", "80 B", 'weights on "disk"')),
+        (staging, (" host ", "100 B", 'plan="host"')),
+        (gradients, (" host ", "40 B", "gradient_depth")),
+        (activations, (" host ", "on top", "a smaller batch")),
+    ):
+        assert not [word for word in words if word not in row], row
+    assert last.startswith("Raise host_memory")
+    assert _share(plan, 220, given=True).staging_bytes == 100
+    with pytest.raises(
+        OutOfMemoryBudgetError, match=r"; 200 B are free, 20 B too little(?s:.*)unknown .* once a batch has run\nFree"
+    ):
+        _share(plan, 200)
+
+
+def test_activations_count_once_a_batch_has_been_profiled() -> None:
+    plan = _plan(ON_HOST)
+    least = total_bytes(_known(plan).host)
+    assert _share(plan, least).staging_bytes == 0
+    with pytest.raises(OutOfMemoryBudgetError) as caught:
+        _share(plan, least, profiled=True)
+    # Most is needed as backward begins: all activations, and the gradients of one block instead of all four.
+    assert caught.value.needed_bytes == least + (4 * 100 + 7) - 3 * 20
+    assert "activations" in str(caught.value)
+    assert "unknown" not in str(caught.value)
+
+
+def test_a_session_and_a_planner_count_the_same() -> None:
+    """All but the constant part, and the staging that the engine says."""
+    for rule in (ON_HOST, ON_DISK, RENEWED, VISITOR):
+        for updates in Updates.IN_BACKWARD, Updates.AFTER_VERDICT:
+            plan, model = _plan(rule), _model()
+            planners = needs_of(plan, model, shared_memory=True, updates=updates)
+            ours = needs_of_shape(plan, model.shape(), shared_memory=True, updates=updates, staging_bytes=least_staging(model))
+            constant = planners.host[Purpose.CONSTANT]
+            assert total_bytes(ours.host) == total_bytes(planners.host) - constant
+            assert ours.host_caches == planners.host_caches
 
 
 def test_updates_after_backward_need_all_gradients() -> None:
     plan = _plan(ON_HOST, gradient_depth=1, update_order=UpdateOrder.AFTER_BACKWARD)
-    assert host_needs(plan, _model().shape(), staging=0, all_gradients=False).gradients == 4 * 20
+    assert _known(plan).host[Purpose.GRADIENTS] == 4 * 20

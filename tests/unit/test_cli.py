@@ -703,8 +703,8 @@ def _write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_doctor_warns_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lightning_hetero.profiling.capacity.available_memory_bytes", lambda: GIB)
-    monkeypatch.setattr("lightning_hetero.profiling.capacity.total_memory_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr("lightning_hetero.store.capacity.available_memory_bytes", lambda: GIB)
+    monkeypatch.setattr("lightning_hetero.store.capacity.total_memory_bytes", lambda: 2 * GIB)
     report = doctor.examine(tmp_path)
     assert report.facts["memory"]["control_group_limit_bytes"] == 2 * GIB
     assert any(note.startswith("A control group leaves 1.0 GiB of the ") for note in report.notes)

@@ -23,10 +23,10 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, hardware, loads, timing
 from lightning_hetero.profiling import machine as machine_module
-from lightning_hetero.profiling.capacity import available_memory_bytes, total_memory_bytes
 from lightning_hetero.profiling.hardware import measure
 from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, alone, progress, rates, rounds, slowdown
+from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.units import MIB
@@ -371,6 +371,32 @@ def test_the_first_version_of_control_groups_counts_too(tmp_path: Path) -> None:
         },
     )
     assert available_memory_bytes(proc=_proc(tmp_path, "9:cpu,memory:/job"), cgroups=root) == 38 * MIB
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/user/job", {"user/job/cpu.max": "max 100000\n", "user/cpu.max": "250000 100000\n"}, 3),
+        ("0::/user/job", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/user/job", {"cpu.max": "max 100000\n"}, 16),
+        ("0::/user/job", {"cpu.max": "6400000 100000\n"}, 16),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "400000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 4),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 16),
+        ("4:memory:/job", {"cpu/job/cpu.cfs_quota_us": "400000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)
+def test_threads_keep_to_the_affinity_and_to_a_groups_quota(
+    line: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert available_cores(proc=_proc(tmp_path, line), cgroups=_files(tmp_path / "groups", files)) == cores
+
+
+def test_update_threads_are_half_of_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("lightning_hetero.store.tiers.available_cores", lambda: 6)
+    assert EngineOptions().threads() == 3
+    assert EngineOptions(update_threads=5).threads() == 5
 
 
 def test_the_last_level_of_caches_is_added_up_once_each(tmp_path: Path) -> None:

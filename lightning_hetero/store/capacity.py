@@ -1,7 +1,9 @@
-"""How much memory this process may use: the machine's, or less where a control group or the batch system says so."""
+"""What this process may use of the machine: memory and processors, less where a control group or the batch system says so."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,14 +31,47 @@ def total_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys
     return min([int(psutil.virtual_memory().total), *limits])
 
 
+def resident_bytes() -> int:
+    """Bytes of host memory that this process holds now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_cores(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processors that this process may keep busy: those of its affinity, or as many as the quota of a control group pays for.
+
+    Args:
+        proc: Where procfs is mounted.
+        cgroups: Where control groups are mounted.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst.
+    """
+    quotas = [max(1, math.ceil(quota)) for quota in _quotas(proc, cgroups)]
+    return min([len(os.sched_getaffinity(0)), *quotas])
+
+
+def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
+    """Processors that each control group with a quota pays for, from the process's own upwards."""
+    for number, controllers, path in _memberships(proc):
+        if number == "0":
+            for place in _above(path):
+                quota, _, period = next(iter(_lines(cgroups / place / "cpu.max")), "max").partition(" ")
+                if quota.isdecimal() and period.isdecimal() and int(period):
+                    yield int(quota) / int(period)
+        elif "cpu" in controllers.split(","):
+            for place in _above(path):
+                root = cgroups / "cpu" / place
+                used, of = _number(root / "cpu.cfs_quota_us"), _number(root / "cpu.cfs_period_us")  # no quota: -1
+                if used is not None and of:
+                    yield used / of
+
+
 def _rooms(proc: Path, cgroups: Path) -> Iterator[int]:
     return (limit - used for limit, used in _groups(proc, cgroups))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of every control group with a limit, from the process's own upwards."""
-    for line in _lines(proc / "self" / "cgroup"):
-        number, controllers, path = line.split(":", 2)
+    for number, controllers, path in _memberships(proc):
         if number == "0":
             yield from _upwards(cgroups, path, limit="memory.max", use="memory.current", dropped="inactive_file")
         elif "memory" in controllers.split(","):
@@ -47,14 +82,26 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _upwards(root: Path, path: str, *, limit: str, use: str, dropped: str) -> Iterator[tuple[int, int]]:
-    # In a container the path may be that of the host, of which only the container's own group is mounted: the root then.
-    inner = Path(path.lstrip("/"))
-    for place in (inner, *inner.parents):
+    for place in _above(path):
         most, used = _number(root / place / limit), _number(root / place / use)
         if most is None or used is None:
             continue
         kept = next((int(v) for k, _, v in (r.partition(" ") for r in _lines(root / place / "memory.stat")) if k == dropped), 0)
         yield most, used - min(kept, used)
+
+
+def _memberships(proc: Path) -> Iterator[tuple[str, str, str]]:
+    """Number, controllers and path of the control groups that the process is in."""
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        yield number, controllers, path
+
+
+def _above(path: str) -> Iterator[Path]:
+    """A control group and those above it, up to the root."""
+    # In a container the path may be that of the host, of which only the container's own group is mounted: the root then.
+    inner = Path(path.lstrip("/"))
+    yield from (inner, *inner.parents)
 
 
 def _number(path: Path) -> int | None:

@@ -1,0 +1,103 @@
+"""Refusals of plans that need more than there is: what, where, how much, and what would need less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
+from lightning_hetero.lowering.needs import Purpose, Rows, total_bytes
+from lightning_hetero.units import format_bytes
+
+_SMALLER_BATCH = "use a smaller batch"
+_REMEDIES = {  # cheapest first
+    ("device", Purpose.CACHE): "a smaller device_cache_bytes",
+    ("device", Purpose.GRADIENTS): "update during backward (no clipping by norm, one micro-batch)",
+    ("device", Purpose.MOVING): "update the largest blocks on the 'cpu'",
+    ("device", Purpose.STATE): "place state on 'host', with updates on the 'cpu'",
+    ("device", Purpose.WEIGHTS): "place weights on 'host'",
+    ("device", Purpose.ACTIVATIONS): f"recompute or swap more of what forward saves (saved), or {_SMALLER_BATCH}",
+    ("host", Purpose.CACHE): "a smaller host_cache_bytes",
+    ("host", Purpose.GRADIENTS): "a smaller gradient_depth, or update during backward (no clipping by norm, one micro-batch)",
+    ("host", Purpose.ACTIVATIONS): f"recompute more of what forward saves (saved), or {_SMALLER_BATCH}",
+    ("host", Purpose.STATE): "place state on 'disk'",
+    ("host", Purpose.WEIGHTS): "place weights on 'disk'",
+    ("disk", Purpose.ACTIVATIONS): "swap activations to the host, or recompute them (saved)",
+    ("disk", Purpose.WEIGHTS): "place weights on 'host'",
+    ("disk", Purpose.STATE): "place state on 'host'",
+}
+
+
+def plan_error(
+    plan: str,
+    tier: str,
+    rows: Rows,
+    *,
+    machine: str,
+    capacity_bytes: int,
+    shared_memory: bool,
+    spare: Mapping[Purpose, int],
+) -> PlanError:
+    """Names the shortfall, and the first remedy, cheapest first, for something that can become as much smaller.
+
+    Args:
+        plan: The plan's name.
+        tier: ``"device"``, ``"host"`` or ``"disk"``.
+        rows: What it needs there.
+        machine: The machine's name.
+        capacity_bytes: What the machine has there.
+        shared_memory: The device is the host's own CPU.
+        spare: By how much what is needed for a purpose can shrink, where that is less than all.
+    """
+    rows = {purpose: size for purpose, size in rows.items() if size}
+    short = total_bytes(rows) - capacity_bytes
+    remedies = {purpose: text for (name, purpose), text in _REMEDIES.items() if name == tier and purpose in rows}
+    if shared_memory and Purpose.ACTIVATIONS in remedies:
+        remedies[Purpose.ACTIVATIONS] = _SMALLER_BATCH
+    helps = [text for purpose, text in remedies.items() if spare.get(purpose, rows[purpose]) >= short]
+    largest = remedies.get(max(rows, key=lambda purpose: rows[purpose]), f"more {tier} memory")
+    return PlanError(
+        f"plan {plan!r} needs {format_bytes(total_bytes(rows))} of {tier} memory; {machine!r} has "
+        f"{format_bytes(capacity_bytes)}, {format_bytes(short)} too little: "
+        f"{', '.join(f'{purpose} {format_bytes(size)}' for purpose, size in rows.items())}. "
+        f"Cheapest remedy: {(*helps, largest)[0]}.",
+        tier=tier,
+        shortfall_bytes=short,
+    )
+
+
+_KNOBS = {
+    Purpose.WEIGHTS: 'weights on "disk" (plan="disk")',
+    Purpose.STATE: 'state on "disk" (plan="disk")',
+    Purpose.ACTIVATIONS: "a smaller batch",
+    Purpose.GRADIENTS: "gradient_depth; no clipping by norm, no accumulation",
+    Purpose.STAGING: 'nothing on "disk" (plan="host")',
+    Purpose.CACHE: "smaller blocks (block_cls), host_cache_bytes",
+}
+
+
+def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled: bool) -> OutOfMemoryBudgetError:
+    """A budget of host memory that is too small, with a table of what is needed.
+
+    Args:
+        plan: The plan's name.
+        rows: What it needs, by purpose.
+        host_memory: The budget in bytes.
+        given: It is the user's; else what the machine has free.
+        profiled: Activations are known.
+    """
+    need = total_bytes(rows)
+    allowed = f"host_memory allows {format_bytes(host_memory)}" if given else f"{format_bytes(host_memory)} are free"
+    lines = [("what", "where", "how much", "less with")]
+    lines += [(p.value, "host", format_bytes(size), _KNOBS.get(p, "")) for p, size in rows.items() if size]
+    if given:
+        lines.append((Purpose.ACTIVATIONS.value, "host", "on top", _KNOBS[Purpose.ACTIVATIONS]))
+    elif not profiled:
+        lines.append((Purpose.ACTIVATIONS.value, "host", "unknown", f"{_KNOBS[Purpose.ACTIVATIONS]}; known once a batch has run"))
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in lines)
+    return OutOfMemoryBudgetError(
+        f"plan {plan!r} needs {format_bytes(need)} of host memory; {allowed}, {format_bytes(need - host_memory)} too little:\n"
+        f"{table}\n"
+        f"{'Raise host_memory' if given else 'Free memory'}, or need less of something in the table.",
+        needed_bytes=need,
+    )

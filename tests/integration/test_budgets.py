@@ -1,0 +1,75 @@
+"""What counts against a budget, and the table of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
+
+from lightning_hetero.callbacks import show
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
+from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+
+@pytest.mark.parametrize("host_memory", [None, "1GiB"], ids=["free", "given"])
+def test_what_is_free_holds_activations_as_soon_as_they_are_known(host_memory: str | None, tmp_path: Path) -> None:
+    """They come on top of a budget that is given."""
+    strategy = HeteroOffloadStrategy("zero_infinity", host_memory=host_memory)
+    needed: list[int] = []
+
+    class Asks(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            session = strategy.session
+            assert session is not None
+            needed.append(
+                session.needed_bytes(BUILTIN_PLANS["host"](session.executor.model).resolve(b.name for b in session.blocks))
+            )
+
+    run(Recipe(shape=Shape(layers=24), steps=4), strategy, tmp_path, callbacks=[Asks()])
+    assert strategy.model_profile is not None
+    activations = sum(b.activation_bytes for b in strategy.model_profile.blocks)
+    assert needed[0] == needed[1]
+    assert needed[2] == needed[3]
+    more = needed[2] - needed[1]
+    assert 0.5 * activations < more < 2 * activations if host_memory is None else more == 0
+
+
+def test_evaluation_needs_no_memory_for_gradients(tmp_path: Path) -> None:
+    """Weights in memory, nothing else: 24 blocks with their gradients would need twice as much."""
+    module = LitModel(Recipe(shape=Shape(layers=24)))
+    weights = sum(p.nbytes for p in module.parameters())
+    trainer = quiet_trainer(strategy=HeteroOffloadStrategy("resident", host_memory=weights * 5 // 4), default_root_dir=tmp_path)
+    trainer.validate(module, data(2), verbose=False)
+    assert len(module.losses) == 2
+
+
+PREDICTED = Prediction(
+    iteration_s=1.5, forward_s=0.5, backward_s=1.0, device_peak_bytes=0, host_peak_bytes=3 * 2**30, disk_bytes=2**30,
+    bottleneck={"forward": "compute", "backward": "disk"},
+)  # fmt: skip
+
+
+def test_the_table_of_a_plan_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    disk, memory = (BlockPlan(name="", weights=tier, state=tier) for tier in (Tier.DISK, Tier.HOST))
+    names = ["model.model.embed_tokens", *(f"model.model.layers.{i}" for i in range(24)), "model.a_very_long_name." * 4, "lm_head"]
+
+    def shown(rows: list[BlockPlan]) -> list[str]:
+        named = tuple(replace(row, name=name) for row, name in zip(rows, names, strict=True))
+        show(Plan(name="p", blocks=named, predicted=PREDICTED), SimpleNamespace(planned_s=0.31))  # type: ignore[arg-type]
+        return capsys.readouterr().err.splitlines()
+
+    lines = shown([memory, *[disk] * 24, memory, memory])
+    assert all(len(line) <= 80 for line in lines)
+    assert any("model.model.layers.0 … 23" in line and " 24 " in line and "disk" in line for line in lines)
+    assert any("3.0 GiB of memory" in line and "1.0 GiB on disk" in line for line in lines)
+    turns = shown([memory, *[disk, memory] * 12, memory, memory])
+    assert len(turns) < len(lines), "blocks that take turns are one row for each kind"
+    assert any(" 12 " in line for line in turns)
+    assert any(" 15 " in line for line in turns)
