@@ -10,10 +10,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning.pytorch", "pytorch_lightning", "transformers", "lightning_hetero.strategies"])
+
+
+@cache
+def _start_server() -> None:
+    """Starts the process that the others are forked from: with what is installed, not with what lies in the current directory."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def run_script(
@@ -24,6 +40,7 @@ def run_script(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         child = _CONTEXT.Process(target=_run, args=(argv, cwd, dict(env), out, err))
+        _start_server()
         child.start()
         child.join(timeout_s)
         if child.exitcode is None:
