@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -307,8 +308,8 @@ class DeviceUpdate(Load):
         return float(self._param.numel())
 
 
-def _engine(**options: object) -> Engine:
-    return Engine(staging_bytes=3 * _staged(), chunk_bytes_max=_staged(), **options)  # type: ignore[arg-type]
+def _engine(**options: Any) -> Engine:
+    return Engine(staging_bytes=3 * _staged(), chunk_bytes_max=_staged(), **options)
 
 
 def _staged() -> int:

@@ -169,12 +169,12 @@ class Memory:
 
     def operators(self, block: int) -> tuple[OperatorProfile, ...]:
         """The operators inside one block's forward whose outputs are saved, in the order in which they first ran."""
-        flop: Counter[str] = Counter()
+        flop: defaultdict[str, float] = defaultdict(float)
         saved: Counter[str] = Counter()
         labels = _labels(self._observed)
         for op, stretch, label in zip(self._observed.ran, self._stretches, labels, strict=True):
             if _block(stretch) == block and stretch.phase is Phase.FORWARD and stretch.inside:
-                flop[label] += op.flop  # type: ignore[assignment]
+                flop[label] += op.flop
         for number in self._own:
             operator = self._observed.made[number].operator
             stretch = self._stretches[operator]

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.machines import ROOMY
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.planners import BASELINES, PLANNERS
@@ -37,22 +37,6 @@ MODEL = ModelProfile(
     constant_device_bytes=0,
     constant_host_bytes=0,
     blocks=(_block("embedding", pinned=True), *(_block(f"layers.{i}") for i in range(4))),
-)
-ROOMY = HardwareProfile(
-    name="roomy",
-    device_memory_bytes=10_000 * MB,
-    host_memory_bytes=10_000 * MB,
-    disk_capacity_bytes=10_000 * MB,
-    device_flop_per_s=1e12,
-    link_h2d_bytes_per_s=1e10,
-    link_d2h_bytes_per_s=1e10,
-    disk_read_bytes_per_s=2e9,
-    disk_write_bytes_per_s=1e9,
-    disk_duplex=False,
-    host_dram_bytes_per_s=1e11,
-    cpu_update_params_per_s=1e9,
-    device_update_params_per_s=1e10,
-    cpu_downcast_params_per_s=1e10,
 )
 CPU = replace(ROOMY, name="cpu", shared_memory=True, link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0)
 

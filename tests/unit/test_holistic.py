@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.machines import ROOMY
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
@@ -64,22 +65,6 @@ def _model(layers: int = 6, **changes: object) -> ModelProfile:
 
 
 MODEL = _model()  # 7 blocks of 20 MB of weights, 20 MB of gradients, 120 MB of state; 700 MB of activations
-ROOMY = HardwareProfile(
-    name="roomy",
-    device_memory_bytes=10 * GB,
-    host_memory_bytes=10 * GB,
-    disk_capacity_bytes=20 * GB,
-    device_flop_per_s=1e12,
-    link_h2d_bytes_per_s=1e10,
-    link_d2h_bytes_per_s=1e10,
-    disk_read_bytes_per_s=2e9,
-    disk_write_bytes_per_s=1e9,
-    disk_duplex=False,
-    host_dram_bytes_per_s=1e11,
-    cpu_update_params_per_s=1e9,
-    device_update_params_per_s=1e10,
-    cpu_downcast_params_per_s=1e10,
-)
 # Updates on the CPU are slower than compute, so nothing is gained by them where everything fits.
 SLOW_CPU = replace(ROOMY, name="slow cpu", cpu_update_params_per_s=1e7)
 TIGHT = replace(ROOMY, name="tight", device_memory_bytes=500 * MB)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -85,10 +86,10 @@ def _collective(chosen: Device, link: Figure, count: int) -> Figure:
 
 
 def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: int) -> HardwareProfile:
-    values = {key: int(figure.value) if key in _WHOLE else figure.value for key, figure in figures.items()}
+    values: dict[str, Any] = {key: int(figure.value) if key in _WHOLE else figure.value for key, figure in figures.items()}
     source = {key: figure.source for key, figure in figures.items()}
     source["disk_duplex"] = "reads and writes share an SSD: LoHan, section IV-D" if figures["disk_capacity_bytes"].value else "none"
-    return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)  # type: ignore[arg-type]
+    return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)
 
 
 # ---- the papers' machines ---------------------------------------------------------------------------------------------------
