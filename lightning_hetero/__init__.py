@@ -12,13 +12,14 @@ from lightning_hetero.errors import HeteroError
 
 if TYPE_CHECKING:
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+    from lightning_hetero.runtime.lanes import EmulatedDevice
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BlockPlan", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane"]
+__all__ = ["BlockPlan", "EmulatedDevice", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane"]
 
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
-_HOMES["HeteroOffloadStrategy"] = "lightning_hetero.strategies"
+_HOMES |= {"EmulatedDevice": "lightning_hetero.runtime.lanes", "HeteroOffloadStrategy": "lightning_hetero.strategies"}
 
 
 def __getattr__(name: str) -> Any:

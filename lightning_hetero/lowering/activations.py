@@ -39,7 +39,7 @@ class ActivationMoves:
 
     def __init__(self, placed: Sequence[Placement], issue: Issue, order: Sequence[int], *, depth: int) -> None:
         self._placed, self._issue, self._order, self._depth = placed, issue, order, depth
-        self._backward = [u for u in reversed(range(len(order))) if placed[order[u]].swapped_bytes]
+        self._backward = [u for u in reversed(range(len(order))) if placed[order[u]].swaps]
         self._out: dict[int, int] = {}  # use -> SWAP_OUT from the device, in the order of issue
         self._out_disk: dict[int, int] = {}  # use -> SWAP_OUT to the disk
         self._in: dict[int, int] = {}  # use -> SWAP_IN to the device
@@ -49,14 +49,15 @@ class ActivationMoves:
     def forward_ended(self, use: int) -> None:
         """Sends what the use has saved on its way."""
         block = self._order[use]
-        saved, size = self._placed[block].saved, self._placed[block].swapped_bytes
-        if not size:
+        placed = self._placed[block]
+        if not placed.swaps:
             return
-        over = _taken_over(self._out_disk.values(), len(self._out_disk), 2 * self._depth) if saved.to_disk else ()
-        carried = swapped_before(block, self._placed[block])
+        size = placed.swapped_bytes
+        over = _taken_over(self._out_disk.values(), len(self._out_disk), 2 * self._depth) if placed.swaps_to_disk else ()
+        carried = swapped_before(block, placed)
         self._out[use] = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.ACTIVATIONS, size, after=over, carried=carried)
-        if saved.to_disk:
-            self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, saved.to_disk, (self._out[use],))
+        if placed.swaps_to_disk:
+            self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, placed.saved.to_disk, (self._out[use],))
 
     def space(self) -> Iterator[int]:
         """The SWAP_OUTs whose memory the next use takes over: all but the latest ones."""
@@ -81,7 +82,7 @@ class ActivationMoves:
 
     def on_the_way(self, use: int) -> bool:
         """Whether nothing of the use's activations has yet to be read from the disk's lane."""
-        return not self._placed[self._order[use]].saved.to_disk or use in self._in_disk
+        return not self._placed[self._order[use]].swaps_to_disk or use in self._in_disk
 
     def _bring(self, use: int) -> None:
         if use in self._out_disk and use not in self._in_disk:

@@ -34,7 +34,7 @@ class SwapCheck:
     def __init__(self, walk: DeviceCheck) -> None:
         self._walk, self._depth = walk, walk.plan.prefetch_depth
         order = walk.schedule.signature.order if walk.schedule.signature.training else ()
-        self._uses = [_Use(i, b) for i, b in enumerate(order) if walk.placed[b].swapped_bytes]
+        self._uses = [_Use(i, b) for i, b in enumerate(order) if walk.placed[b].swaps]
         self._staged: dict[OpKind, list[int]] = {OpKind.SWAP_OUT: [], OpKind.SWAP_IN: []}  # ops that take memory between the hops
         self._given: dict[OpKind, list[int]] = {OpKind.SWAP_OUT: [], OpKind.SWAP_IN: []}  # ops that give it back
 
@@ -82,7 +82,7 @@ class SwapCheck:
         use = self._one(op, found, self._walk.placed[op.block].swapped_bytes)
         if any(edge not in op.carried for edge in swapped_before(op.block, self._walk.placed[op.block])):
             self._walk.fail("order", op, op.block, "does not wait for the block's SWAP_OUT of the step before")
-        if self._walk.placed[op.block].saved.to_disk:
+        if self._walk.placed[op.block].swaps_to_disk:
             self._check_staging(op)
         use.out = op.id
 
@@ -103,14 +103,14 @@ class SwapCheck:
     def _back(self, op: Op) -> None:
         found = [u for u in self._uses if u.block == op.block and u.out is not None and u.back is None]
         use = self._one(op, found, self._walk.placed[op.block].swapped_bytes)
-        self._check_behind(op, use.in_disk if self._walk.placed[op.block].saved.to_disk else use.out)
+        self._check_behind(op, use.in_disk if self._walk.placed[op.block].swaps_to_disk else use.out)
         now = self._place_of(op.at)
         early = [u for u in self._uses if u.back is not None and u.place < now]
         if use.place < now and len(early) >= self._depth:
             self._walk.fail(
                 "activations", op, op.block, f"comes back while {len(early)} uses are back early; allowed: {self._depth - 1}"
             )
-        if self._walk.placed[op.block].saved.to_disk:
+        if self._walk.placed[op.block].swaps_to_disk:
             self._given[op.kind].append(op.id)
         use.back = op.id
 

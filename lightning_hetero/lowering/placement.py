@@ -17,6 +17,7 @@ class Placement:
     Attributes:
         shape: Its sizes.
         plan: Its rule.
+        has_device: The device has memory of its own.
         trainable: It has gradients and updates.
         on_disk: Its weights live on disk: a FETCH brings them to the host.
         below_device: Its weights live below a device with memory of its own: an UPLOAD brings them there.
@@ -30,6 +31,7 @@ class Placement:
 
     shape: BlockShape
     plan: BlockPlan
+    has_device: bool
     trainable: bool
     on_disk: bool
     below_device: bool
@@ -44,6 +46,19 @@ class Placement:
     def swapped_bytes(self) -> int:
         """Activations that leave the device after forward, wherever they go."""
         return self.saved.to_host + self.saved.to_disk
+
+    @property
+    def swaps(self) -> bool:
+        """Whether activations leave the device after forward; where nobody has measured them, whether the plan lets any leave."""
+        return self.swaps_to_disk or (bool(self.saved.to_host) if self.shape.activation_bytes else self._lets(Saved.SWAP_HOST))
+
+    @property
+    def swaps_to_disk(self) -> bool:
+        """The same of those that go to the disk."""
+        return bool(self.saved.to_disk) if self.shape.activation_bytes else self._lets(Saved.SWAP_DISK)
+
+    def _lets(self, policy: Saved) -> bool:
+        return self.has_device and policy in (self.plan.saved, self.plan.boundary, *self.plan.operators.values())
 
 
 def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placement, ...]:
@@ -64,6 +79,7 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool) -> Placement:
     return Placement(
         shape=shape,
         plan=plan,
+        has_device=device,
         trainable=trainable,
         on_disk=plan.weights is Tier.DISK,
         below_device=device and plan.weights is not Tier.DEVICE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
 from lightning_hetero.lowering.needs import Purpose, Rows, total_bytes
@@ -93,11 +93,38 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
         lines.append((Purpose.ACTIVATIONS.value, "host", "on top", _KNOBS[Purpose.ACTIVATIONS]))
     elif not profiled:
         lines.append((Purpose.ACTIVATIONS.value, "host", "unknown", f"{_KNOBS[Purpose.ACTIVATIONS]}; known once a batch has run"))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in lines)
     return OutOfMemoryBudgetError(
         f"plan {plan!r} needs {format_bytes(need)} of host memory; {allowed}, {format_bytes(need - host_memory)} too little:\n"
-        f"{table}\n"
+        f"{_table(lines)}\n"
         f"{'Raise host_memory' if given else 'Free memory'}, or need less of something in the table.",
         needed_bytes=need,
     )
+
+
+def device_too_small(plan: str, rows: Rows, *, device_memory: int, profiled: bool) -> OutOfMemoryBudgetError:
+    """A device whose memory is too small, with a table of what is needed there.
+
+    Args:
+        plan: The plan's name.
+        rows: What it needs, by purpose.
+        device_memory: What the device has for it, in bytes.
+        profiled: Activations are known.
+    """
+    need = total_bytes(rows)
+    lines = [("what", "where", "how much", "less with")]
+    lines += [(p.value, "device", format_bytes(size), _REMEDIES.get(("device", p), "")) for p, size in rows.items() if size]
+    if not profiled:
+        knob = _REMEDIES["device", Purpose.ACTIVATIONS]
+        lines.append((Purpose.ACTIVATIONS.value, "device", "unknown", f"{knob}; known once a batch has run"))
+    return OutOfMemoryBudgetError(
+        f"plan {plan!r} needs {format_bytes(need)} of device memory; {format_bytes(device_memory)} may be used, "
+        f"{format_bytes(need - device_memory)} too little:\n"
+        f"{_table(lines)}\n"
+        f"Raise device_memory where the device has more, or need less of something in the table.",
+        needed_bytes=need,
+    )
+
+
+def _table(lines: Sequence[tuple[str, str, str, str]]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in lines)

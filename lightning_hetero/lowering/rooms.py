@@ -14,7 +14,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, total_bytes
 from lightning_hetero.lowering.placement import updates_in_backward
-from lightning_hetero.lowering.refusals import plan_error, too_small
+from lightning_hetero.lowering.refusals import device_too_small, plan_error, too_small
 from lightning_hetero.lowering.staging import read_ahead
 
 
@@ -84,8 +84,10 @@ def rooms(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates
     )
 
 
-def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool) -> Rooms:
-    """As :func:`rooms`, of a budget of host memory where the device is the host's own CPU.
+def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool, device_memory: int | None = None) -> Rooms:
+    """As :func:`rooms`, of a budget of host memory and, where the device has memory of its own, of one of that.
+
+    Until activations are known the device's cache gets no more than the blocks that come ahead of their use: the rest is theirs.
 
     Args:
         plan: The resolved plan.
@@ -93,6 +95,7 @@ def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profile
         host_memory: The budget in bytes.
         given: It is the user's; else what the machine has free.
         profiled: Activations are known.
+        device_memory: Device memory in bytes; ``None``: the device is the host's own CPU.
 
     Raises:
         OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much and what would need less.
@@ -101,7 +104,15 @@ def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profile
     if host.shortfall_bytes > 0:
         raise too_small(plan.name, host.all_rows, host_memory=host_memory, given=given, profiled=profiled)
     cache_bytes, staging_bytes = _shared_out(host, needs)
-    return Rooms(host_cache_bytes=cache_bytes, device_cache_bytes=None, staging_bytes=staging_bytes)
+    device_cache_bytes = None
+    if device_memory is not None:
+        device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, device_memory)
+        if device.shortfall_bytes > 0:
+            raise device_too_small(plan.name, device.all_rows, device_memory=device_memory, profiled=profiled)
+        left = device_memory - total_bytes(device.rows)
+        ahead = sum(sorted(needs.device_caches)[-plan.prefetch_depth - 1 :])
+        device_cache_bytes = device.cache_bytes(left if profiled else min(left, ahead))
+    return Rooms(host_cache_bytes=cache_bytes, device_cache_bytes=device_cache_bytes, staging_bytes=staging_bytes)
 
 
 def _host(plan: Plan, needs: Needs, capacity_bytes: int) -> _Tier:

@@ -69,24 +69,20 @@ def hyper(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> H
     )
 
 
-def request(
-    optimizer: Optimizer, part: Part, grads: Iterable[tuple[int, nn.Parameter, dict[str, Any], Tensor]]
-) -> tuple[list[Segment], list[Hyper]]:
+def request(part: Part, grads: Iterable[tuple[int, Hyper, Tensor]]) -> tuple[list[Segment], list[Hyper]]:
     """The engine's view of one update: which runs of the part to update, with which numbers.
 
     Args:
-        optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
         part: The part.
-        grads: Index in the part, parameter, its group, and its gradient, dense and in the parameter's memory order.
+        grads: Index in the part, its numbers, and its gradient, dense and in the parameter's memory order.
     """
     hypers: dict[Hyper, int] = {}
     segments = []
-    for index, param, group, grad in grads:
-        numbers = hyper(optimizer, param, group)
+    for index, numbers, grad in grads:
         segments.append(
             Segment(
                 offset=part.offsets[index],
-                numel=param.numel(),
+                numel=part.params[index].numel(),
                 grad=grad.data_ptr(),
                 grad_dtype=DTYPES[grad.dtype],
                 hyper=hypers.setdefault(numbers, len(hypers)),

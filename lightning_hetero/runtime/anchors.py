@@ -37,8 +37,17 @@ class Watcher(Protocol):
         """The first gradient has reached one of the block's outputs; blocks whose weights stay in memory have this anchor too."""
 
 
-class Observer(Watcher, Protocol):
+class Observer(Protocol):
     """Who is told of anchors and acts on them."""
+
+    def forward_begins(self, block: Block, inputs: Any) -> None:
+        """As for :class:`Watcher`, before compute goes on."""
+
+    def forward_ends(self, block: Block, output: Any) -> None:
+        """It ended, maybe by an exception; with what it returns."""
+
+    def backward_begins(self, block: Block) -> None:
+        """As for :class:`Watcher`."""
 
     @property
     def watched(self) -> bool:
@@ -82,7 +91,7 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
         observer.forward_begins(block, (args, kwargs))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        observer.forward_ends(block)
+        observer.forward_ends(block, output)
         if (not block.spec.pinned or observer.watched) and torch.is_grad_enabled():
             begins = _once_per_backward(lambda: observer.backward_begins(block))
             for leaf in _tensors(output):

@@ -23,13 +23,13 @@ from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates, urgency
-from lightning_hetero.lowering import lower
+from lightning_hetero.lowering import DeviceRoom, lower
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
-from lightning_hetero.runtime.sources import WeightSource
+from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
@@ -54,8 +54,8 @@ class Access:
 
     @property
     def state(self) -> Residency:
-        """Released where the weights live on disk, whether cached or not; else only an update can be pending."""
-        return Residency.RELEASED if self._part.block.weights_on_disk else Residency.PENDING
+        """Released where the weights live on a lower tier, whether cached or not; else only an update can be pending."""
+        return Residency.RELEASED if self._executor.is_away(self._part.block) else Residency.PENDING
 
     def wait(self) -> None:
         """Waits for a pending update; refuses what a closed store has left without content."""
@@ -65,7 +65,7 @@ class Access:
 
     def source(self) -> WeightSource:
         """Where the weights are."""
-        return WeightSource(self._executor.store, self._part, self._index, self._executor.settle)
+        return WeightSource(self._executor.store, self._part, self._index, self._executor.settle, self._executor.copies)
 
 
 class Executor:
@@ -85,6 +85,7 @@ class Executor:
 
     Attributes:
         serial: Nothing overlaps: compute waits for whatever it issues to be done. For measuring compute alone.
+        copies: What a device with memory of its own holds of the weights; ``None`` where the device is the host.
         watcher: Who looks on, if anybody does.
     """
 
@@ -109,11 +110,12 @@ class Executor:
         self.recorder = recorder
         self.heap = heap
         self.serial = False
+        self.copies: DeviceCopies | None = None
         self.watcher: Watcher | None = None
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
-        self._schedules: dict[tuple[StepSignature, frozenset[int]], Schedule] = {}
+        self._schedules: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None], Schedule] = {}
         self._schedule: Schedule | None = None
         self._cursor = 0  # the next anchor expected
         self._issued = 0  # the next op to issue
@@ -158,6 +160,10 @@ class Executor:
         for block in self.blocks:
             while block.uses:  # held, or left open by an exception
                 self.shut(block)
+        self._cancel_opened()
+
+    def _cancel_opened(self) -> None:
+        """Takes updates back that were opened, and that no gradients will come for."""
         self.updater.cancel_opened(self.blocks)
 
     def rest(self) -> None:
@@ -200,7 +206,7 @@ class Executor:
         if self.watcher is not None:
             self.watcher.forward_begins(block, inputs)
 
-    def forward_ends(self, block: Block) -> None:
+    def forward_ends(self, block: Block, output: Any = None) -> None:
         """Observer: the use is over."""
         if self.watcher is not None:
             self.watcher.forward_ends(block)
@@ -349,6 +355,10 @@ class Executor:
             for part in block.parts:
                 part.versions = sum(p._version for p in part.params)
 
+    def is_away(self, block: Block) -> bool:
+        """Whether the block's weights live on a lower tier than where it computes."""
+        return block.weights_on_disk
+
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
         block.uses = max(0, block.uses - 1)
@@ -390,7 +400,10 @@ class Executor:
 
     def release(self, block: Block) -> list[Ticket]:
         """Gives the block's weight memory back, unless it is in use."""
-        if not block.resident or block.uses or not block.weights_on_disk:
+        return [] if block.uses or not block.weights_on_disk else self._give_back(block)
+
+    def _give_back(self, block: Block) -> list[Ticket]:
+        if not block.resident:
             return []
         self.updater.cancel_opened([block])
         block.resident = False
@@ -446,6 +459,10 @@ class Executor:
             self._fetch(block, [] if force else self._make_room(block))
         for part in block.parts:
             self.settle(part)
+
+    def provide(self, block: Block) -> None:
+        """Weights to where the block computes, now."""
+        self.bring(block)
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters that live in memory become ordinary again."""
@@ -534,13 +551,19 @@ class Executor:
         if training and self._armed is not None:
             updates = Updates.AFTER_VERDICT if self.deferred else Updates.IN_BACKWARD
         signature = StepSignature(order=order, training=training, updates=updates)
-        resident = frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident)
-        key = (signature, resident)
+        resident, device = self._held_now()
+        key = (signature, resident, device)
         if key not in self._schedules:
             if len(self._schedules) >= _SCHEDULES_KEPT:  # a model that skips layers at random has a new order every step
                 self._schedules.clear()
-            self._schedules[key] = lower(self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes)
+            self._schedules[key] = lower(
+                self.plan, self.model, signature, resident=resident, capacity_bytes=self.capacity_bytes, device=device
+            )
         return self._schedules[key]
+
+    def _held_now(self) -> tuple[frozenset[int], DeviceRoom | None]:
+        """Blocks on disk whose weights are in memory, and what a device with memory of its own has room for and holds."""
+        return frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident), None
 
     def _learn(self) -> None:
         """The next batch of this kind is expected to use the blocks as this one did."""

@@ -14,11 +14,12 @@ from torch import Tensor
 from lightning_hetero._native import BlockGeometry, file_bytes
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
-from lightning_hetero.ir.plan import Plan, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import Needs, Purpose, budgeted, check, lower, needs_of_shape
-from lightning_hetero.lowering.needs import total_bytes
+from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, lower, needs_of_shape
+from lightning_hetero.lowering.needs import Constant, total_bytes
 from lightning_hetero.optim import adam
+from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.capacity import available_memory_bytes
@@ -45,6 +46,7 @@ class SessionOptions:
     block_cls: BlockCls | None = None
     host_memory: int | None = None
     device_memory: int | None = None
+    device: EmulatedDevice | None = None  # with memory of its own; None: the device is the host
     disk_path: Path | None = None
     disk_capacity: int | None = None
     allow_tmpfs: bool = False
@@ -83,6 +85,7 @@ class Placement:
         rules: When updates run under it.
         by: The rule of each optimizer, in their order.
         cache_bytes: Host memory for weights that live on disk.
+        device_cache_bytes: Device memory for weights that live below a device with memory of its own.
         staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
         activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
@@ -94,6 +97,7 @@ class Placement:
     rules: StepRules
     by: tuple[Rule, ...]
     cache_bytes: int
+    device_cache_bytes: int
     staging_bytes: int
     activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
@@ -192,17 +196,18 @@ class Placer:
         needs = self.needs(plan, rules)
         room = budgeted(
             plan, needs, host_memory=host_budget(self._options, present_bytes), given=self._options.host_memory is not None,
-            profiled=self._profile is not None,
+            profiled=self._profile is not None, device_memory=self._device_memory,
         )  # fmt: skip
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
-        self._check_schedule(plan, room.host_cache_bytes, rules)
+        self._check_schedule(plan, room, rules)
         geometries = self._geometries(plan)
         return Placement(
             plan=plan,
             rules=rules,
             by=by,
             cache_bytes=room.host_cache_bytes,
+            device_cache_bytes=room.device_cache_bytes or 0,
             staging_bytes=room.staging_bytes,
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
@@ -212,6 +217,8 @@ class Placer:
 
     def _fitting(self, plan: Plan) -> Plan:
         """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
+        if self._options.device is not None:
+            return replace(plan, blocks=tuple(map(_on_device, self.model.blocks, plan.blocks)))
         pinned = [b.name for b, p in zip(self.model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
         if pinned:
             log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
@@ -239,14 +246,24 @@ class Placer:
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
         """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled."""
         rules = rules or self._rules
+        shared = self._device_memory is None
+        constant = 0 if shared or self._profile is None else self._profile.constant_device_bytes
         return needs_of_shape(
-            plan, self.model, shared_memory=True, staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
+            plan, self.model, shared_memory=shared, constant=Constant(device_bytes=constant),
+            staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=Updates.AFTER_VERDICT if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
         )  # fmt: skip
 
+    @property
+    def _device_memory(self) -> int | None:
+        """What the plan may use of a device with memory of its own; ``None``: the device is the host."""
+        if self._options.device is None:
+            return None
+        return min(self._options.device.memory_bytes, self._options.device_memory or self._options.device.memory_bytes)
+
     def _check_device(self, plan: Plan) -> None:
-        """Refuses a plan whose device tier exceeds ``device_memory``."""
-        allowed = self._options.device_memory
+        """Refuses a plan whose device tier exceeds ``device_memory`` where the device is the host."""
+        allowed = self._options.device_memory if self._device_memory is None else None
         need = 0
         for block, placed in zip(self.model.blocks, plan.blocks, strict=True):
             need += block.weight_bytes + block.gradient_bytes if placed.weights is Tier.DEVICE else 0
@@ -257,7 +274,7 @@ class Placer:
                 f'device_memory allows {format_bytes(allowed)}. Raise device_memory, or choose plan="host" or plan="disk".'
             )
 
-    def _check_schedule(self, plan: Plan, cache_bytes: int, rules: StepRules) -> None:
+    def _check_schedule(self, plan: Plan, room: Rooms, rules: StepRules) -> None:
         """Lowers the plan for a step as expected, so that what the lowering refuses is refused before anything is loaded."""
         updates = Updates.AFTER_VERDICT if rules.deferred else Updates.IN_BACKWARD
         signature = StepSignature(
@@ -265,8 +282,10 @@ class Placer:
             training=bool(self._bindings),
             updates=updates if self._bindings else Updates.NONE,
         )
-        schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=cache_bytes)
-        check(schedule, plan, self.model, capacity_bytes=cache_bytes)
+        on_device = room.device_cache_bytes
+        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device)
+        schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=room.host_cache_bytes, device=device)
+        check(schedule, plan, self.model, capacity_bytes=room.host_cache_bytes, device_capacity_bytes=on_device)
 
     def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
         geometries: dict[Part, BlockGeometry] = {}
@@ -286,6 +305,13 @@ class Placer:
             for part in block.parts
             if placed.state is Tier.DISK and not native_state(part, self.owners)
         )
+
+
+def _on_device(block: BlockShape, placed: BlockPlan) -> BlockPlan:
+    """Weights that are used outside a repeated block stay on the device, and so does what is saved around them."""
+    if not block.pinned:
+        return placed
+    return replace(placed, weights=Tier.DEVICE, saved=Saved.KEEP, boundary=Saved.KEEP, operators={})
 
 
 def host_budget(options: SessionOptions, present_bytes: int) -> int:

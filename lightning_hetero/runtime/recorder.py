@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
 from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.runtime.lanes import OpEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,17 @@ class _Watched:
     lane: Lane
     issued_s: float
     tickets: tuple[Ticket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """An op on a lane of a device."""
+
+    step: int
+    order: int
+    op: Op
+    block: str
+    end: OpEvent
 
 
 class Recorder:
@@ -50,6 +62,7 @@ class Recorder:
         self._keep = steps
         self._spans: list[Span] = []
         self._watched: list[_Watched] = []
+        self._followed: list[_Followed] = []
         self._order = 0
 
     @contextmanager
@@ -82,6 +95,12 @@ class Recorder:
             self._watched.append(_Watched(self.step, self._order, kind, block, lane, time.monotonic(), tuple(tickets)))
             self._order += 1
         return tickets
+
+    def follow(self, op: Op, block: str, end: OpEvent) -> None:
+        """Remembers an op that has just been given to its lane."""
+        if self.enabled:
+            self._followed.append(_Followed(self.step, self._order, op, block, end))
+            self._order += 1
 
     def end_step(self) -> None:
         """One optimizer step is over."""
@@ -136,3 +155,22 @@ class Recorder:
                 )
             )
         self._watched = waiting
+        self._followed = [f for f in self._followed if not self._ended(f)]
+
+    def _ended(self, followed: _Followed) -> bool:
+        op, times = followed.op, followed.end.times()
+        if times is None:
+            return False
+        plain = op.payload in (Payload.WEIGHTS, Payload.NONE) or op.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
+        self._spans.append(
+            Span(
+                step=followed.step,
+                name=f"{op.kind.value if plain else f'{op.kind.value} {op.payload.value}'} {followed.block}",
+                lane=op.lane.value,
+                start_s=times[0],
+                end_s=times[1],
+                num_bytes=op.num_bytes,
+                order=followed.order,
+            )
+        )
+        return True

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +24,13 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.runtime.anchors import observe, observe_gradient
+from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, least_bytes, native_state
 from lightning_hetero.runtime.recorder import Recorder
@@ -120,20 +124,42 @@ class Session:
         updater.own(self.bindings)
         heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
         heap.counted_bytes = placement.activation_bytes
-        self.executor = Executor(
-            self.blocks, plan=placement.plan, model=placer.model, store=self.store, updater=updater,
-            capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred), recorder=self.recorder, heap=heap,
-            poison=self.options.poison,
-        )  # fmt: skip
+        common: dict[str, Any] = {
+            "plan": placement.plan, "model": placer.model, "store": self.store, "updater": updater,
+            "capacity_bytes": placement.cache_bytes, "deferred": bool(rules.deferred), "recorder": self.recorder, "heap": heap,
+            "poison": self.options.poison,
+        }  # fmt: skip
+        if self.options.device is None:
+            self.executor = Executor(self.blocks, **common)
+        else:
+            self.executor = self._on_device(self.options.device, placement, updater, common)
         if parked is None or optimizers is not None:
             self._open(placement)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
             for binding in self.bindings:
                 binding.place(self.store, homes)
         self.store.commit()
+        if isinstance(self.executor, DeviceExecutor):
+            self.executor.rest()
+            self.executor.move_in()
+            for buffer in self.root.buffers():
+                buffer.data = buffer.data.to(self.executor.lanes.device)
         self._handles = observe(self.blocks, self.executor)
         self._started = True
         self._announce(placement)
+
+    def _on_device(self, device: EmulatedDevice, placement: Placement, updater: Updater, common: dict[str, Any]) -> DeviceExecutor:
+        """The executor for a device with memory of its own."""
+        assert self.store is not None
+        lanes = EmulatedLanes(device, poison=self.options.poison)
+        weights = DeviceWeights(lanes)
+        updater.device = DeviceSide(
+            weights=weights,
+            gradients=HostGradients(lanes, norm_type=2.0),
+            updates=DeviceUpdates(lanes, weights, self.store),
+        )
+        cache = placement.device_cache_bytes
+        return DeviceExecutor(self.blocks, lanes=lanes, side=updater.device, device_cache_bytes=cache, **common)
 
     def replan(self, plan: Plan) -> Plan:
         """Goes on with another plan: moves weights and optimizer state to the tiers that it says, between two batches of a fit.
@@ -199,8 +225,9 @@ class Session:
         return self._rules
 
     def _placer(self) -> Placer:
-        # What a user gives is for what a plan can place; what the machine has free has to hold activations as well.
-        profile = self.profile if self.options.host_memory is None else None
+        # What a user gives is for what a plan can place; what the machine has free has to hold activations as well. A plan for a
+        # device with memory of its own places activations too.
+        profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
         return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules, profile)
 
     def host_memory(self) -> int:
@@ -396,7 +423,7 @@ class Session:
         opened = []
         try:
             for block in blocks:
-                self.executor.bring(block)
+                self.executor.provide(block)
                 self.executor.open(block)
                 opened.append(block)
                 if torch.is_grad_enabled():
@@ -452,6 +479,8 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if isinstance(self.executor, DeviceExecutor):
+            self.executor.move_out()
         if self._started and not self._fits_memory():
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")

@@ -3,22 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.device.gradients import check_dense
+from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
 
-_Row = tuple[int, nn.Parameter, dict[str, Any], Tensor]  # position in the part, parameter, its group, its gradient
+
+@dataclass(frozen=True, slots=True)
+class DuePart:
+    """The update of one part, as it was issued.
+
+    Attributes:
+        part: The part.
+        indices: Positions of the parameters that are updated.
+        numbers: Their numbers, of a native update.
+        claim: Their gradients that have left a device; ``None`` where the device is the host.
+    """
+
+    part: Part
+    indices: list[int]
+    numbers: list[Hyper]
+    claim: Claim | None
+
+
+@dataclass(frozen=True, slots=True)
+class DueUpdate:
+    """The update of one block, as it was issued; called, it runs.
+
+    Attributes:
+        updater: Who runs it.
+        block: The block.
+        binding: The optimizer.
+        parts: What of the block is updated.
+        scale: Gradients are multiplied by it first.
+        clip: Gradients are clipped by value, if they are at all: nobody has done it before.
+    """
+
+    updater: Updater
+    block: Block
+    binding: OptimizerBinding
+    parts: list[DuePart]
+    scale: float
+    clip: bool
+
+    def __call__(self, *, priority: int = 0, after: Sequence[Ticket] = ()) -> list[Ticket]:
+        """Runs it."""
+        return self.updater.run(self, priority=priority, after=after)
 
 
 class Updater:
@@ -119,27 +160,45 @@ class Updater:
             priority: Of native updates among all that may run, the lowest first.
             after: What native updates wait for, unless they have been opened.
         """
+        due = self.prepare(block, binding)
+        return [] if due is None else due(priority=priority, after=after)
+
+    def prepare(self, block: Block, binding: OptimizerBinding) -> DueUpdate | None:
+        """Reads off all that :meth:`update` needs and that may change before it runs; ``None`` if no update is due."""
+        parts = [self._due_part(part, indices, binding) for part in block.parts if (indices := self._indices(part, binding))]
+        return DueUpdate(self, block, binding, parts, self._scale, clip=self.verdict is None) if parts else None
+
+    def _due_part(self, part: Part, indices: list[int], binding: OptimizerBinding) -> DuePart:
+        params = [part.params[i] for i in indices]
+        self._updated.update(map(id, params))
+        claim = None if self.device is None else self.device.gradients.claim(params)
+        numbers: list[Hyper] = []
+        if binding.rule is Rule.NATIVE:
+            groups = self._groups_of(binding)
+            binding.renew(part, indices)
+            binding.advance(part, indices)  # the optimizer's books say that they were updated
+            numbers = [adam.hyper(binding.optimizer, p, groups[id(p)]) for p in params]
+        return DuePart(part, indices, numbers, claim)
+
+    def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket]) -> list[Ticket]:
+        """Does what :meth:`prepare` has prepared."""
         tickets: list[Ticket] = []
-        for part in block.parts:
-            indices = self._indices(part, binding)
-            if not indices:
-                continue
-            self._prepare_gradients(part, indices)
-            if self.device is None:
-                part.reclaim()
-            if self.device is not None and binding.rule is Rule.NATIVE and block.plan.update is UpdateLane.DEVICE:
-                rows = self._rows(part, indices, binding)
-                self.device.updates.update(binding.optimizer, part, rows, scale=self._scale)
-            elif binding.rule is Rule.NATIVE:
-                tickets.append(self._update_native(part, indices, binding, priority, after))
+        on_device = due.block.plan.update is UpdateLane.DEVICE
+        for one in due.parts:
+            grads = self._gradients(one, clip=due.clip)
+            if due.binding.rule is not Rule.NATIVE:
+                tickets += self._update_in_python(due, one)
+            elif self.device is not None and on_device:
+                self.device.updates.update(one.part, list(zip(one.indices, one.numbers, grads, strict=True)), scale=due.scale)
             else:
-                tickets += self._update_in_python(block, part, indices, binding)
-            self._updated.update(id(part.params[i]) for i in indices)
-            if self.device is not None:
-                self.device.gradients.used([part.params[i] for i in indices], tickets[-1] if tickets else None)
-            if not self._keep_gradients:
-                for i in indices:
-                    part.params[i].grad = None
+                if self.device is None:
+                    one.part.reclaim()
+                tickets.append(self._update_native(one, grads, due.scale, priority, after))
+            if one.claim is not None:
+                one.claim.used(tickets[-1] if tickets else None)
+            if not self._keep_gradients and (self.device is None or on_device):
+                for i in one.indices:
+                    one.part.params[i].grad = None
         return tickets
 
     def update_whole(self, binding: OptimizerBinding) -> None:
@@ -158,56 +217,51 @@ class Updater:
 
         return [i for i, p in enumerate(part.params) if p.numel() and due(p)]
 
-    def _gradient(self, param: nn.Parameter) -> Tensor:
-        """The gradient where the update finds it: on the host once it has left a device, else where autograd has put it."""
-        held = None if self.device is None else self.device.gradients.gradient(param)
-        grad = param.grad if held is None else held
-        assert grad is not None, "only parameters with gradients are updated"
-        return grad.detach()
-
-    def _prepare_gradients(self, part: Part, indices: Sequence[int]) -> None:
-        for i in indices:
-            param, grad = part.params[i], self._gradient(part.params[i])
-            check_dense(part.names[i], grad)
+    def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
+        """Gradients where the update finds them: on the host once they have left a device, else where autograd has put them."""
+        grads = []
+        for i in due.indices:
+            param = due.part.params[i]
+            if due.claim is not None and param in due.claim:
+                grads.append(due.claim.gradient(param))
+                continue
+            grad = param.grad
+            assert grad is not None, "only parameters with gradients are updated"
+            check_dense(due.part.names[i], grad)
             if grad.stride() != param.stride():  # autograd gives the parameter's own memory order almost always
-                param.grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-        if self._clip_value is not None and self.verdict is None:
-            grads = [self._gradient(part.params[i]) for i in indices]  # as torch.nn.utils.clip_grad_value_ does it
+                param.grad = grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(
+                    grad
+                )
+            grads.append(grad.detach())
+        if self._clip_value is not None and clip:  # as torch.nn.utils.clip_grad_value_ does it
             torch._foreach_clamp_min_(grads, -self._clip_value)
             torch._foreach_clamp_max_(grads, self._clip_value)
+        return grads
 
-    def _update_native(
-        self, part: Part, indices: Sequence[int], binding: OptimizerBinding, priority: int, after: Sequence[Ticket]
-    ) -> Ticket:
+    def _update_native(self, due: DuePart, grads: list[Tensor], scale: float, priority: int, after: Sequence[Ticket]) -> Ticket:
+        part = due.part
         self.store.refresh_master(part)
-        rows = self._rows(part, indices, binding)
-        segments, hypers = adam.request(binding.optimizer, part, rows)
+        segments, hypers = adam.request(part, zip(due.indices, due.numbers, grads, strict=True))
         if part.opened is None:
             self.store.open_update(part, resident=part.block.resident, priority=priority, after=after)
-        keep = [grad for *_, grad in rows]
-        ticket = self.store.arm_update(part, segments, hypers, keep, scale=self._scale, priority=priority)
+        ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority)
         # A graph that still holds these weights would read new values: autograd shall say so instead.
-        torch.autograd.graph.increment_version([part.params[i] for i in indices])
+        torch.autograd.graph.increment_version([part.params[i] for i in due.indices])
         self.store.master_is_current(part)
         if self.device is not None:
             self.device.weights.outdate(part)
         return ticket
 
-    def _rows(self, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> list[_Row]:
-        """What is updated; the optimizer's books say that it was."""
-        groups = self._groups_of(binding)
-        binding.renew(part, indices)
-        binding.advance(part, indices)
-        return [(i, part.params[i], groups[id(part.params[i])], self._gradient(part.params[i])) for i in indices]
-
-    def _update_in_python(self, block: Block, part: Part, indices: Sequence[int], binding: OptimizerBinding) -> list[Ticket]:
-        params = [part.params[i] for i in indices]
-        if self._scale != 1.0:
-            torch._foreach_mul_([p.grad for p in params if p.grad is not None], self._scale)
-        self._blobs.load(part, binding.optimizer)
-        blockwise.step(binding.optimizer, params)
-        if block.plan.state is Tier.DISK:
-            self._blobs.save(part, binding.optimizer)
+    def _update_in_python(self, due: DueUpdate, one: DuePart) -> list[Ticket]:
+        part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer
+        if self.device is None:
+            part.reclaim()
+        if due.scale != 1.0:
+            torch._foreach_mul_([p.grad for p in params if p.grad is not None], due.scale)
+        self._blobs.load(part, optimizer)
+        blockwise.step(optimizer, params)
+        if due.block.plan.state is Tier.DISK:
+            self._blobs.save(part, optimizer)
         return [self.store.store_weights(part)] if part.on_disk else []
 
     def _groups_of(self, binding: OptimizerBinding) -> dict[int, dict[str, Any]]:

@@ -28,6 +28,7 @@ from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.tiers import EngineOptions
@@ -62,6 +63,7 @@ class HeteroOffload(_Base):
         host_memory: Host memory for weights, gradients, optimizer state and staging, such as ``"16GiB"``; activations come on top.
             Default: what is free, at most what a control group leaves; it holds activations too, once a batch has been profiled.
         device_memory: The same for the device tier.
+        device: An emulated device with memory of its own, to try plans for accelerators without one.
         disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
         disk_capacity: Most bytes on disk.
         allow_tmpfs: Accept a ``disk_path`` in memory.
@@ -88,6 +90,7 @@ class HeteroOffload(_Base):
         block_cls: BlockCls | None = None,
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
+        device: EmulatedDevice | None = None,
         disk_path: str | os.PathLike[str] | None = None,
         disk_capacity: str | int | None = None,
         allow_tmpfs: bool = False,
@@ -114,6 +117,7 @@ class HeteroOffload(_Base):
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
+            device=device,
             disk_path=None if disk_path is None else Path(disk_path),
             disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
             allow_tmpfs=allow_tmpfs,

@@ -205,7 +205,7 @@ class Machine:
 
     def _swaps(self, run: Run) -> bool:
         assert run.anchor is not None
-        return self.schedules[run.schedule].signature.training and self.placed[run.anchor.block].swapped_bytes > 0
+        return self.schedules[run.schedule].signature.training and self.placed[run.anchor.block].swaps
 
     def _take(self, run: Run) -> None:
         """Memory that a run takes as it starts, and what it has to find."""
@@ -310,7 +310,7 @@ class Machine:
         if anchor.phase is Phase.FORWARD:
             self._memory(device=block.activation_bytes + block.transient_bytes)
             return
-        if self.placed[b].swapped_bytes:
+        if self.placed[b].swaps:
             assert ("activations", "device", run.schedule, run.use) in self.value, f"{run} lacks its activations"
         new = self.placed[b].shape.gradient_bytes * (("gradients", "device", b) not in self.value)
         self._memory(device=self.placed[b].saved.recomputed + block.transient_bytes + new)
@@ -326,7 +326,7 @@ class Machine:
             self._memory(device=-block.activation_bytes - block.transient_bytes)
         else:
             self._memory(device=-saved.recomputed - block.transient_bytes)
-            if self.placed[b].swapped_bytes:
+            if self.placed[b].swaps:
                 self.value["activations", "device", run.schedule, run.use] = 1
 
     def _cpu_update_starts(self, run: Run, b: int) -> None:

@@ -29,13 +29,15 @@ class Shape:
     shared: bool = False
     recompute: str = ""
     unused: bool = False
+    counting: bool = True  # forwards change a buffer, so that they cannot be computed again
 
 
 class MlpBlock(nn.Module):
     """A residual block whose sizes are not multiples of any vector width."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, *, counting: bool = True) -> None:
         super().__init__()
+        self.counting = counting
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 3)
         self.down = nn.Linear(2 * width + 3, width)
@@ -43,7 +45,8 @@ class MlpBlock(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        if self.counting:
+            self.calls += 1
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
@@ -55,7 +58,7 @@ class Model(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(VOCABULARY, shape.width)
         self.position = nn.Parameter(0.1 * torch.randn(5, shape.width))
-        self.blocks = nn.ModuleList(MlpBlock(shape.width, shape.dropout) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(MlpBlock(shape.width, shape.dropout, counting=shape.counting) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         if shape.tied:

@@ -132,7 +132,7 @@ def test_memory_is_used_again_once_its_update_is_ready(net: World, lanes: Emulat
         sizes.append(side.gradients.pool.num_bytes)
         ticket = FakeTicket()
         ticket.reached = 0 if step == 1 else READY  # the second step's update is under way until the end
-        side.gradients.used(net.root.parameters(), ticket)
+        side.gradients.claim(net.root.parameters()).used(ticket)
         assert arrived(net, side) == {}
     assert addresses[0] == addresses[1]
     assert not addresses[1] & addresses[2]
@@ -148,13 +148,13 @@ def test_a_buffer_that_two_optimizers_share_is_free_after_both(net: World, lanes
     leave(net, lanes, side)
     first = arrived(net, side)["0.weight"].data_ptr()
     bias = arrived(net, side)["0.bias"].clone()
-    side.gradients.used([net.root[0].weight], None)
+    side.gradients.claim([net.root[0].weight]).used(None)
     give_gradients([net.root[0].weight], 2)
     leave(net, lanes, side)
     again = arrived(net, side)
     assert again["0.weight"].data_ptr() == first
     assert torch.equal(again["0.bias"], bias)
-    side.gradients.used(net.root.parameters(), None)
+    side.gradients.claim(net.root.parameters()).used(None)
     assert arrived(net, side) == {}
 
 

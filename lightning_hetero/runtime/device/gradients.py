@@ -234,24 +234,24 @@ class HostGradients:
         held = self._held.get(id(param))
         return None if held is None else held.value()
 
-    def used(self, params: Iterable[nn.Parameter], ticket: Ticket | None) -> None:
-        """An update has been handed these gradients: they are gone, and their memory is free once ``ticket`` is READY.
+    def claim(self, params: Iterable[nn.Parameter]) -> Claim:
+        """An update is issued for these gradients: they are its own from now on, whether their GRAD has ended or not."""
+        held = [h for p in params if (h := self._held.pop(id(p), None)) is not None]
+        for one in held:
+            if type(one.param.grad) is HostGradient:
+                one.param.grad = None
+        return Claim(self, held)
 
-        Args:
-            params: The parameters.
-            ticket: The update; ``None``: it is over.
-        """
-        for held in [h for p in params if (h := self._held.pop(id(p), None)) is not None]:
-            if type(held.param.grad) is HostGradient:
-                held.param.grad = None
-            buffer = held.buffer
+    def _used(self, held: Iterable[_Held], ticket: Ticket | None) -> None:
+        for one in held:
+            buffer = one.buffer
             assert buffer is not None, "its GRAD has ended"
             with self._lock:
                 if ticket is not None and ticket not in buffer.readers:
                     buffer.readers.append(ticket)
                 buffer.holds -= 1
                 if not buffer.holds:
-                    del self._buffers[held.part, held.dtype]
+                    del self._buffers[one.part, one.dtype]
                     self._leaving.append(buffer)
         self._collect()
 
@@ -288,7 +288,7 @@ class HostGradients:
             grad, held.param.grad = held.param.grad, None
             if grad is None:
                 self.wait(held.part.block)
-                self.used([held.param], None)
+                self.claim([held.param]).used(None)
             elif type(grad) is not HostGradient:
                 check_dense(held.part.names[held.index], grad)
                 self.wait(held.part.block)
@@ -309,6 +309,25 @@ class HostGradients:
             self._buffers.clear()
         self._sent.clear()
         self._collect()
+
+
+class Claim:
+    """Gradients that belong to one update. Thread-safe."""
+
+    def __init__(self, gradients: HostGradients, held: Sequence[_Held]) -> None:
+        self._gradients, self._held = gradients, {id(h.param): h for h in held}
+
+    def __contains__(self, param: object) -> bool:
+        """Whether it has a gradient of the parameter."""
+        return id(param) in self._held
+
+    def gradient(self, param: nn.Parameter) -> Tensor:
+        """The parameter's gradient in host memory, once its GRAD has ended: dense, and in the parameter's memory order."""
+        return self._held[id(param)].value()
+
+    def used(self, ticket: Ticket | None) -> None:
+        """The update has been handed the gradients: their memory is free once ``ticket`` is READY; ``None``: it is now."""
+        self._gradients._used(self._held.values(), ticket)
 
 
 class _GradientSource:

@@ -20,8 +20,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lightning_hetero import _native
 from lightning_hetero._native import Hyper, Ticket
@@ -32,7 +31,7 @@ from lightning_hetero.runtime.lanes.base import Event, Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
 from lightning_hetero.store.tiers import TierStore, versions
 
-Row = tuple[int, nn.Parameter, dict[str, Any], Tensor]  # position in the part, parameter, its group, its gradient on the device
+Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
 
 # fp32 copies of gradients are made for so many elements at a time: a multiple of 16, so that torch's vector loop and its
 # scalar tail see the elements they would see in one call.
@@ -125,13 +124,12 @@ class DeviceUpdates:
             self._returning[part] = event
 
     @torch.no_grad()
-    def update(self, optimizer: Optimizer, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
+    def update(self, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
         """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): gives one step of a part to compute.
 
         Args:
-            optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
             part: The part; its weights and its state are on the device.
-            rows: What to update: position in the part, parameter, its group, its gradient in the parameter's memory order.
+            rows: What to update: position in the part, its numbers, its gradient in the parameter's memory order.
             scale: Multiplies gradients in fp32 first.
 
         Raises:
@@ -145,9 +143,7 @@ class DeviceUpdates:
             master, *arrays = arrays
             if part.master_versions != versions(part):  # written to around the updates: the weights are the master again
                 master.copy_(weights)
-        pieces = [
-            (adam.hyper(optimizer, param, group), part.offsets[i], _flat(param, grad)) for i, param, group, grad in rows
-        ]  # fmt: skip
+        pieces = [(hyper, part.offsets[i], grad.as_strided((grad.numel(),), (1,))) for i, hyper, grad in rows]
         for hyper, same in groupby(sorted(pieces, key=lambda piece: piece[0]), key=lambda piece: piece[0]):
             for chunk in _chunks([(start, grad) for _, start, grad in same], whole=scale == 1.0):
                 self._step(hyper, chunk, [master, *arrays], scale)
@@ -155,7 +151,7 @@ class DeviceUpdates:
             _copy_runs(weights, master, ((start, grad.numel()) for _, start, grad in pieces))
         part.stepped = True
         # A graph that still holds these weights would read new values: autograd shall say so instead.
-        torch.autograd.graph.increment_version([param for _, param, _, _ in rows])
+        torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
         part.master_versions = versions(part)
         self._weights.updated(part)
 
@@ -243,10 +239,6 @@ def _host(part: Part) -> list[Tensor]:
         assert address is not None, "a device update has its state in memory"
         flats.append(tensor_at(native, address, part.num_elements, torch.float32))
     return flats
-
-
-def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
-    return grad.as_strided((param.numel(),), (1,))
 
 
 def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:

@@ -181,6 +181,10 @@ class DeviceWeights:
                 self._reclaim(part)
                 self._unbind(part)
 
+    def is_outdated(self, block: Block) -> bool:
+        """Whether the host has newer weights than the device's copy."""
+        return any(part in self._copies and self._copies[part].outdated for part in block.parts)
+
     def changed(self, block: Block) -> bool:
         """Whether the device has newer weights than the host.
 

@@ -1,0 +1,61 @@
+"""On a device with memory of its own a plan never changes a bit either: random models, plans and options on an emulated one."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import Recipe, assert_same, run
+from support.properties import examples
+from support.recipes import RECIPES
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import Saved, UpdateOrder
+from lightning_hetero.runtime.activations import block
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+
+@st.composite
+def device_plans(draw: st.DrawFn) -> Plan:
+    """A plan by patterns, so that it fits any model."""
+    rows = []
+    for name in ("model.blocks.0", "model.blocks.*", "*"):
+        weights, state = draw(st.sampled_from([*Tier])), draw(st.sampled_from([*Tier]))
+        on_cpu = state is not Tier.DEVICE and (Tier.DISK in (weights, state) or draw(st.booleans()))
+        if not on_cpu and weights is Tier.DISK:
+            weights = Tier.HOST
+        saved = draw(st.sampled_from([Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST]))
+        boundary = draw(st.sampled_from([Saved.KEEP, Saved.SWAP_HOST]))
+        lane = UpdateLane.CPU if on_cpu else UpdateLane.DEVICE
+        rows.append(BlockPlan(name=name, weights=weights, state=state, update=lane, saved=saved, boundary=boundary))
+    return Plan(
+        name="random",
+        blocks=tuple(rows),
+        prefetch_depth=draw(st.integers(1, 3)),
+        gradient_depth=draw(st.integers(1, 4)),
+        priority=draw(st.booleans()),
+        update_order=draw(st.sampled_from([*UpdateOrder])),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+
+
+@examples(10)
+@given(recipe=RECIPES, plan=device_plans(), seed=st.none() | st.integers(0, 99))
+def test_plans_do_not_change_a_bit_on_a_device(recipe: Recipe, plan: Plan, seed: int | None) -> None:
+    keep = [r for r in plan.blocks if recipe.shape.layers >= 2 or r.name == "*"]  # one block repeats nothing
+    plan = replace(plan, blocks=tuple(keep))
+    if any(row.saved is Saved.RECOMPUTE for row in keep):
+        recipe = replace(recipe, shape=replace(recipe.shape, counting=False))
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run(recipe, "auto", Path(folder))
+        strategy = HeteroOffloadStrategy(plan=plan, device=EmulatedDevice(memory="2MiB", seed=seed))
+        assert_same(run(recipe, strategy, Path(folder)), expected)
