@@ -14,7 +14,6 @@ import io
 import os
 import pickle
 import sys
-import uuid
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from lightning_hetero.checkpoint.files import appears_whole
 from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, materialize
 
 _PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
@@ -52,18 +52,8 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
         with _open_remote(path, "wb") as stream:
             _write(checkpoint, stream)
         return
-    local.parent.mkdir(parents=True, exist_ok=True)
-    partial = local.with_name(f".{local.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with open(partial, "xb") as stream:
-            _write(checkpoint, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, local)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_directory(local.parent)
+    with appears_whole(local) as stream:
+        _write(checkpoint, stream)
 
 
 def load(path: str | os.PathLike[str], map_location: _Location = None, *, weights_only: bool | None = None) -> Any:
@@ -314,15 +304,6 @@ def _open_remote(path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]
     file_system.makedirs(os.path.dirname(stripped), exist_ok=True)
     with file_system.transaction, file_system.open(stripped, mode) as stream:
         yield stream
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename in ``directory`` last."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_mapped_file(begin: int, end: int) -> bool:

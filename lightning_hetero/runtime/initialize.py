@@ -1,16 +1,21 @@
-"""Gives content to what was made on the meta device: the modules' own ``reset_parameters``, one block at a time.
+"""Gives content to what was made on the meta device: from files, or by the modules' own ``reset_parameters``, one block at a time.
 
 [Note: Meta initialization]
 As under FSDP, every module that owns parameters or buffers on the meta device must be able to set them itself, children before
-their parents, as constructors do. What is to be set holds NaN (integers their smallest value) before, so a ``reset_parameters``
-that forgets something is found and not trained on.
+their parents, as constructors do; a model of Hugging Face sets those of its modules with its ``_init_weights``. What is to be set
+holds NaN (integers their smallest value) before, so a ``reset_parameters`` that forgets something is found and not trained on.
+
+What is in files needs no module to set it: a block that files give as a whole is only read. But where a module sets something
+that files lack, its ``reset_parameters`` may set other things as well, even in other blocks. So blocks that are in files in part
+get that part last, through the door.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +24,142 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.blocks import Block
 
 
-def check_initializable(root: nn.Module) -> None:
-    """Refuses a model whose modules cannot set what they own on the meta device.
+class Content(Protocol):
+    """Weights in files, by the names that the model's parameters and buffers have inside it."""
 
-    Raises:
-        ConfigError: Names the module and what it owns.
+    def __contains__(self, name: object) -> bool:
+        """Whether the files have it."""
+
+    def fill(self, name: str, memory: Tensor) -> None:
+        """Reads it into a CPU tensor of its shape, converting to the tensor's dtype."""
+
+
+class _Nothing:
+    """No files."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def fill(self, name: str, memory: Tensor) -> None:
+        raise AssertionError(name)
+
+
+class Initializer:
+    """What sets the parameters and buffers of one model that are on the meta device.
+
+    Args:
+        root: The model.
+        content: Weights in files; they count before everything else.
     """
-    for name, module in root.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        missing = [key for key, value in own if value.is_meta]
-        if missing and _reset(module) is None:
-            raise ConfigError(
-                f"module {name or '(root)'!r} was made on the meta device, but its class {type(module).__name__} has no "
-                f"reset_parameters() that could set {', '.join(missing)}. Define it, make these tensors on the CPU, or build the "
-                f"model without empty_init and outside torch.device('meta')."
-            )
+
+    def __init__(self, root: nn.Module, content: Content | None = None) -> None:
+        self._root = root
+        self._content: Content = _Nothing() if content is None else content
+        self._setters = _setters(root)
+
+    def check(self) -> None:
+        """Refuses a model whose modules cannot set what they own on the meta device and no file has.
+
+        Raises:
+            ConfigError: Names the module and what it owns.
+        """
+        for name, module in self._root.named_modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            missing = [key for key, value in own if value.is_meta and _join(name, key) not in self._content]
+            if missing and not self._setters[id(module)]:
+                raise ConfigError(
+                    f"module {name or '(root)'!r} was made on the meta device, but its class {type(module).__name__} has no "
+                    f"reset_parameters() that could set {', '.join(missing)}. Define it, make these tensors on the CPU, or build "
+                    f"the model without empty_init and outside torch.device('meta')."
+                )
+
+    def read_buffers(self) -> None:
+        """Reads the buffers that are in files."""
+        for prefix, module in self._root.named_modules():
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                if (name := _join(prefix, key)) in self._content:
+                    if buffer.is_meta:
+                        buffer = module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                    self._content.fill(name, buffer)
+
+    def read(self, block: Block, names: Collection[str]) -> bool:
+        """Reads a block's parameters if files have all that it lacks.
+
+        Args:
+            block: The block, bound to memory.
+            names: Names of the model's parameters that have no content yet.
+
+        Returns:
+            Whether they have; if not, nothing is read.
+        """
+        wanted = [n for n in block.spec.params if n in names]
+        if not all(n in self._content for n in wanted):
+            return False
+        owners = {id(p) for p in block.spec.params.values()}
+        for module in block.spec.module.modules():
+            if any(id(p) in owners for p in module.parameters(recurse=False)) and any(b.is_meta for b in _own_buffers(module)):
+                return False
+        for part in block.parts:
+            for index, name in enumerate(part.names):
+                if name in names:
+                    self._content.fill(name, part.memory(index))
+        return True
+
+    def set(self, block: Block, names: Collection[str]) -> list[str]:
+        """Sets a block's parameters that were made on the meta device, and the buffers of their modules.
+
+        Args:
+            block: The block, bound to memory.
+            names: Names of the model's parameters that have no content yet.
+
+        Returns:
+            What files have of them: it is not read yet.
+
+        Raises:
+            ConfigError: A ``reset_parameters`` leaves something unset.
+        """
+        mine = {id(p) for n, p in block.spec.params.items() if n in names}
+        later = [n for n in block.spec.params if n in names and n in self._content]
+        read = {id(block.spec.params[n]) for n in later}
+        for name, module in _children_first(block.spec.module, block.name):
+            own = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in mine}
+            unset = {k: p for k, p in own.items() if id(p) not in read}
+            if unset or (own and any(b.is_meta for b in _own_buffers(module))):
+                self._set(name, module, unset)
+        return later
+
+    def set_buffers(self) -> None:
+        """Sets buffers on the meta device whose modules have no parameters to set.
+
+        Raises:
+            ConfigError: A ``reset_parameters`` leaves something unset.
+        """
+        for name, module in _children_first(self._root, "(root)"):
+            if any(b.is_meta for b in _own_buffers(module)):
+                self._set(name, module, {})
+
+    def fill(self, name: str, param: nn.Parameter) -> None:
+        """Reads one parameter from its file and writes it through the door."""
+        content = torch.empty(param.shape, dtype=param.dtype)
+        self._content.fill(name, content)
+        with torch.no_grad():
+            param.copy_(content)
+
+    def _set(self, name: str, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        buffers = {k: torch.empty_like(b, device="cpu") for k, b in module.named_buffers(recurse=False) if b.is_meta}
+        module._buffers.update(buffers)
+        with torch.no_grad():
+            for value in chain(params.values(), buffers.values()):
+                value.fill_(_unset(value.dtype))
+            for setter in self._setters[id(module)]:
+                setter()
+            for key, value in chain(params.items(), module.named_buffers(recurse=False)):
+                if (key in params or key in buffers) and _is_unset(value):
+                    raise ConfigError(
+                        f"{type(module).__name__}.reset_parameters() of module {name!r}, which was made on the meta device, "
+                        f"leaves {key!r} unset. Set it there, make it on the CPU, or build the model without empty_init and "
+                        f"outside torch.device('meta')."
+                    )
 
 
 def in_order_of_construction(root: nn.Module, blocks: Iterable[Block]) -> list[Block]:
@@ -42,50 +168,32 @@ def in_order_of_construction(root: nn.Module, blocks: Iterable[Block]) -> list[B
     return sorted(blocks, key=lambda block: order[id(block.spec.module)])
 
 
-def initialize(block: Block, names: Collection[str]) -> None:
-    """Sets those parameters of a block that were made on the meta device, and the buffers of their modules.
-
-    Args:
-        block: The block, bound to memory.
-        names: Names of the model's parameters that have no content yet.
-
-    Raises:
-        ConfigError: A ``reset_parameters`` leaves something unset.
-    """
-    mine = {id(p) for n, p in block.spec.params.items() if n in names}
-    for name, module in _children_first(block.spec.module, block.name):
-        own = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in mine}
-        if own:
-            _set(name, module, own)
+def _own_buffers(module: nn.Module) -> Iterator[Tensor]:
+    return module.buffers(recurse=False)
 
 
-def initialize_buffers(root: nn.Module) -> None:
-    """Sets buffers on the meta device whose modules have no parameters to set.
-
-    Raises:
-        ConfigError: A ``reset_parameters`` leaves something unset.
-    """
-    for name, module in _children_first(root, "(root)"):
-        if any(b.is_meta for b in module.buffers(recurse=False)):
-            _set(name, module, {})
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
-def _set(name: str, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-    buffers = {k: torch.empty_like(b, device="cpu") for k, b in module.named_buffers(recurse=False) if b.is_meta}
-    module._buffers.update(buffers)
-    reset = _reset(module)
-    assert reset is not None  # check_initializable
-    with torch.no_grad():
-        for value in chain(params.values(), buffers.values()):
-            value.fill_(_unset(value.dtype))
-        reset()
-        for key, value in chain(params.items(), module.named_buffers(recurse=False)):
-            if (key in params or key in buffers) and _is_unset(value):
-                raise ConfigError(
-                    f"{type(module).__name__}.reset_parameters() of module {name!r}, which was made on the meta device, "
-                    f"leaves {key!r} unset. Set it there, make it on the CPU, or build the model without empty_init and outside "
-                    f"torch.device('meta')."
-                )
+def _setters(root: nn.Module) -> dict[int, list[Callable[[], Any]]]:
+    """What sets each module's own parameters and buffers, in the order in which constructors call it."""
+    out: dict[int, list[Callable[[], Any]]] = {}
+
+    def visit(module: nn.Module, model: Any) -> None:
+        if id(module) in out:
+            return
+        if hasattr(module, "_no_split_modules") and callable(getattr(module, "_init_weights", None)):
+            model = module  # Hugging Face's PreTrainedModel
+        setters = [] if (reset := _reset(module)) is None else [reset]
+        if model is not None:
+            setters.append(partial(model._init_weights, module))
+        out[id(module)] = setters
+        for child in module.children():
+            visit(child, model)
+
+    visit(root, None)
+    return out
 
 
 def _children_first(top: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

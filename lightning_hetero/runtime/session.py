@@ -29,7 +29,7 @@ from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
-from lightning_hetero.runtime.initialize import check_initializable, in_order_of_construction, initialize, initialize_buffers
+from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, least_bytes, native_state
@@ -54,18 +54,20 @@ class Session:
     Args:
         root: The model.
         options: The user's choices.
+        content: Weights in files for parameters on the meta device.
 
     Attributes:
         profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
     """
 
-    def __init__(self, root: nn.Module, options: SessionOptions) -> None:
+    def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None = None) -> None:
         self.root = root
         self.options = options
         self.bindings: list[OptimizerBinding] = []
         self.recorder = Recorder(enabled=options.trace)
         self._handles: list[RemovableHandle] = []
-        check_initializable(root)
+        self._initializer = Initializer(root, content)
+        self._initializer.check()
         specs = partition(root, options.block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
         self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
@@ -323,10 +325,11 @@ class Session:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
         assert self.store is not None
         assert self.executor is not None
-        used = 0
+        used, later = 0, list[tuple[str, nn.Parameter]]()
+        self._initializer.read_buffers()
         for block in in_order_of_construction(self.root, self.blocks):
-            if block.name in self._unset:
-                initialize(block, self._made_on_meta)
+            if block.name in self._unset and not self._initializer.read(block, self._made_on_meta):
+                later += [(n, block.spec.params[n]) for n in self._initializer.set(block, self._made_on_meta)]
             self._take_over(block)
             self.executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
@@ -340,7 +343,11 @@ class Session:
                     self.executor.release(block)
                     for part in block.parts:
                         self.store.barrier(part)
-        initialize_buffers(self.root)
+        self._initializer.set_buffers()
+        for name, param in later:  # [Note: Meta initialization]
+            self._initializer.fill(name, param)
+        if later:
+            self._initializer.read_buffers()
         self._unset = set()
 
     def _take_over(self, block: Block) -> None:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero import callbacks
 from lightning_hetero.checkpoint import release_pages
+from lightning_hetero.convert.importing import ModelWeights, Weights
 from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
@@ -60,6 +62,8 @@ class HeteroOffload(_Base):
             (state and the weights of repeated blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
         block_cls: Classes (or their names) of the blocks that are moved as one, such as ``"LlamaDecoderLayer"``. Default: Hugging
             Face's ``_no_split_modules``, else modules that repeat.
+        weights: A safetensors file or a Hugging Face directory that gives a model on the meta device its content, read block by
+            block to where the plan puts it; or several, by the name of the module that each is for, such as ``{"model": path}``.
         host_memory: Host memory for weights, gradients, optimizer state and staging, such as ``"16GiB"``; activations come on top.
             Default: what is free, at most what a control group leaves; it holds activations too, once a batch has been profiled.
         device_memory: The same for the device tier.
@@ -88,6 +92,7 @@ class HeteroOffload(_Base):
         plan: str | os.PathLike[str] | Plan = "auto",
         *,
         block_cls: BlockCls | None = None,
+        weights: Weights | None = None,
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
         device: EmulatedDevice | None = None,
@@ -134,6 +139,8 @@ class HeteroOffload(_Base):
             ),
         )
         self.session: Session | None = None
+        self._weights = weights
+        self._imported: weakref.ref[nn.Module] | None = None  # the model that has got them
         self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
         self._callback: Any = None
         self._last_plan: Plan | None = None
@@ -181,7 +188,7 @@ class HeteroOffload(_Base):
         else:
             self._drop_session()
             self.model = self.precision_plugin.convert_module(self.model)
-            self.session = session = Session(self.lightning_module, self.options)
+            self.session = session = Session(self.lightning_module, self.options, self._content())
         rules = StepRules()
         if fitting:
             self.setup_optimizers(trainer)
@@ -195,9 +202,17 @@ class HeteroOffload(_Base):
             self._callback = callbacks.make(self.namespace, self.autoplan)
             trainer.callbacks.insert(0, self._callback)
         session.start(self.optimizers if fitting else None, rules, default_root=root)
+        self._imported = weakref.ref(self.lightning_module)
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
             self.load_model_state_dict(checkpoint, strict)
+
+    def _content(self) -> ModelWeights | None:
+        """What the model's first setup reads from files; later ones go on with what it has become."""
+        module = self.lightning_module
+        if self._weights is None or module is None or (self._imported is not None and self._imported() is module):
+            return None
+        return ModelWeights(module, self._weights, strict=module.strict_loading)
 
     def model_to_device(self) -> None:
         """The session has placed the model."""
@@ -429,7 +444,7 @@ class HeteroOffload(_Base):
         return None if self.session is None else self.session.executor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "session": None}
+        return {**super().__getstate__(), "session": None, "_imported": None}
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:

@@ -228,7 +228,7 @@ def test_a_full_disk_is_reported_as_such_and_leaves_the_old_file(
 ) -> None:
     path = tmp_path / "a.ckpt"
     save({"a": torch.ones(3)}, path)
-    monkeypatch.setattr("lightning_hetero.checkpoint.streaming.open", FullDisk(capacity_bytes), raising=False)
+    monkeypatch.setattr("lightning_hetero.checkpoint.files.open", FullDisk(capacity_bytes), raising=False)
     with pytest.raises(OSError, match="No space left") as caught:
         save({"a": handle(torch.zeros(2000)), "b": handle(torch.zeros(2000))}, path)
     assert caught.value.errno == errno.ENOSPC

@@ -1,0 +1,153 @@
+"""Weights of safetensors files as the content of a model on the meta device."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
+from lightning_hetero.errors import ConfigError
+
+Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+
+
+class ModelWeights:
+    """Which stored tensor is the content of which parameter or persistent buffer of a model.
+
+    The names in a directory are those of the module that was saved. It sits inside ``root`` where the most names are found: a model
+    of Hugging Face is often the attribute ``model`` of a LightningModule. Whatever lies outside that module is not concerned. Tied
+    parameters need one of their names.
+
+    Args:
+        root: The model. Parameters that files have must be on the meta device.
+        weights: A safetensors file or directory, or several by the name of the module inside ``root`` that each belongs to.
+        strict: Refuse tensors that either side lacks.
+
+    Raises:
+        ConfigError: The files are not right, or do not fit the model: names what is missing, unexpected, of another shape or kind.
+    """
+
+    def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True) -> None:
+        self._stored: dict[str, StoredTensor] = {}
+        targets = _targets(root)
+        given = weights if isinstance(weights, Mapping) else {None: weights}
+        for prefix, path in given.items():
+            files = WeightFiles.open(path)
+            self._match(targets, files, _prefix(targets, files) if prefix is None else prefix, strict=strict)
+        held = [name for name in self._stored if isinstance(targets[name], nn.Parameter) and not targets[name].is_meta]
+        if held:
+            raise ConfigError(
+                f"weights={weights!r} are for a model without memory, but {_some(held)} already has content. Build the model in "
+                f"configure_model under torch.device('meta'), or under trainer.init_module(empty_init=True); or leave weights out."
+            )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def fill(self, name: str, memory: Tensor) -> None:
+        """Reads the content of a parameter or buffer into a CPU tensor of its shape, converting to the tensor's dtype.
+
+        Args:
+            name: Its name inside the model.
+            memory: Where it goes.
+        """
+        with torch.no_grad():
+            self._stored[name].read_into(memory)
+
+    def _match(self, targets: Mapping[str, Tensor], files: WeightFiles, prefix: str, *, strict: bool) -> None:
+        begin = f"{prefix}." if prefix else ""
+        mine = {name.removeprefix(begin): target for name, target in targets.items() if name.startswith(begin)}
+        if not mine:
+            raise ConfigError(f"weights for {prefix!r}: the model has no such module with parameters. Name one of its modules.")
+        where = f"{str(files.path)!r} for {f'module {prefix!r}' if prefix else 'the model'}"
+        aliases: dict[int, list[str]] = {}
+        for name, target in mine.items():
+            aliases.setdefault(id(target), []).append(name)
+        missing = []
+        for names in aliases.values():
+            stored = [files.tensors[n] for n in names if n in files.tensors]
+            if not stored:
+                missing += names[:1]
+                continue
+            for other in stored:
+                _check(other, mine[names[0]], where)
+            _check_equal(stored, where)
+            self._stored |= {begin + name: stored[0] for name in names}
+        missing = [name for name in missing if mine[name].is_meta]  # adapters, say, have content already
+        unexpected = [name for name in files.tensors if name not in mine]
+        if strict and (missing or unexpected):
+            lacks = f"{_some(missing) or 'none'} missing, {_some(unexpected) or 'none'} unexpected"
+            raise ConfigError(
+                f"weights in {where} do not fit: {lacks}. Give the weights of this model, name the module that they belong to "
+                f"(weights={{'model': path}}), or set strict_loading = False in the LightningModule: then what is missing is "
+                f"initialized, and the rest ignored."
+            )
+
+
+def _targets(root: nn.Module) -> dict[str, Tensor]:
+    """Parameters under all their names, and persistent buffers."""
+    out: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                out[f"{prefix}.{key}" if prefix else key] = buffer
+    return out
+
+
+def _prefix(targets: Collection[str], files: WeightFiles) -> str:
+    """The module under which the most of the files' names are names of the model."""
+    found: Counter[str] = Counter()
+    for name in targets:
+        parts = name.split(".")
+        for cut in range(len(parts)):
+            if ".".join(parts[cut:]) in files.tensors:
+                found[".".join(parts[:cut])] += 1
+    if not found:
+        raise ConfigError(
+            f"weights in {str(files.path)!r} hold {_some(files.tensors)}; the model's parameters are {_some(targets)}: none of "
+            f"them. Give the weights of this model."
+        )
+    best = max(found.values())
+    candidates = sorted((p for p, n in found.items() if n == best), key=len)
+    if len(candidates) > 1:
+        raise ConfigError(
+            f"weights in {str(files.path)!r} fit modules {', '.join(map(repr, candidates))} equally well. Say which: "
+            f"weights={{{candidates[0]!r}: path}}."
+        )
+    return candidates[0]
+
+
+def _check(stored: StoredTensor, target: Tensor, where: str) -> None:
+    what = f"weights in {where}: {stored.name!r}"
+    if stored.shape != target.shape:
+        raise ConfigError(
+            f"{what} is {tuple(stored.shape)} in {stored.path.name}, {tuple(target.shape)} in the model. Give the weights of this "
+            f"model, or build it with the configuration that they were saved with."
+        )
+    if stored.dtype != target.dtype and not (stored.dtype.is_floating_point and target.dtype.is_floating_point):
+        raise ConfigError(
+            f"{what} is {stored.dtype} in {stored.path.name}, {target.dtype} in the model; allowed: the same dtype, or one "
+            f"floating-point dtype for another. Convert the file."
+        )
+
+
+def _check_equal(stored: list[StoredTensor], where: str) -> None:
+    """Names of one parameter that both come from the files must mean one content."""
+    for other in stored[1:]:
+        if not torch.equal(stored[0].read(), other.read()):
+            raise ConfigError(
+                f"weights in {where}: {stored[0].name!r} and {other.name!r} differ, and are one parameter in the model. Build "
+                f"it without tying them (tie_word_embeddings=False)."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

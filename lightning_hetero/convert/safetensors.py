@@ -1,0 +1,357 @@
+"""The safetensors format, read and written one piece at a time.
+
+A file is eight bytes with the length of a JSON header (little-endian), the header, and the tensors' bytes without gaps. The
+header maps each name to dtype, shape and first and last byte. A directory of Hugging Face holds one file, or several with an
+index that says which tensor is in which. Source: the format section of the safetensors project's README.
+
+The safetensors package maps files into memory, where the pages that were read count as the process's, and writes only what is
+in memory as a whole. Here bytes go straight from the file to where they belong, through 16 MiB where the dtype changes.
+Headers are untrusted: everything is checked against the file's size before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.checkpoint.files import appears_whole
+from lightning_hetero.errors import ConfigError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
+    "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
+_PIECE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a file.
+
+    Attributes:
+        name: Its name there.
+        path: The file.
+        dtype: Its dtype there.
+        shape: Its shape.
+        start: Its first byte in the file.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """A fresh tensor with the content.
+
+        Raises:
+            ConfigError: The file is shorter than its header said.
+        """
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(out)
+        return out
+
+    def read_into(self, memory: Tensor) -> None:
+        """Reads the content into ``memory``, a CPU tensor of the same shape, converting to its dtype as ``copy_`` does.
+
+        Raises:
+            ConfigError: The file is shorter than its header said.
+        """
+        if not memory.is_contiguous():
+            memory.copy_(self.read())
+            return
+        with open(self.path, "rb", buffering=0) as file:
+            flat, width = memory.view(-1), self.dtype.itemsize
+            if memory.dtype == self.dtype:
+                self._read(file.fileno(), 0, flat)
+                return
+            step = max(1, _PIECE_BYTES // width)
+            piece = torch.empty(min(step, flat.numel()), dtype=self.dtype)
+            for begin in range(0, flat.numel(), step):
+                part = piece[: min(step, flat.numel() - begin)]
+                self._read(file.fileno(), begin * width, part)
+                flat[begin : begin + part.numel()].copy_(part)
+
+    def _read(self, descriptor: int, offset: int, out: Tensor) -> None:
+        if not out.numel():
+            return
+        view = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+        done = 0
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], self.start + offset + done)
+            if got <= 0:
+                at = self.start + offset + done
+                raise ConfigError(f"{str(self.path)!r} ends at byte {at}, inside {self.name!r}. Get the file again.")
+            done += got
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The tensors of a safetensors file, or of a directory of Hugging Face.
+
+    Attributes:
+        path: The file or directory.
+        tensors: Its tensors, by name.
+        metadata: What the files' headers say beside tensors.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> WeightFiles:
+        """Reads the headers.
+
+        Args:
+            path: A ``.safetensors`` file, or a directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and
+                the files that it names, or with one file of another name.
+
+        Raises:
+            ConfigError: There is no such thing, or a header or the index is not right.
+        """
+        place = Path(path).expanduser()
+        tensors: dict[str, StoredTensor] = {}
+        metadata: dict[str, str] = {}
+        for file in weight_files(place):
+            found, more = read_header(file)
+            if both := sorted(tensors.keys() & found.keys()):
+                raise ConfigError(f"{str(place)!r}: {both[0]!r} is in {tensors[both[0]].path.name} and in {file.name}. Remove one.")
+            tensors |= found
+            metadata |= more
+        if place.is_dir() and not (place / SINGLE).exists() and (place / INDEX).exists():
+            missing = [(n, f) for n, f in read_index(place).items() if n not in tensors or tensors[n].path.name != f]
+            if missing:
+                name, file_name = missing[0]
+                raise ConfigError(
+                    f"{str(place / INDEX)!r} says that {name!r} is in {file_name}, where it is not. Get the files again."
+                )
+        return cls(place, tensors, metadata)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files, in the order of their names."""
+        return sorted({t.path for t in self.tensors.values()})
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that together hold the weights of ``path``.
+
+    Raises:
+        ConfigError: There is none, or it is not clear which.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(
+            f"{str(path)!r} is neither a file nor a directory; allowed: a safetensors file, or a directory with {SINGLE}."
+        )
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if (path / INDEX).is_file():
+        return [path / name for name in sorted(set(read_index(path).values()))]
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        got = ", ".join(f.name for f in found[:3]) or "no safetensors file"
+        raise ConfigError(
+            f"{str(path)!r} holds {got}; allowed: {SINGLE}, or {INDEX} and its files, or one file. Name the file itself."
+        )
+    return found
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Which file of the directory holds each tensor.
+
+    Raises:
+        ConfigError: The index is not one, or names files elsewhere.
+    """
+    path = directory / INDEX
+    try:
+        with open(path, "rb") as file:
+            names = json.loads(file.read(_HEADER_BYTES_MAX))["weight_map"]
+        assert isinstance(names, dict)
+        assert all(isinstance(f, str) and f == os.path.basename(f) and f not in ("", ".", "..") for f in names.values())
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{str(path)!r} is not an index of safetensors files ({error!r}). Get the file again.") from error
+    return names
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of one file, and its metadata.
+
+    Raises:
+        ConfigError: It cannot be read, or the header is not right: names what.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _HEADER_BYTES_MAX):
+                raise _HeaderError(f"its {size} bytes have no room for a header of {length}")
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        return _parse(path, header, data=8 + length, size=size)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} is not a whole safetensors file: {error}. Get the file again.") from error
+
+
+class _HeaderError(ValueError):
+    """What is wrong with a header."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise _HeaderError("its header has a key twice")
+    return out
+
+
+def _parse(path: Path, header: Any, *, data: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    if not isinstance(header, dict):
+        raise _HeaderError("its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _HeaderError("its metadata is not text")
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        tensor, end = _entry(path, name, entry, data)
+        tensors[name] = tensor
+        spans.append((tensor.start, end))
+    at = data
+    for start, end in sorted(spans):
+        if start != at:
+            raise _HeaderError(f"its tensors leave a gap or overlap at byte {min(at, start)}")
+        at = end
+    if at != size:
+        raise _HeaderError(f"its tensors end at byte {at}, the file at byte {size}")
+    return tensors, metadata
+
+
+def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[StoredTensor, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _HeaderError(f"{name!r} has no dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if kind not in DTYPES if isinstance(kind, str) else True:
+        raise _HeaderError(f"{name!r} has dtype {kind!r}; known: {', '.join(DTYPES)}")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _HeaderError(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
+    if math.prod(shape) * DTYPES[kind].itemsize != offsets[1] - offsets[0]:
+        raise _HeaderError(f"{name!r} of shape {shape} and dtype {kind} has {offsets[1] - offsets[0]} bytes")
+    return StoredTensor(name, path, DTYPES[kind], torch.Size(shape), data + offsets[0]), data + offsets[1]
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """A tensor that is read when its turn comes.
+
+    Attributes:
+        name: Its name in the file.
+        dtype: Its dtype there; what ``read`` gives is converted.
+        shape: Its shape.
+        read: Gives the content: a CPU tensor of that shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def write_directory(directory: Path, tensors: Sequence[TensorToWrite], *, max_shard_bytes: int) -> list[Path]:
+    """Writes a directory as Hugging Face's ``save_pretrained`` does: one file, or several and their index.
+
+    Args:
+        directory: Made if it is missing; may hold other files, but no weights.
+        tensors: What to write, in this order; at most one is in memory at a time.
+        max_shard_bytes: No file holds more bytes of tensors, unless a single tensor does.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: There are weights in the directory, or a dtype that the format lacks.
+        OSError: A file cannot be written; none is left half written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if there := sorted([*directory.glob("*.safetensors"), *directory.glob(INDEX)]):
+        raise ConfigError(f"{str(directory)!r} already holds {there[0].name}. Choose another directory, or remove it.")
+    shards: list[list[TensorToWrite]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        write_file(directory / SINGLE, shards[0])
+        return [directory / SINGLE]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        write_file(directory / name, shard)
+    index = {
+        "metadata": {"total_size": sum(t.num_bytes for t in tensors)},
+        "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard},
+    }
+    with appears_whole(directory / INDEX) as file:
+        file.write(json.dumps(index, indent=2).encode() + b"\n")
+    return [directory / name for name in names]
+
+
+def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
+    """Writes one file, which appears complete or not at all.
+
+    Raises:
+        ConfigError: A dtype that the format lacks.
+        OSError: It cannot be written.
+    """
+    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable; the widest first, so that all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise ConfigError(
+                f"{tensor.name!r} is {tensor.dtype}; safetensors holds {', '.join(DTYPES)}. Convert it, or leave it out."
+            )
+        begin, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with appears_whole(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            content = tensor.read()
+            assert content.shape == tensor.shape, tensor.name
+            content = content.detach().to(tensor.dtype).contiguous()
+            if content.numel():
+                file.write(memoryview((ctypes.c_char * content.nbytes).from_address(content.data_ptr())))
+            del content  # before the next one is read
