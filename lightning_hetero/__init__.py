@@ -11,15 +11,17 @@ from lightning_hetero import _autoload
 from lightning_hetero.errors import HeteroError
 
 if TYPE_CHECKING:
+    from lightning_hetero.convert.exporting import export_weights
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
     from lightning_hetero.runtime.lanes import EmulatedDevice
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BlockPlan", "EmulatedDevice", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane"]
+__all__ = ["BlockPlan", "EmulatedDevice", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane", "export_weights"]
 
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
 _HOMES |= {"EmulatedDevice": "lightning_hetero.runtime.lanes", "HeteroOffloadStrategy": "lightning_hetero.strategies"}
+_HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 
 
 def __getattr__(name: str) -> Any:

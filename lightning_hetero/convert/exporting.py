@@ -1,0 +1,230 @@
+"""Weights of a model, a checkpoint or a safetensors directory, written as safetensors or as an ordinary Lightning checkpoint.
+
+At most one tensor is in memory at a time, wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.checkpoint import load, release_pages, save
+from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.door import OffloadedTensor, materialize
+from lightning_hetero.units import parse_bytes
+
+CHECKPOINT = ".ckpt"
+SHARD_SIZE = "5GB"  # Hugging Face's usual one
+
+
+def export_weights(
+    source: nn.Module | str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    module: str = "",
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = SHARD_SIZE,
+) -> list[Path]:
+    """Writes weights as a safetensors directory of Hugging Face, or as a Lightning checkpoint that holds weights only.
+
+    Args:
+        source: A model, also while it trains with weights on disk; or the path of a Lightning checkpoint or of safetensors.
+        destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``.
+        module: Name of the module whose weights are wanted, such as ``"model"`` for a Hugging Face model inside a LightningModule;
+            names in the files begin below it. Default: everything.
+        dtype: Convert floating-point weights to it.
+        max_shard_size: No safetensors file is larger, unless a single tensor is; such as ``"5GB"``.
+
+    Returns:
+        The files written. Tied weights are written once, under their first name.
+
+    Raises:
+        ConfigError: The source is no such thing, has no such module, or the destination holds weights already.
+        OSError: A file cannot be written; none is left half written.
+    """
+    shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
+    assert shard_bytes is not None
+    path = Path(destination)
+    tensors = _below(weights_of(source), module)
+    if dtype is not None:
+        tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
+    if path.suffix == CHECKPOINT:
+        _write_checkpoint(path, {t.name: t for t in tensors})
+        return [path]
+    return write_directory(path, tensors, max_shard_bytes=shard_bytes)
+
+
+def import_weights(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    module: str = "",
+    ties: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Makes a Lightning checkpoint that holds weights only, from safetensors.
+
+    Args:
+        source: A safetensors file or a directory of Hugging Face.
+        destination: A path that ends in ``.ckpt``.
+        module: Name of the module of the LightningModule that they belong to, such as ``"model"``.
+        ties: Names of tied weights that the files lack, each with the name whose content it has, such as
+            ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+        dtype: Convert floating-point weights to it.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ConfigError: The files are not right, a tie names nothing, or the destination is no ``.ckpt``.
+        OSError: The file cannot be written; nothing is left of it.
+    """
+    path = Path(destination)
+    if path.suffix != CHECKPOINT:
+        raise ConfigError(f"{str(path)!r} is to be a Lightning checkpoint; allowed: a path that ends in {CHECKPOINT}.")
+    stored = {t.name: t for t in _of_files(WeightFiles.open(source))}
+    for name, content in (ties or {}).items():
+        if content not in stored or name in stored:
+            wrong = f"{content!r} is not in the files" if content not in stored else f"{name!r} is in the files itself"
+            raise ConfigError(f"tie {name!r} to {content!r}: {wrong}. Name a missing weight, then one that {str(source)!r} has.")
+        stored[name] = stored[content]
+    if dtype is not None:
+        converted = {id(t): replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in stored.values()}
+        stored = {name: converted[id(t)] for name, t in stored.items()}
+    begin = f"{module}." if module else ""
+    _write_checkpoint(path, {begin + name: tensor for name, tensor in stored.items()})
+    return path
+
+
+def weights_of(source: nn.Module | str | os.PathLike[str]) -> list[TensorToWrite]:
+    """The weights of a model, a Lightning checkpoint or safetensors, each read when it is asked for; of tied ones the first.
+
+    Raises:
+        ConfigError: The path is none of these.
+    """
+    if isinstance(source, nn.Module):
+        return list(_of_state(source.state_dict(keep_vars=True)))
+    path = Path(source).expanduser()
+    if path.is_dir() or path.suffix == ".safetensors":
+        return list(_of_files(WeightFiles.open(path)))
+    return list(_of_state(state_dict_of(path), mapped=True))
+
+
+def state_dict_of(path: Path) -> dict[str, Tensor]:
+    """The model's part of a checkpoint file, mapped into memory; nothing in the file is executed.
+
+    Raises:
+        ConfigError: It is not a checkpoint, or holds objects that only executing it would make.
+    """
+    checkpoint = load_checkpoint(path)
+    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"{str(path)!r} has no state_dict of tensors. Give a checkpoint of Lightning, or a saved state_dict.")
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def load_checkpoint(path: Path) -> Any:
+    """A checkpoint file's content, mapped into memory; nothing in the file is executed.
+
+    Raises:
+        ConfigError: It is not a checkpoint, or holds objects that only executing it would make.
+    """
+    try:
+        return load(path, "cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever it meets in a broken file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{str(path)!r} cannot be read as a checkpoint without executing what it holds: {reason}. If you trust it, load it "
+            f"with torch.load(path, weights_only=False) and save its state_dict."
+        ) from error
+
+
+def _of_state(state: Mapping[str, Any], *, mapped: bool = False) -> Iterator[TensorToWrite]:
+    seen: set[Any] = set()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue  # a module's extra state
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype) if mapped else id(value)
+        if identity not in seen or not value.numel():
+            seen.add(identity)
+            yield TensorToWrite(name, value.dtype, value.shape, _Reader(value, mapped))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Gives a tensor's content as it is when it is asked."""
+
+    tensor: Tensor
+    mapped: bool
+
+    def __call__(self) -> Tensor:
+        content = materialize(self.tensor).detach()
+        if not self.mapped:
+            return content.cpu()
+        content = content.clone()
+        release_pages(self.tensor)
+        return content
+
+
+def _of_files(files: WeightFiles) -> Iterator[TensorToWrite]:
+    for stored in files.tensors.values():
+        yield TensorToWrite(stored.name, stored.dtype, stored.shape, stored.read)
+
+
+def _below(tensors: list[TensorToWrite], module: str) -> list[TensorToWrite]:
+    if not module:
+        return tensors
+    found = [replace(t, name=t.name.removeprefix(f"{module}.")) for t in tensors if t.name.startswith(f"{module}.")]
+    if not found:
+        names = ", ".join(sorted({t.name.partition(".")[0] for t in tensors})[:8])
+        raise ConfigError(f"module={module!r}: no weights begin with it; they begin with {names}. Name one of the modules.")
+    return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Source:
+    """A tensor to write, as the content of a lazy tensor of a checkpoint; the same one for all its names."""
+
+    tensor: TensorToWrite
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def address(self) -> None:
+        return None
+
+    def read(self) -> Tensor:
+        return self.tensor.read().to(self.dtype).contiguous()
+
+    def write(self, value: Tensor) -> None:
+        raise AssertionError(f"{self.name}: files are read only")
+
+
+def _write_checkpoint(path: Path, tensors: Mapping[str, TensorToWrite]) -> None:
+    """Writes what ``Trainer.save_checkpoint(path, weights_only=True)`` writes before the first step."""
+    sources = {id(t): _Source(t) for t in tensors.values()}
+    checkpoint = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": importlib.metadata.version("lightning"),
+        "state_dict": {name: OffloadedTensor(sources[id(t)]) for name, t in tensors.items()},
+    }
+    save(checkpoint, path)

@@ -1,0 +1,155 @@
+"""Weights go out as they are, from a model in training, a checkpoint or safetensors, one tensor at a time."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import LitModel, Recipe, Shape, data, quiet_trainer
+from torch import Tensor
+
+from lightning_hetero import export_weights
+from lightning_hetero.convert.exporting import import_weights, weights_of
+from lightning_hetero.convert.safetensors import WeightFiles
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+pytest.importorskip("transformers")
+from support import llama
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return got.keys() == expected.keys() and all(
+        torch.equal(v, expected[n]) and v.dtype == expected[n].dtype for n, v in got.items()
+    )
+
+
+def read(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor.read() for name, tensor in WeightFiles.open(directory).tensors.items()}
+
+
+class Exports(pl.Callback):
+    """Exports after every step, while updates may be under way."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        export_weights(module, self.root / str(trainer.global_step), module="model")
+
+
+def trained(tmp_path: Path, strategy: Any, *, tied: bool, root: Path) -> tuple[pl.Trainer, LitModel]:
+    torch.manual_seed(7)
+    module = LitModel(Recipe(shape=Shape(tied=tied)))
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=2, default_root_dir=tmp_path, limit_val_batches=0, callbacks=[Exports(root)]
+    )  # fmt: skip
+    trainer.fit(module, data())
+    return trainer, module
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_a_model_in_training_is_exported_as_plain_lightning_has_it(plan: str, tied: bool, tmp_path: Path) -> None:
+    trained(tmp_path, "auto", tied=tied, root=tmp_path / "plain")
+    trained(tmp_path, HeteroOffloadStrategy(plan=plan), tied=tied, root=tmp_path / "ours")
+    for step in ("1", "2"):
+        ours = load_file(tmp_path / "ours" / step / "model.safetensors")
+        assert same(ours, load_file(tmp_path / "plain" / step / "model.safetensors"))
+        assert ("head.weight" in ours) is not tied
+
+
+def test_a_checkpoint_is_exported_and_a_model_loads_it(tmp_path: Path) -> None:
+    trainer, module = trained(tmp_path, HeteroOffloadStrategy(plan="disk"), tied=True, root=tmp_path / "ours")
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    files = export_weights(tmp_path / "x.ckpt", tmp_path / "out", module="model", max_shard_size="20kB")
+    assert len(files) > 1
+    tensors = read(tmp_path / "out")
+    assert "head.weight" not in tensors
+    assert same(tensors | {"head.weight": tensors["embed.weight"]}, dict(module.model.state_dict()))
+
+
+def test_weights_come_back_as_a_lightning_checkpoint(tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights", tied=True, dtype=torch.bfloat16, max_shard_size="10kB")
+    tie = {"lm_head.weight": "model.embed_tokens.weight"}
+    path = import_weights(directory, tmp_path / "x.ckpt", module="model", ties=tie, dtype=torch.float32)
+    module = llama.on_meta(tied=True)
+    expected = llama.from_directory(directory)
+    losses = []
+    for each, options in ((module, {"ckpt_path": path, "weights_only": True}), (expected, {})):
+        strategy = HeteroOffloadStrategy(plan="disk") if options else "auto"
+        trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, limit_val_batches=2)
+        trainer.validate(each, llama.batches(), verbose=False, **options)
+        losses.append(each.losses)
+    assert len(losses[0]) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert same(dict(module.state_dict()), dict(expected.state_dict()))
+
+
+def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    directory = llama.save(tmp_path / "weights", tied=True)
+    module = llama.on_meta(tied=True)
+    strategy = HeteroOffloadStrategy(plan="disk", weights=directory)
+    trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path, limit_val_batches=0)
+    trainer.fit(module, llama.batches())
+    export_weights(module, tmp_path / "out", module="model", max_shard_size="10kB")
+    module.model.config.save_pretrained(tmp_path / "out")
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()(tokens).logits
+        assert torch.equal(logits, module.model.eval()(tokens).logits)
+        assert not torch.equal(logits, LlamaForCausalLM.from_pretrained(directory).eval()(tokens).logits)
+
+
+def test_values_may_be_narrowed_and_integers_stay(tmp_path: Path) -> None:
+    module = LitModel(Recipe())
+    export_weights(module, tmp_path / "out", dtype=torch.bfloat16)
+    expected = {n: v.bfloat16() if v.is_floating_point() else v for n, v in module.state_dict().items()}
+    assert same(read(tmp_path / "out"), expected)
+
+
+def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": {f"t{i}": torch.full((300_000,), float(i)) for i in range(4)}}, tmp_path / "x.ckpt")
+    released = []
+    monkeypatch.setattr("lightning_hetero.convert.exporting.release_pages", lambda t: released.append(t.numel()))
+    tensors = weights_of(tmp_path / "x.ckpt")
+    for index, tensor in enumerate(tensors):
+        assert len(released) == index
+        assert torch.equal(tensor.read(), torch.full((300_000,), float(index)))
+    assert len(released) == 4
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_would_have_to_be_executed_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"x": torch.ones(2)}, "notes": Namespace(by="anybody")}, tmp_path / "x.ckpt")
+    with pytest.raises(ConfigError, match="without executing"):
+        export_weights(tmp_path / "x.ckpt", tmp_path / "out")
+    (tmp_path / "y.ckpt").write_bytes(b"PK\3\4 and so on")
+    with pytest.raises(ConfigError, match="cannot be read as a checkpoint"):
+        export_weights(tmp_path / "y.ckpt", tmp_path / "out")
+    torch.save({"epoch": 1}, tmp_path / "z.ckpt")
+    with pytest.raises(ConfigError, match="no state_dict"):
+        export_weights(tmp_path / "z.ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="begin with model"):
+        export_weights(LitModel(Recipe()), tmp_path / "out", module="net")
+    directory = llama.save(tmp_path / "weights")
+    with pytest.raises(ConfigError, match="'nothing' is not in the files"):
+        import_weights(directory, tmp_path / "x.ckpt", ties={"a": "nothing"})
+    with pytest.raises(ConfigError, match="in the files itself"):
+        import_weights(directory, tmp_path / "x.ckpt", ties={"lm_head.weight": "model.norm.weight"})
+    with pytest.raises(ConfigError, match=r"ends in \.ckpt"):
+        import_weights(directory, tmp_path / "x.pt")
