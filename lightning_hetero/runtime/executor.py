@@ -181,8 +181,11 @@ class Executor:
         self._tickets = {}
         self._latest.clear()
 
-    def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool) -> None:
-        """Goes on with another plan, while the executor rests; the blocks are where it wants them."""
+    def leave(self, block: Block) -> None:
+        """Brings a block back to host and disk, while the executor rests: its place on a device is given up."""
+
+    def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool, device_cache_bytes: int = 0) -> None:
+        """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
         self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
         self._schedules.clear()
 
@@ -359,6 +362,10 @@ class Executor:
         """Whether the block's weights live on a lower tier than where it computes."""
         return block.weights_on_disk
 
+    def is_on_host(self, block: Block) -> bool:
+        """Whether the host has memory for the block's weights, as far as it has memory for any that are not fetched."""
+        return True
+
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
         block.uses = max(0, block.uses - 1)
@@ -525,6 +532,9 @@ class Executor:
         for block in self.blocks:
             block.uses = 0
         self.heap.close()
+
+    def stop(self) -> None:
+        """Nothing is issued any more."""
 
     def let_go(self) -> None:
         """The model is another's from now on."""

@@ -118,7 +118,7 @@ class HeteroOffload(_Base):
             machine = Machine(hardware_profile)
             self.autoplan = Autoplan(name, machine.profile, drift=_drift(replan_drift))
         self.options = SessionOptions(
-            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional,
+            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
