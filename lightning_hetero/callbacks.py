@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
 from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
 from lightning_hetero.units import format_bytes
 
@@ -160,16 +160,17 @@ def show(plan: Plan, autoplan: Autoplan) -> None:
     table.add_column("", justify="right")
     for title in ("weights", "state", "update"):
         table.add_column(title)
-    for names, kind in _groups(plan):
+    for names, kind in _groups(plan, on_device=autoplan.machine is not None and not autoplan.machine.shared_memory):
         table.add_row(_names(names), str(len(names)), *kind)
     console.print(table)
     if plan.predicted is not None:
         console.print(_prediction(plan.predicted))
 
 
-def _groups(plan: Plan) -> list[tuple[list[str], tuple[str, str, str]]]:
+def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, str, str]]]:
     """Blocks that follow each other and are treated alike; where that makes many groups, all that are treated alike."""
-    groups = [([row.name for row in rows], kind) for kind, rows in groupby(plan.blocks, key=_kind)]
+    key = _kind_on_device if on_device else _kind
+    groups = [([row.name for row in rows], kind) for kind, rows in groupby(plan.blocks, key=key)]
     if len(groups) > _ROWS:
         alike: dict[tuple[str, str, str], list[str]] = {}
         for names, kind in groups:
@@ -191,6 +192,12 @@ def _kind(row: BlockPlan) -> tuple[str, str, str]:
     """In the terms of a machine whose device is the host."""
     weights, state = ("disk" if tier is Tier.DISK else "memory" for tier in (row.weights, row.state))
     return weights, state, "beside compute" if row.update is UpdateLane.CPU else "after backward"
+
+
+def _kind_on_device(row: BlockPlan) -> tuple[str, str, str]:
+    """In the terms of a machine whose device has memory of its own; what activations do where they do not just stay."""
+    saved = "" if row.saved is Saved.KEEP else f", {row.saved.value.replace('_', ' to ')}"
+    return row.weights.value, row.state.value, f"on the {row.update.value}{saved}"
 
 
 def _prediction(predicted: Prediction) -> str:

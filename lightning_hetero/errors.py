@@ -24,11 +24,13 @@ class OutOfMemoryBudgetError(HeteroError, MemoryError):
 
     Attributes:
         needed_bytes: The smallest budget that would do; 0 where it is not known.
+        tier: ``"host"`` or ``"device"``.
     """
 
-    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+    def __init__(self, message: str, needed_bytes: int = 0, tier: str = "host") -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.tier = tier
 
 
 class DeviceMemoryError(OutOfMemoryBudgetError):
@@ -41,7 +43,7 @@ class DeviceMemoryError(OutOfMemoryBudgetError):
     """
 
     def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, largest_gap_bytes: int, capacity_bytes: int) -> None:
-        super().__init__(message, needed_bytes)
+        super().__init__(message, needed_bytes, "device")
         self.free_bytes = free_bytes
         self.largest_gap_bytes = largest_gap_bytes
         self.capacity_bytes = capacity_bytes

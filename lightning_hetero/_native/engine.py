@@ -229,17 +229,28 @@ class Engine(Handle):
 
     # ---- updates --------------------------------------------------------------------------------------------------------
 
-    def open_update(self, block: Block, *, weights_resident: bool, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+    def open_update(
+        self,
+        block: Block,
+        *,
+        weights_resident: bool,
+        speculative: bool = False,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+    ) -> Ticket:
         """Announces an update: its state may stream in; kernels run once ``arm_update`` has handed the gradients over.
 
         Args:
             block: The block.
             weights_resident: The weight memory holds the current weights and receives the new ones; else they go from file
                 to file.
+            speculative: It may be taken back. :meth:`keep` or :meth:`discard` follows once it is armed; until then the block is
+                neither rewritten nor committed. What of it is in memory only is copied to spare memory first.
             priority: Lowest first.
             after: Tickets to wait for.
         """
-        return self._submit("open_update", block, bool(weights_resident), priority=priority, after=after)
+        name = "open_speculative_update" if speculative else "open_update"
+        return self._submit(name, block, bool(weights_resident), priority=priority, after=after)
 
     def arm_update(
         self,
@@ -278,6 +289,24 @@ class Engine(Handle):
     def cancel_update(self, ticket: Ticket) -> None:
         """Takes back an opened update that was not armed; nothing was written."""
         self.check(functions()["cancel_update"](self.pointer, ticket.id))
+
+    def keep(self, block: Block) -> None:
+        """The block's speculative update holds; it goes on if it is not over.
+
+        Raises:
+            HeteroError: none awaits a verdict, or it was not armed.
+        """
+        self.check(functions()["keep_update"](self.pointer, block.pointer))
+
+    def discard(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Stops the block's speculative update and takes it back; its own ticket ends without an error.
+
+        Once this is done the block is what it was; the weight memory of weights in a file holds anything, and is to be fetched.
+
+        Raises:
+            HeteroError: none awaits a verdict.
+        """
+        return self._submit("submit_discard", block, priority=priority, after=after)
 
     # ---- contents -------------------------------------------------------------------------------------------------------
 

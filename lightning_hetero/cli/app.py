@@ -163,6 +163,13 @@ def explain(
     as_json: o.Json = False,
 ) -> None:
     """Explains a plan. What is where and why, what binds, what other planners would do, what more hardware would bring."""
+    from lightning_hetero.ir.cluster_plan import is_cluster_plan
+
+    if plan.is_file() and is_cluster_plan(plan.read_bytes()):
+        from lightning_hetero.cli import explain_cluster
+
+        explain_cluster.run(plan, as_json=as_json)
+        return
     from lightning_hetero.cli import explain as command
 
     command.run(plan, o.Request.of(context), as_json=as_json)
@@ -192,3 +199,46 @@ def simulate(
     from lightning_hetero.cli import simulate as command
 
     command.run(plan, o.Request.of(context), trace=trace, timeline=timeline, as_json=as_json)
+
+
+@app.command("plan-cluster")
+def plan_cluster(
+    cluster: Annotated[
+        str,
+        typer.Argument(metavar="CLUSTER", help='A cluster file (YAML, JSON), a known cluster, or "4xa100-80+2xh800".'),
+    ],
+    micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of one step, of all devices together.")],
+    model_profile: o.ModelFile = None,
+    preset_model: o.PresetModel = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.")] = None,
+    sequence: o.Sequence = None,
+    precision: o.Precision = None,
+    planner: Annotated[str, typer.Option(metavar="NAME", help='The planner, such as whale, or "all".')] = "asymmetric",
+    tensor_parallel: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="A degree to try; may repeat.  [default: all powers of two]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here; of all planners' the fastest.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Plans a cluster whose devices differ. Says which form pipelines, who holds which layers, and how long a step will take."""
+    from lightning_hetero.cli import plan_cluster as command
+    from lightning_hetero.cli.clusters import ClusterRequest
+
+    model = o.Request(model_profile=model_profile, preset_model=preset_model, batch=batch, sequence=sequence, precision=precision)
+    request = ClusterRequest(cluster=cluster, micro_batches=micro_batches, model=model)
+    command.run(request, planner=planner, tensor_parallel=tensor_parallel, out=out, as_json=as_json)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A cluster plan (JSON).")],
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT...", help="The training script and its arguments.")],
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the rendezvous store runs.")],
+    least_nodes: Annotated[int, typer.Option(metavar="N", help="Training goes on with so many nodes.")] = 1,
+    run_id: Annotated[str, typer.Option(metavar="NAME", help="Tells runs on one store apart.")] = "hetero",
+    as_json: o.Json = False,
+) -> None:
+    """Prints the torchrun lines that start a cluster plan. Nodes may vanish and join while it trains."""
+    from lightning_hetero.cli import launch as command
+
+    command.run(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, as_json=as_json)

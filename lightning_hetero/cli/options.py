@@ -178,6 +178,17 @@ class Request:
         itemsize = int(self.precision or 16) // 8
         return presets.model(self.preset_model, batch=self.batch, sequence=self.sequence, hardware=hardware, itemsize=itemsize)
 
+    def model_alone(self) -> ModelProfile:
+        """The model where no machine is asked about: a known one's times are those of some device, its FLOP and bytes are its own.
+
+        Raises:
+            ConfigError: Options are missing or contradict each other, a file cannot be read, a name is unknown.
+        """
+        from lightning_hetero.profiling import presets
+
+        self._check()
+        return self.model(presets.machine(device="a100-80", host_memory="1GiB"))
+
 
 def _this_machine() -> HardwareProfile:
     from lightning_hetero.profiling.hardware import measure

@@ -23,6 +23,14 @@ a transfer takes its target's memory as it starts, and gives its source's back a
   ``SWAP_OUT weights`` on ``d2h`` after a device UPDATE of weights that live on the host: their copy there is renewed.
 - ``UPDATE`` on ``compute`` runs between the anchors; it is issued once the anchor before has ended.
 
+[Note: Speculation]
+With clipping by norm or loss scaling nobody knows what to update with before all gradients are there, but most of the time it is
+the gradients as they are. A block whose old state stays on disk until the next COMMIT may be updated with them during backward, in
+the hope that the verdict says so. If it does, the step goes on as if it had been known (``SPECULATIVE``). If it does not, what was
+made is discarded as the verdict's anchor begins, and the block is updated again (``REDONE``); weights in memory that live on disk
+are released and fetched first. Up to the verdict both schedules are the same, so the runtime goes over from one to the other.
+Blocks that cannot be taken back are updated after the verdict either way.
+
 [Note: Priorities]
 Ops are issued in the order of ids, but the update threads, the disk and, with :attr:`Plan.priority`, the copies to the host take
 what is most urgent of all that may start: first what compute may wait for, then what belongs to updates; of these the lowest
@@ -89,6 +97,8 @@ class Updates(StrEnum):
     NONE = "none"  # evaluation, or a micro-batch that only accumulates
     IN_BACKWARD = "in_backward"  # each block's as soon as its backward has ended
     AFTER_VERDICT = "after_verdict"  # all of them in forward order, overlapping the next forward
+    SPECULATIVE = "speculative"  # [Note: Speculation]; the verdict keeps what was updated
+    REDONE = "redone"  # the same; the verdict discards it, and it is updated again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +155,6 @@ class Op:
     num_bytes: int = 0
     after: tuple[int, ...] = ()
     carried: tuple[tuple[OpKind, int], ...] = ()
-
-    @property
-    def what(self) -> str:
-        """Its kind, and its payload where an op of the kind may move another one: ``"UPDATE"``, ``"SWAP_IN activations"``."""
-        plain = self.payload in (Payload.WEIGHTS, Payload.NONE) or self.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
-        return self.kind.value if plain else f"{self.kind.value} {self.payload.value}"
 
     def __str__(self) -> str:
         edges = "".join(f" after={i}" for i in self.after) + "".join(f" carried={k.value}:{b}" for k, b in self.carried)

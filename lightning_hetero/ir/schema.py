@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lightning_hetero.ir import hardware, model, plan
+from lightning_hetero.ir import cluster, cluster_plan, hardware, model, plan
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -26,6 +26,8 @@ PUBLISHED: dict[str, tuple[type, Any]] = {
     "hardware-profile.schema.json": (hardware.HardwareProfile, hardware),
     "model-profile.schema.json": (model.ModelProfile, model),
     "plan.schema.json": (plan.Plan, plan),
+    "cluster.schema.json": (cluster.Cluster, cluster),
+    "cluster-plan.schema.json": (cluster_plan.ClusterPlan, cluster_plan),
 }
 
 _DEPTH = {"minimum": 1, "maximum": 1024}
@@ -43,9 +45,33 @@ _RULES: dict[tuple[type, str], dict[str, Any]] = {
     (model.OperatorProfile, "name"): _NAMED,
     (plan.Plan, "blocks"): {"minItems": 1},
     **{(plan.Plan, key): _DEPTH for key in ("prefetch_depth", "gradient_depth", "micro_batches")},
+    **{(kind, "name"): _NAMED for kind in (cluster.Cluster, cluster.Node, cluster.DeviceType)},
+    (cluster.Cluster, "network_bytes_per_s"): _POSITIVE,
+    (cluster.Cluster, "nodes"): {"minItems": 1},
+    (cluster.Node, "device"): _NAMED,
+    (cluster.Node, "count"): _POSITIVE,
+    (cluster.LayerTimes, "tensor_parallel"): _POSITIVE,
+    (cluster.LayerTimes, "seconds"): {"minItems": 1, "items": {"type": "number"} | _POSITIVE},
+    **{
+        (cluster.DeviceType, key): {"anyOf": [{"type": kind} | _POSITIVE, {"type": "null"}]}
+        for key, kind in (("memory_bytes", "integer"), ("flop_per_s", "number"), ("peer_bytes_per_s", "number"))
+    },
+    **{(kind, "name"): _NAMED for kind in (cluster_plan.ClusterPlan, cluster_plan.RunnerUp)},
+    **{(kind, "tensor_parallel"): _POSITIVE for kind in (cluster_plan.ClusterPlan, cluster_plan.RunnerUp)},
+    **{(kind, "iteration_s"): _POSITIVE for kind in (cluster_plan.ClusterPlan, cluster_plan.RunnerUp)},
+    (cluster_plan.ClusterPlan, "tokens"): _POSITIVE,
+    (cluster_plan.ClusterPlan, "groups"): {"minItems": 1},
+    (cluster_plan.GroupPlan, "micro_batches"): _POSITIVE,
+    (cluster_plan.GroupPlan, "stages"): {"minItems": 1},
+    (cluster_plan.StagePlan, "node"): _NAMED,
+    (cluster_plan.StagePlan, "device"): _NAMED,
     (plan.BlockPlan, "boundary"): {"enum": [kind.value for kind in plan.Saved if kind is not plan.Saved.RECOMPUTE]},
 }
-_FREE_NUMBERS = {(hardware.HardwareProfile, "contention"), (plan.Plan, "origin")}  # their range is not checked
+_FREE_NUMBERS = {
+    (hardware.HardwareProfile, "contention"),
+    (plan.Plan, "origin"),
+    (cluster_plan.ClusterPlan, "origin"),
+}  # their range is not checked
 _NEEDED: dict[type, list[str]] = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
 
 

@@ -26,8 +26,14 @@ def check(
     - *order*: ops of one block are chained, within a step and across steps (state FETCH, UPDATE, STORE; carried STORE, UPDATE).
     - *update*: each trainable block is updated once, after its last backward, exactly if the signature has updates, and when the
       plan says.
-    - *gradients*: no more blocks than ``plan.gradient_depth`` wait for their update.
-    - *commit*: one COMMIT, last, after every STORE; every STORE follows the COMMIT of the step before.
+    - *gradients*: no more blocks than ``plan.gradient_depth`` wait for their update, unless all gradients wait for the verdict.
+    - *commit*: one COMMIT, last, after the verdict and every STORE; every STORE follows the COMMIT of the step before.
+
+    Of a step that speculates ([Note: Speculation] in ``ir.schedule``), moreover:
+
+    - *update*: only blocks that can be taken back are updated before the verdict; where the verdict discards, all of these are
+      updated once more, after it, with state that was read after it.
+    - *resident*: nobody fetches weights on which there is no verdict; an update that is done again finds the old ones.
 
     For a device with memory of its own, moreover:
 

@@ -11,7 +11,7 @@ from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.chains import Chain, carried_into, chains_of
 from lightning_hetero.lowering.lower import expected_anchors, last_step
-from lightning_hetero.lowering.placement import placements, updates_in_backward
+from lightning_hetero.lowering.placement import placements, speculates, updates_in_backward
 from lightning_hetero.units import format_bytes
 
 
@@ -29,6 +29,8 @@ class HostCheck:
         self.fetched: dict[int, int] = {}  # block -> the FETCH that brought its weights
         self.opened: dict[int, int] = {}  # block -> the FETCH of its state
         self.updated: dict[int, int] = {}  # block -> its UPDATE
+        self.speculates = not self.has_device and speculates(plan, schedule.signature.updates)
+        self.speculated: dict[int, int] = {}  # block -> its UPDATE before the verdict
         self.update_ended: dict[int, int] = {}  # block -> its UPDATE, or what follows from it
         self.stored: dict[int, int] = {}  # block -> its STORE
         self.released = 0  # bit set of all RELEASEs so far
@@ -107,7 +109,9 @@ class HostCheck:
                 if self.placed[block].trainable and block not in self.updated:
                     self.fail("update", None, block, "is trainable and is not updated")
         for block, update in self.updated.items():
-            if self.placed[block].stored and block not in self.stored:
+            if self.schedule.signature.updates is Updates.REDONE and self.speculated.get(block) == update:
+                self.fail("update", self.schedule.ops[update], block, "is discarded by the verdict and not updated again")
+            if self.placed[block].stored and self.stored.get(block, -1) < update:
                 self.fail("order", self.schedule.ops[update], block, "is updated and not stored")
         if bool(self.stored) != any(op.kind is OpKind.COMMIT for op in self.schedule.ops):
             self.fail("commit", None, NO_BLOCK, "STOREs without a COMMIT, or a COMMIT without STOREs")
@@ -146,6 +150,8 @@ class HostCheck:
             case OpKind.STORE, Payload.WEIGHTS | Payload.STATE, Lane.DISK_WRITE:
                 self.check_store(op)
             case OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE:
+                if not self.after_verdict(op):
+                    self.fail("commit", op, op.block, "comes before the verdict")
                 if op.id != len(self.schedule.ops) - 1 or any(not self.behind[op.id] >> s & 1 for s in self.stored.values()):
                     self.fail("commit", op, op.block, "is not the last op, or does not wait for every STORE")
             case _:
@@ -156,8 +162,10 @@ class HostCheck:
         """Weights come from disk."""
         if not self.placed[op.block].on_disk or op.block in self.resident:
             self.fail("resident", op, op.block, "fetches weights that do not live on disk, or are in memory")
-        if op.block in self.opened:
+        if op.block in self.opened and op.block not in self.updated:
             self.fail("resident", op, op.block, "fetches weights whose update is open")
+        if op.block in self.speculated and not self.after_verdict(op):
+            self.fail("resident", op, op.block, "fetches weights on which there is no verdict yet")
         if self.released & ~self.behind[op.id]:
             self.fail("capacity", op, op.block, "does not wait for every RELEASE before it, whose memory it takes over")
         self.resident.add(op.block)
@@ -169,7 +177,8 @@ class HostCheck:
 
     def check_opened(self, op: Op) -> None:
         """State comes from disk."""
-        if self.placed[op.block].plan.state is not Tier.DISK or op.block in self.opened:
+        again = self.opened.get(op.block, -1) < self.speculated.get(op.block, -1) and self.may_redo(op)
+        if self.placed[op.block].plan.state is not Tier.DISK or (op.block in self.opened and not again):
             self.fail("order", op, op.block, "opens state that does not live on disk, or opens it twice")
         self.check_one_by_one(op)
         self.opened[op.block] = op.id
@@ -201,7 +210,8 @@ class HostCheck:
     def check_update(self, op: Op) -> None:
         """An update: when, where, with what."""
         updates, placed = self.schedule.signature.updates, self.placed[op.block]
-        if updates is Updates.NONE or op.block in self.updated or not placed.trainable:
+        again = op.block in self.updated
+        if updates is Updates.NONE or not placed.trainable or (again and not self.may_redo(op)):
             self.fail("update", op, op.block, f"is frozen, is updated twice, or the step has no updates ({updates.value})")
         if op.at <= self.last_use.get(op.block, len(self.schedule.anchors)):
             self.fail("update", op, op.block, f"is updated at anchor {op.at}, before its last backward has ended")
@@ -210,15 +220,32 @@ class HostCheck:
         lane = Lane.COMPUTE if placed.plan.update is UpdateLane.DEVICE else Lane.CPU
         if op.lane is not lane:
             self.fail("update", op, op.block, f"is updated on lane {op.lane.value!r}, the plan says {lane.value!r}")
-        if placed.plan.state is Tier.DISK and op.block not in self.opened:
-            self.fail("order", op, op.block, "is updated without a FETCH of its state")
+        opened = self.opened.get(op.block, -1)
+        if placed.plan.state is Tier.DISK and opened <= self.updated.get(op.block, -1):
+            self.fail("order", op, op.block, "is updated without a FETCH of its state" + " after the verdict" * again)
+        if again and op.block in self.resident and self.fetched.get(op.block, -1) < self.updated[op.block]:
+            self.fail("resident", op, op.block, "is updated again, and its weights in memory are those that were discarded")
         self.check_one_by_one(op)
+        if self.speculates and not self.after_verdict(op):
+            self.speculated[op.block] = op.id
         self.updated[op.block] = self.update_ended[op.block] = op.id
 
     def must_follow_verdict(self, block: int) -> bool:
         """Whether the block's update may not run during backward."""
+        if self.speculates:
+            return not self.placed[block].revocable
         after = not updates_in_backward(self.plan, self.schedule.signature.updates)
         return after or self.placed[block].plan.update is UpdateLane.DEVICE
+
+    def after_verdict(self, op: Op) -> bool:
+        """Whether the op follows the verdict."""
+        return self.schedule.anchors[op.at].phase is Phase.VERDICT
+
+    def may_redo(self, op: Op) -> bool:
+        """Whether the verdict has discarded the update of the op's block, which is to be done again."""
+        latest = self.updated.get(op.block)
+        redone = self.schedule.signature.updates is Updates.REDONE and self.after_verdict(op)
+        return redone and latest is not None and latest == self.speculated.get(op.block)
 
     def check_store(self, op: Op) -> None:
         """What an update has made goes to the disk."""
@@ -239,7 +266,7 @@ class HostCheck:
         pending = anchor.phase is Phase.FORWARD and self.placed[block].trainable and block not in self.fetched
         if pending and (OpKind.UPDATE, block) not in anchor.carried:
             self.fail("order", None, block, f"anchor {index} ({anchor}) does not wait for the UPDATE of the step before")
-        if anchor.phase is Phase.BACKWARD:
+        if anchor.phase is Phase.BACKWARD and not self.speculates:
             self.check_waiting(index, anchor, list(self.updated.values()), self.plan.gradient_depth, "blocks wait for their update")
 
     def check_present(self, index: int, anchor: Anchor, held: set[int], arriving: dict[int, int]) -> None:

@@ -18,7 +18,8 @@ block ``u`` a device with memory of its own holds
 The host holds the constant part; the weights that live there, and a copy of those on the device that the CPU updates; the state
 that lives there; the gradients of the ``gradient_depth`` largest blocks where updates run during backward, else of all blocks from
 ``u`` on; the activations that blocks up to ``u`` swap to the host, and those of one more than twice ``prefetch_depth`` blocks
-on their way to the disk; staging for what streams from disk; and the cache: at least the largest block whose weights live on disk.
+on their way to the disk; staging for what streams from disk; where updates speculate, a copy of the weights of blocks with only
+their state on disk; and the cache: at least the largest block whose weights live on disk.
 
 Where the device is the host's own CPU the two are one pool, and nothing is there twice. There, gradients that an update after the
 verdict has used stay until the next backward, as plain Lightning leaves them.
@@ -34,7 +35,7 @@ from enum import StrEnum
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.placement import Placement, placements, updates_in_backward
+from lightning_hetero.lowering.placement import Placement, placements, speculates, updates_in_backward
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
@@ -55,6 +56,7 @@ class Purpose(StrEnum):
     GRADIENTS = "gradients"
     MOVING = "state on its way"
     STAGING = "staging for what streams from disk"
+    SPARE = "copies of weights until the verdict"
     CACHE = "the cache for weights from below"
 
 
@@ -124,7 +126,7 @@ def needs_of_shape(
     """
     placed = placements(plan, model, device=not shared_memory)
     in_backward = updates_in_backward(plan, updates)
-    last = plan.micro_batches > 1 or (shared_memory and updates is Updates.AFTER_VERDICT)
+    last = plan.micro_batches > 1 or (shared_memory and updates not in (Updates.NONE, Updates.IN_BACKWARD))
     gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
     activations = list(_activations(plan, placed))
     state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
@@ -134,6 +136,7 @@ def needs_of_shape(
         _moment(0, 0, *gradients[-1], state, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
+    host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
         device, host = {}, _sum(device, host)
     return Needs(
@@ -178,6 +181,11 @@ def _held(placed: Sequence[Placement], constant: Constant, staging_bytes: int) -
         Purpose.STAGING: staging_bytes if on_disk else 0,
     }
     return device, host
+
+
+def _spare_bytes(placed: Sequence[Placement]) -> int:
+    """Old weights of updates that may be taken back, where no file has them."""
+    return sum(p.shape.weight_bytes for p in placed if p.revocable and not p.on_disk)
 
 
 def _moment(on_device: int, on_host: int, stay: int, down: int, state: int, *, shared: bool) -> tuple[Rows, Rows]:

@@ -122,6 +122,7 @@ def device_too_small(plan: str, rows: Rows, *, device_memory: int, profiled: boo
         f"{_table(lines)}\n"
         f"Raise device_memory where the device has more, or need less of something in the table.",
         needed_bytes=need,
+        tier="device",
     )
 
 

@@ -10,7 +10,7 @@ from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Uses
 from lightning_hetero.lowering.chains import Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.placement import Placement, updates_in_backward
+from lightning_hetero.lowering.placement import Placement, speculates, updates_in_backward
 from lightning_hetero.lowering.weights import WeightMoves
 
 
@@ -40,6 +40,7 @@ class UpdateMoves:
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
         self._uses, self._weights, self._activations = uses, weights, activations
         self._in_backward = updates_in_backward(plan, signature.updates)
+        self._speculates = activations is None and speculates(plan, signature.updates)
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
         self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
@@ -49,7 +50,10 @@ class UpdateMoves:
         self._stores: list[int] = []
 
     def backward_ended(self, index: int, block: int) -> None:
-        """Anchor ``index`` begins after a backward of ``block``: the last one completes its gradients."""
+        """Anchor ``index`` begins after a backward of ``block``: the last one completes its gradients.
+
+        Of the step's last backward nothing is left to speculate with: the verdict is next.
+        """
         placed = self._placed[block]
         if self._uses.last[block] >= index or not placed.trainable:
             return
@@ -57,14 +61,22 @@ class UpdateMoves:
             self._weights.outdate(block)
         if self._activations is not None and placed.on_cpu:
             self._grad(block)
-        if self._in_backward and (self._activations is not None or placed.on_cpu):
+        if self._may_update(placed) and not (self._speculates and self._uses.anchors[index] is None):
             self._update(index, block)
+
+    def _may_update(self, placed: Placement) -> bool:
+        """Whether the block's update may follow its backward."""
+        if self._speculates:
+            return placed.revocable
+        return self._in_backward and (self._activations is not None or placed.on_cpu)
 
     def backward_begins(self, index: int) -> Iterator[int]:
         """Sends for the state of updates to come; yields the ops whose memory the gradients of this backward take over."""
-        if self._in_backward and self._plan.update_order is UpdateOrder.OVERLAPPED:
+        if (self._in_backward or self._speculates) and self._plan.update_order is UpdateOrder.OVERLAPPED:
             self._open_ahead(index)
         depth = self._plan.gradient_depth
+        if self._speculates:
+            return  # gradients stay until the verdict, however far updates are
         if self._activations is None:
             waiting = list(self._updated.values())  # gradients become host memory: the oldest must have been used up
             yield from waiting[-depth:][:1] if len(waiting) >= depth else []
@@ -85,11 +97,16 @@ class UpdateMoves:
         if not self._plan.priority:
             for block in self._updated:
                 self._renew(block)
-        left = [b for b in dict.fromkeys(self._signature.order) if b not in self._updated and self._placed[b].trainable]
+        again = self._speculates and self._signature.updates is Updates.REDONE
+        blocks = dict.fromkeys(self._signature.order)
+        left = [b for b in blocks if self._placed[b].trainable and (again or b not in self._updated)]
         moving = iter([b for b in left if self._placed[b].state_moves and b not in self._opened])
         for block in left:
             while self._num_up - len(self._down) < DEVICE_STATES and (following := next(moving, None)) is not None:
                 self._open(following)
+            if block in self._updated:
+                self._weights.restore(index, block)
+                self._opened.remove(block)
             self._update(index, block)
             if not self._plan.priority:
                 self._renew(block)
@@ -143,7 +160,7 @@ class UpdateMoves:
             if block is None or not self._is_under_way(ahead, block):
                 return
             placed = self._placed[block]
-            if self._uses.last[block] != ahead or block in self._opened or not placed.trainable:
+            if self._uses.last[block] != ahead or block in self._opened or not placed.trainable or not self._may_update(placed):
                 continue
             if placed.plan.state is Tier.DISK or (placed.state_moves and self._num_up - len(self._down) < DEVICE_STATES):
                 self._open(block)

@@ -98,6 +98,12 @@ class WeightMoves:
         """Brings the weights that an UPDATE of this step has made to their place on the device."""
         self._upload(block)
 
+    def restore(self, index: int, block: int) -> None:
+        """Brings weights that live on disk, and that an update has changed in memory, back to what the disk holds."""
+        if self._placed[block].on_disk and block in self.host.held:
+            self.release(self.host, block)
+            self._fetch(index, block, keep=(block,))
+
     def outdate(self, block: int) -> None:
         """The block's last use in this step is over, and an update will make what the device holds of its weights useless."""
         if self.device is None or block not in self.device.held or not self._placed[block].on_cpu:

@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.memory import Memory, Observed
-from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
+from lightning_hetero.profiling.operators import Addresses, BoundAddresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed, heap_meter
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.blocks import Block
@@ -40,7 +41,9 @@ class BatchProfiler:
     def __init__(self, session: Session, *, operators: bool) -> None:
         assert session.executor is not None
         self._session, self._executor = session, session.executor
-        self._recorder = OperatorRecorder(Addresses(session.blocks), self._now) if operators else None
+        device = session.executor if isinstance(session.executor, DeviceExecutor) else None
+        addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
+        self._recorder = OperatorRecorder(addresses, self._now) if operators else None
         self._heap_bytes: Callable[[], int] = heap_meter()
         self._timeline = Timeline(self._mark, self._note_inputs)
         self._inputs: dict[int, tuple[int, ...]] = {}
@@ -48,7 +51,7 @@ class BatchProfiler:
         self._saved: frozenset[int] | None = None
         self._recording = False
         self._looking_s = 0.0  # spent on marks; compute stands still meanwhile
-        self._in_python = any(binding.capability is not Rule.NATIVE for binding in session.bindings)
+        self._in_python = device is not None or any(binding.capability is not Rule.NATIVE for binding in session.bindings)
         self._left: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ are not made by operators of the batch, so they are never counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hetero.runtime.activations.names import ParameterAddresses, has_storage, leaves
+from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.store.blocks import Block
 
 _ATEN = torch.ops.aten
@@ -89,6 +90,22 @@ class Addresses(ParameterAddresses):
         )
 
 
+class BoundAddresses:
+    """Finds the parameter at an address where blocks are bound to memory that comes and goes.
+
+    Args:
+        weights: The weights on a device.
+    """
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        self._weights = weights
+
+    def first(self, tensors: Iterable[Tensor]) -> str:
+        """The name of the first tensor that lies in a parameter; empty if none does."""
+        found = next(filter(None, map(self._weights.reference, tensors)), None)
+        return "" if found is None else inner_name(found.part.names[found.index], found.part.block.name)
+
+
 def inner_name(name: str, block: str) -> str:
     """A parameter's name as its block says it: ``"attn.weight"`` for ``"layers.3.attn.weight"`` in block ``"layers.3"``."""
     return name.removeprefix(f"{block}.")
@@ -107,7 +124,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         events: Numbers of storages as they were made (``n``) and freed (``~n``), in order.
     """
 
-    def __init__(self, addresses: Addresses, clock: Callable[[], float]) -> None:
+    def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._addresses, self._clock = addresses, clock
         self.ran: list[Ran] = []

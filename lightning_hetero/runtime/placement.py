@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hetero._native import BlockGeometry, file_bytes
-from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, lower, needs_of_shape
 from lightning_hetero.lowering.needs import Constant, total_bytes
@@ -67,6 +66,7 @@ class StepRules:
         keep_gradients: ``param.grad`` stays after the step.
         waits: ``optimizer.step()`` waits for the updates.
         clip_value: Clip by value at this, during backward.
+        norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
     """
 
     deferred: str = ""
@@ -74,6 +74,7 @@ class StepRules:
     keep_gradients: bool = False
     waits: bool = False
     clip_value: float | None = None
+    norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ class Placement:
         activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
         disk_bytes: Files.
+        swaps_to_disk: Activations go to files of their own.
+        swapped_bytes: What those take, as far as that is known.
         later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
     """
 
@@ -102,7 +105,14 @@ class Placement:
     activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
     disk_bytes: int
+    swaps_to_disk: bool
+    swapped_bytes: int
     later_bytes: int
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is on disk."""
+        return self.swaps_to_disk or any(Tier.DISK in (p.weights, p.state) for p in self.plan.blocks)
 
 
 class Placer:
@@ -170,12 +180,18 @@ class Placer:
 
         Raises:
             OutOfMemoryBudgetError: As for :meth:`place`, of the last one.
+            UnsupportedError: None of them runs with these optimizers, of the first one.
         """
-        *others, last = plans
-        for make in others:
-            with suppress(OutOfMemoryBudgetError):
+        refusal: HeteroError | None = None
+        for make in plans:
+            try:
                 return self.place(make(self.model), present_bytes=present_bytes)
-        return self.place(last(self.model), present_bytes=present_bytes)
+            except OutOfMemoryBudgetError as error:
+                refusal = error
+            except UnsupportedError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def place(self, plan: Plan, *, present_bytes: int) -> Placement:
         """Resolves a plan, and refuses one that cannot run.
@@ -185,7 +201,7 @@ class Placer:
             ConfigError: The plan does not fit the model.
             UnsupportedError: An optimizer cannot run out of core.
         """
-        plan = self._fitting(plan.resolve(b.name for b in self.model.blocks))
+        plan = self.fitting(plan)
         self._check_optimizers(plan)
         by = tuple(self._rule_of(binding, plan) for binding in self._bindings)
         rules = self._rules
@@ -196,7 +212,7 @@ class Placer:
         needs = self.needs(plan, rules)
         room = budgeted(
             plan, needs, host_memory=host_budget(self._options, present_bytes), given=self._options.host_memory is not None,
-            profiled=self._profile is not None, device_memory=self._device_memory,
+            profiled=self._profile is not None, device_memory=self.device_memory,
         )  # fmt: skip
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
@@ -212,13 +228,21 @@ class Placer:
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
             disk_bytes=sum(file_bytes(g) * g.num_slots for g in geometries.values()),
+            swaps_to_disk=any(Saved.SWAP_DISK in policies_of(p) for p in plan.blocks),
+            swapped_bytes=needs.disk[Purpose.ACTIVATIONS],
             later_bytes=self._later_bytes(plan),
         )
 
-    def _fitting(self, plan: Plan) -> Plan:
-        """Weights that have no anchor of their own stay in memory whatever a pattern of the plan says."""
-        if self._options.device is not None:
-            return replace(plan, blocks=tuple(map(_on_device, self.model.blocks, plan.blocks)))
+    def fitting(self, plan: Plan) -> Plan:
+        """The plan resolved; weights that have no anchor of their own stay in memory whatever a pattern of the plan says.
+
+        Raises:
+            ConfigError: The plan does not fit the model.
+        """
+        plan = plan.resolve(b.name for b in self.model.blocks)
+        if self.device_memory is not None:
+            rows = tuple(map(_on_device, self.model.blocks, plan.blocks))
+            return plan if rows == plan.blocks else replace(plan, blocks=rows)
         pinned = [b.name for b, p in zip(self.model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
         if pinned:
             log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
@@ -227,6 +251,16 @@ class Placer:
     def _check_optimizers(self, plan: Plan) -> None:
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
+            foreign = [b for b in owners if b.capability is not Rule.NATIVE]
+            there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
+            if foreign and self.device_memory is not None and not there:
+                name = type(foreign[0].optimizer).__name__
+                raise UnsupportedError(
+                    f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
+                    f"update={placed.update.value!r} for block {block.name!r}, but optimizer {name} updates it by its own code, on "
+                    f"the device. Allowed with it: weights, state and update on 'device'. Use plan=\"resident\", or "
+                    f"torch.optim.Adam or AdamW."
+                )
             whole = [b for b in owners if b.capability is Rule.WHOLE]
             if whole and Tier.DISK in (placed.state, placed.weights):
                 name = type(whole[0].optimizer).__name__
@@ -240,13 +274,13 @@ class Placer:
         """An optimizer that the engine does not know runs as it always does, unless something of it lives on disk."""
         pairs = zip(self._blocks, plan.blocks, strict=True)
         mine = [p for b, p in pairs if any(self.owners.get(id(q)) is binding for q in b.params())]
-        on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)
+        on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # on a device with memory of its own nothing is: checked
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
 
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
         """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled."""
         rules = rules or self._rules
-        shared = self._device_memory is None
+        shared = self.device_memory is None
         constant = 0 if shared or self._profile is None else self._profile.constant_device_bytes
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=Constant(device_bytes=constant),
@@ -255,7 +289,7 @@ class Placer:
         )  # fmt: skip
 
     @property
-    def _device_memory(self) -> int | None:
+    def device_memory(self) -> int | None:
         """What the plan may use of a device with memory of its own; ``None``: the device is the host."""
         if self._options.device is None:
             return None
@@ -263,7 +297,7 @@ class Placer:
 
     def _check_device(self, plan: Plan) -> None:
         """Refuses a plan whose device tier exceeds ``device_memory`` where the device is the host."""
-        allowed = self._options.device_memory if self._device_memory is None else None
+        allowed = self._options.device_memory if self.device_memory is None else None
         need = 0
         for block, placed in zip(self.model.blocks, plan.blocks, strict=True):
             need += block.weight_bytes + block.gradient_bytes if placed.weights is Tier.DEVICE else 0
@@ -305,6 +339,11 @@ class Placer:
             for part in block.parts
             if placed.state is Tier.DISK and not native_state(part, self.owners)
         )
+
+
+def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
+    """What may become of what the block's forward saves."""
+    return placed.saved, placed.boundary, *placed.operators.values()
 
 
 def _on_device(block: BlockShape, placed: BlockPlan) -> BlockPlan:

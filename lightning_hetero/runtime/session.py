@@ -23,6 +23,7 @@ from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
 from lightning_hetero.runtime.device.executor import DeviceExecutor
@@ -77,6 +78,7 @@ class Session:
         self.store: TierStore | None = None
         self.profile: ModelProfile | None = None
         self._rules = StepRules()
+        self._files: NativeSwapFiles | None = None
         self._default_root = Path()
         self._started = False
         self._disk_bytes = 0
@@ -154,15 +156,26 @@ class Session:
         """The executor for a device with memory of its own."""
         assert self.store is not None
         lanes = EmulatedLanes(device, poison=self.options.poison)
-        self.recorder.observe(lanes, [block.name for block in self.blocks])
         weights = DeviceWeights(lanes)
         updater.device = DeviceSide(
             weights=weights,
-            gradients=HostGradients(lanes, norm_type=2.0),
+            gradients=HostGradients(lanes, norm_type=2.0 if placement.rules.norms else None),
             updates=DeviceUpdates(lanes, weights, self.store),
         )
         cache = placement.device_cache_bytes
-        return DeviceExecutor(self.blocks, lanes=lanes, side=updater.device, device_cache_bytes=cache, **common)
+        files = self._swap_files(placement)
+        return DeviceExecutor(self.blocks, lanes=lanes, side=updater.device, device_cache_bytes=cache, files=files, **common)
+
+    def _swap_files(self, placement: Placement) -> NativeSwapFiles | None:
+        """Files for activations that go to the disk, in a directory of their own: no commit names them."""
+        assert self.store is not None
+        if placement.swaps_to_disk and self._files is None:
+            given = self.options.disk_path is not None and self.store.directory is not None
+            path = self.store.directory.path / "activations" if given and self.store.directory is not None else None
+            manifest = {"model": type(self.root).__name__, "holds": "activations"}
+            directory = self._make_directory(path, manifest, placement.swapped_bytes)
+            self._files = NativeSwapFiles(self.store.engine, directory)
+        return self._files
 
     def replan(self, plan: Plan) -> Plan:
         """Goes on with another plan: moves weights and optimizer state to the tiers that it says, between two batches of a fit.
@@ -194,7 +207,7 @@ class Session:
         for block, placed in sorted(moves, key=lambda m: _growth(m[0], m[1], placer.model)):  # what gives memory back goes first
             self._move(block, placed, placement)
         self.executor.rest()
-        if not placement.staging_bytes:
+        if not placement.uses_disk:
             self.store.detach()
         if placement.staging_bytes != self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
@@ -202,7 +215,12 @@ class Session:
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
         self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
-        self.executor.adopt(placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred))
+        if isinstance(self.executor, DeviceExecutor):
+            self.executor.files = self._swap_files(placement)
+        self.executor.adopt(
+            placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred),
+            device_cache_bytes=placement.device_cache_bytes,
+        )  # fmt: skip
         self.executor.heap.allow(self.options.host_memory)
         self.executor.heap.counted_bytes = placement.activation_bytes
         self._announce(placement)
@@ -211,6 +229,19 @@ class Session:
     def needed_bytes(self, plan: Plan) -> int:
         """The least host memory that a resolved plan needs, whether there is as much or not."""
         return least_bytes(self._placer().needs(plan))
+
+    def fitting(self, plan: Plan) -> Plan:
+        """The plan as it would run here, resolved: weights that are used outside repeated blocks stay where those can be.
+
+        Raises:
+            ConfigError: The plan does not fit the model.
+        """
+        return self._placer().fitting(plan)
+
+    @property
+    def device_memory(self) -> int | None:
+        """What plans may use of a device with memory of its own, bytes; ``None`` where the device is the host."""
+        return self._placer().device_memory
 
     def check(self, plan: Plan) -> None:
         """Refuses a plan that could not run in the session as it is, without changing anything.
@@ -248,12 +279,13 @@ class Session:
     @property
     def present_bytes(self) -> int:
         """Weights and optimizer state that are in memory now."""
-        weights = sum(p.weight_bytes for b in self.blocks if b.resident and b.name not in self._unset for p in b.parts)
-        state = 0
-        if self.executor is not None:
-            rows = zip(self.executor.model.blocks, self.blocks, strict=True)
-            state = sum(s.state_bytes for s, b in rows if b.plan.state is not Tier.DISK and any(p.stepped for p in b.parts))
-        return weights + state
+        there = [b for b in self.blocks if b.resident and b.name not in self._unset]
+        if self.executor is None:
+            return sum(p.weight_bytes for b in there for p in b.parts)
+        weights = sum(p.weight_bytes for b in there if self.executor.is_on_host(b) for p in b.parts)
+        away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
+        rows = zip(self.executor.model.blocks, self.blocks, strict=True)
+        return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
 
     def _move(self, block: Block, placed: BlockPlan, placement: Placement) -> None:
         """Brings one block to where its new plan wants it."""
@@ -262,6 +294,9 @@ class Session:
         before = block.plan
         same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)
         same_state = (before.state is Tier.DISK) == (placed.state is Tier.DISK)
+        where = (before.weights, before.state, before.update)
+        if where != (placed.weights, placed.state, placed.update) or self.executor.is_away(block):
+            self.executor.leave(block)
         if not (same_weights and same_state):
             self.executor.bring(block, force=True)
             for part in block.parts:
@@ -305,22 +340,22 @@ class Session:
 
     def _directory(self, placement: Placement) -> StoreDirectory | None:
         self._disk_bytes = placement.disk_bytes
-        if not any(Tier.DISK in (p.weights, p.state) for p in placement.plan.blocks):
+        if not placement.uses_disk:
             return None
-        self._default_root.mkdir(parents=True, exist_ok=True)
         # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
         rows = [
             {"block": b.name, "params": {n: [str(p.dtype), list(p.shape)] for n, p in b.spec.params.items()}} for b in self.blocks
         ]
+        manifest = {"model": type(self.root).__name__, "blocks": rows}
+        return self._make_directory(self.options.disk_path, manifest, placement.disk_bytes + placement.later_bytes)
+
+    def _make_directory(self, path: Path | None, manifest: dict[str, Any], needed_bytes: int) -> StoreDirectory:
+        self._default_root.mkdir(parents=True, exist_ok=True)
         return StoreDirectory.create_or_adopt(
-            self.options.disk_path,
-            default_root=self._default_root,
-            manifest={"model": type(self.root).__name__, "blocks": rows},
-            allow_tmpfs=self.options.allow_tmpfs,
+            path, default_root=self._default_root, manifest=manifest, needed_bytes=needed_bytes,
+            capacity_bytes=self.options.disk_capacity, allow_tmpfs=self.options.allow_tmpfs,
             allow_rotational=self.options.allow_rotational,
-            needed_bytes=placement.disk_bytes + placement.later_bytes,
-            capacity_bytes=self.options.disk_capacity,
-        )
+        )  # fmt: skip
 
     def _open(self, placement: Placement) -> None:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
@@ -487,8 +522,9 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if isinstance(self.executor, DeviceExecutor):
-            self.executor.move_out()
+        for block in self.blocks:
+            self.executor.leave(block)
+        self.executor.stop()
         if self._started and not self._fits_memory():
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
@@ -541,6 +577,11 @@ class Session:
 
     def _close(self) -> None:
         """Of a refused start nothing is left: no files, and no memory that was never initialized."""
+        if self.executor is not None:
+            self.executor.stop()
+        if self._files is not None:
+            self._files.close()
+            self._files = None
         if self.store is not None:
             self._final_report = self.memory_report()
             self.recorder.close()

@@ -65,6 +65,15 @@ def compile_step(schedules: Sequence[Schedule], plan: Plan, model: ModelProfile,
     return _Compiler(schedules, plan, model, rates, staging_bytes).run()
 
 
+def _spare_bytes(schedule: Schedule, plan: Plan, model: ModelProfile) -> int:
+    """Copies of weights in memory that updates before the verdict may have to give back; see [Note: Speculation]."""
+    if schedule.signature.updates not in (Updates.SPECULATIVE, Updates.REDONE):
+        return 0
+    shapes = model.shape().blocks
+    early = {o.block for o in schedule.ops if o.kind is OpKind.UPDATE and schedule.anchors[o.at].phase is not Phase.VERDICT}
+    return sum(shapes[block].weight_bytes for block in early if plan.blocks[block].weights is not Tier.DISK)
+
+
 class _Compiler:
     def __init__(self, schedules: Sequence[Schedule], plan: Plan, model: ModelProfile, rates: Rates, staging_bytes: int) -> None:
         self._schedules, self._plan, self._model = schedules, plan, model
@@ -72,8 +81,11 @@ class _Compiler:
         self._duplex = rates.hardware.disk_duplex
         buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
         self._program = Program(buffer_bytes=buffer_bytes, chooses_d2h=plan.priority)
-        deferred = self._shared and schedules[-1].signature.updates is Updates.AFTER_VERDICT
-        self._memory = Occupancy(plan, model, shared_memory=self._shared, staging_bytes=staging_bytes, keeps_gradients=deferred)
+        deferred = self._shared and schedules[-1].signature.updates not in (Updates.NONE, Updates.IN_BACKWARD)
+        self._memory = Occupancy(
+            plan, model, shared_memory=self._shared, staging_bytes=staging_bytes + _spare_bytes(schedules[-1], plan, model),
+            keeps_gradients=deferred,
+        )  # fmt: skip
         self._in_order = {Server.H2D, Server.NET} | (set() if plan.priority else {Server.D2H})
         self._lane_first: dict[Server, int] = {}  # on servers that keep the schedule's order
         self._lane_last: dict[Server, int] = {}
@@ -264,6 +276,8 @@ class _Compiler:
 
     def _open(self, op: Op, arrival: int | None, after: list[int]) -> int:
         """The reads of a streamed update. Ops behind it that are no UPDATE wait for it to be opened only."""
+        if op.block in self._streams and self._streams[op.block].computes:
+            del self._streams[op.block]  # the verdict has discarded it, and it is done again
         stream, program = self._stream(op.block), self._program
         opened = program.add(self._job(op, Server.INSTANT, stream=stream, role=Role.OPEN), after)
         self._issued(opened, arrival)

@@ -136,10 +136,14 @@ class Autoplan:
 
     # ---- what the strategy asks -------------------------------------------------------------------------------------------
 
-    @property
-    def provisional(self) -> tuple[Callable[[ModelShape], Plan], ...]:
-        """What a session starts with: the plan made for its model before, else everything in memory, else as little as possible."""
-        return self._known, BUILTIN_PLANS["host"], BUILTIN_PLANS["disk"]
+    def provisional(self, *, on_device: bool) -> tuple[Callable[[ModelShape], Plan], ...]:
+        """What a session starts with: the plan made for its model before, else everything in memory, else as little as possible.
+
+        Args:
+            on_device: The device has memory of its own, where an optimizer whose own code runs finds everything.
+        """
+        device = (BUILTIN_PLANS["resident"],) if on_device else ()
+        return self._known, BUILTIN_PLANS["host"], *device, BUILTIN_PLANS["disk"]
 
     def _known(self, model: ModelShape) -> Plan:
         known = self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks)
@@ -298,24 +302,38 @@ class Autoplan:
         refusal: HeteroError | None = None
         for _ in range(_ATTEMPTS):
             try:
-                plan = PLANNERS[self.planner](model, room, updates=loop.updates)
+                plan = self._planned(session, model, room, loop)
             except ImportError as error:
                 raise ConfigError(
                     f"planner {self.planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
                     f'{error.name}`, or pass plan="host" or plan="disk".'
                 ) from error
             try:
+                fitting = session.fitting(plan)
+                if fitting.blocks != plan.blocks and session.device_memory is not None:
+                    plan = replace(fitting, predicted=None)  # it was made of another plan
                 plan = in_loop(plan, model, machine, loop)
                 session.check(plan)
                 return plan, machine
             except OutOfMemoryBudgetError as error:
-                refusal, short = error, error.needed_bytes - session.host_memory()
+                on_device = error.tier == "device"
+                refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
             except PlanError as error:  # of the plan as this loop runs it: with all gradients at once, for instance
-                refusal, short = error, error.shortfall_bytes
+                refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
             if short <= 0:
                 break
-            room = replace(room, host_memory_bytes=max(1, room.host_memory_bytes - short))
+            tier = "device_memory_bytes" if on_device else "host_memory_bytes"
+            room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
         raise PlanError(f"no plan of {self.planner!r} can run here: {refusal}", tier="host") from refusal
+
+    def _planned(self, session: Session, model: ModelProfile, room: HardwareProfile, loop: Loop) -> Plan:
+        """What the planner finds; an optimizer whose own code runs on a device leaves it no choice but of activations."""
+        if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
+            return PLANNERS[self.planner](model, room, updates=loop.updates)
+        try:
+            return PLANNERS["resident"](model, room, updates=loop.updates)
+        except PlanError:
+            return PLANNERS["full_recompute"](model, room, updates=loop.updates)
 
     def _machine(self, session: Session, model: ModelProfile, loop: Loop) -> HardwareProfile:
         """The machine with the capacities that training may use, and the speed that this model reaches."""
@@ -331,7 +349,7 @@ class Autoplan:
         hardware = replace(
             hardware,
             host_memory_bytes=memory,
-            device_memory_bytes=memory,
+            device_memory_bytes=memory if session.device_memory is None else session.device_memory,
             disk_capacity_bytes=disk,
             device_flop_per_s=speed,
             source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
@@ -368,7 +386,7 @@ def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
     plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
     differences = []
     for plan in plans:
-        needs = needs_of(plan, model, shared_memory=True, updates=loop.updates)
+        needs = needs_of(plan, model, shared_memory=session.device_memory is None, updates=loop.updates)
         planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
         differences.append(planners - session.needed_bytes(plan))
     return max(differences)

@@ -25,7 +25,6 @@ from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.stalls import describe, stalls
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.profiling.memory import OperatorMeasure
@@ -119,7 +118,7 @@ class HeteroOffload(_Base):
             machine = Machine(hardware_profile)
             self.autoplan = Autoplan(name, machine.profile, drift=_drift(replan_drift))
         self.options = SessionOptions(
-            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional,
+            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
@@ -396,12 +395,6 @@ class HeteroOffload(_Base):
     def trace(self) -> Trace:
         """Spans of the latest steps, with ``trace=True``."""
         return self.session.recorder.trace() if self.session is not None else self._last_trace
-
-    def stall_report(self) -> str:
-        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
-        trace = self.trace
-        found = stalls(trace)
-        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
 
     def memory_report(self) -> dict[str, int]:
         """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far."""

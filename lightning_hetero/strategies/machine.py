@@ -9,7 +9,9 @@ from pathlib import Path
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.units import format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
 
@@ -30,21 +32,45 @@ class Machine:
         self._given = given if given is None or isinstance(given, HardwareProfile) else HardwareProfile.load(Path(given))
 
     def profile(self, session: Session) -> HardwareProfile:
-        """The profile, measured where none was given; capacities are those of the machine.
+        """The profile, measured where none was given; capacities are those of the machine, or of the session's emulated device.
 
         Raises:
-            ConfigError: The environment variable names no profile, or the machine has a device with memory of its own.
+            ConfigError: The environment variable names no profile, or it has a device with memory of its own and the session none.
         """
         found = self._given
         if found is None:
             file = os.environ.get(ENVIRONMENT)
             found = HardwareProfile.load(file) if file else _measured(session)
+        if session.options.device is not None:
+            return emulated(found, session.options.device) if found.shared_memory else found
         if not found.shared_memory:
             raise ConfigError(
                 f"hardware_profile {found.name!r} describes a device with memory of its own; this version computes on the CPU. "
                 f"Pass a profile with shared_memory true, such as the one that `lightning-hetero profile` measures here."
             )
         return found
+
+
+def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
+    """A machine with an emulated device: the host's rates, and the device's own where it sets them.
+
+    Args:
+        host: The machine that emulates it.
+        device: The device. Without a bandwidth its copies run at half of what memory gives, which they read and write.
+    """
+    h2d, d2h = (rate or host.host_dram_bytes_per_s / 2 for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s))
+    figures = ("device_memory_bytes", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "device_update_params_per_s")
+    return replace(
+        host,
+        name=f"{host.name}, emulated device of {format_bytes(device.memory_bytes)}",
+        shared_memory=False,
+        device_memory_bytes=device.memory_bytes,
+        device_flop_per_s=host.device_flop_per_s / device.compute_slowdown,
+        device_update_params_per_s=host.cpu_update_params_per_s / device.compute_slowdown,
+        link_h2d_bytes_per_s=h2d,
+        link_d2h_bytes_per_s=d2h,
+        source={**host.source, **dict.fromkeys(figures, "the emulated device")},
+    )
 
 
 def _measured(session: Session) -> HardwareProfile:

@@ -31,13 +31,16 @@ def step_rules(trainer: Any, module: Any, precision: Any, namespace: str) -> Ste
     schedule = importlib.import_module(f"{namespace}.callbacks").GradientAccumulationScheduler
     accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in trainer.callbacks)
     if not module.automatic_optimization:
-        return StepRules(deferred="optimization is manual", accumulates=True, keep_gradients=True, waits=True)
+        return StepRules(deferred="optimization is manual", accumulates=True, keep_gradients=True, waits=True, norms=True)
     by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
     reason = _reason(trainer, module, precision, namespace)
-    if not reason and trainer.gradient_clip_val and not by_value:
+    by_norm = bool(trainer.gradient_clip_val) and not by_value
+    if not reason and by_norm:
         reason = "gradients are clipped by their global norm"
     clip = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_value and not reason else None
-    return StepRules(deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip)
+    is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
+    norms = by_norm or is_overridden("configure_gradient_clipping", module)
+    return StepRules(deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip, norms=norms)
 
 
 def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:

@@ -13,6 +13,7 @@
 
 using hetero::Block;
 using hetero::CommitTask;
+using hetero::DiscardTask;
 using hetero::DtypeBytes;
 using hetero::Engine;
 using hetero::Fail;
@@ -124,6 +125,18 @@ int64_t Submit(hetero_engine* engine, const hetero_task* task, const Make& make)
   return code != 0 ? code : ticket;
 }
 
+int64_t OpenUpdate(hetero_engine* engine, hetero_block* block, bool weights_resident, bool speculative,
+                   const hetero_task* task) {
+  return Submit(engine, task, [&](std::unique_ptr<Task>* out) {
+    HETERO_RETURN_IF_ERROR(NeedTaskArguments(engine, block, task));
+    if (!weights_resident && !FromHandle(block)->layout().weights_in_file())
+      return Fail(HETERO_EINVAL, "weights_resident is 0, but block %d has no weights on disk; allowed: 1",
+                  FromHandle(block)->id());
+    *out = std::make_unique<UpdateTask>(FromHandle(block), weights_resident, speculative);
+    return Status::Ok();
+  });
+}
+
 }  // namespace
 
 hetero_engine* hetero_engine_create(const hetero_engine_options* options) {
@@ -176,12 +189,26 @@ int64_t hetero_submit_release(hetero_engine* engine, hetero_block* block, const 
 }
 
 int64_t hetero_open_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident, const hetero_task* task) {
+  return OpenUpdate(engine, block, weights_resident != 0, false, task);
+}
+
+int64_t hetero_open_speculative_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
+                                       const hetero_task* task) {
+  return OpenUpdate(engine, block, weights_resident != 0, true, task);
+}
+
+int32_t hetero_keep_update(hetero_engine* engine, hetero_block* block) {
+  return Report(Guarded([&] {
+    HETERO_RETURN_IF_ERROR(NeedEngine(engine));
+    if (block == nullptr) return Fail(HETERO_EINVAL, "block is null");
+    return FromHandle(engine)->Keep(FromHandle(block));
+  }));
+}
+
+int64_t hetero_submit_discard(hetero_engine* engine, hetero_block* block, const hetero_task* task) {
   return Submit(engine, task, [&](std::unique_ptr<Task>* out) {
     HETERO_RETURN_IF_ERROR(NeedTaskArguments(engine, block, task));
-    if (weights_resident == 0 && !FromHandle(block)->layout().weights_in_file())
-      return Fail(HETERO_EINVAL, "weights_resident is 0, but block %d has no weights on disk; allowed: 1",
-                  FromHandle(block)->id());
-    *out = std::make_unique<UpdateTask>(FromHandle(block), weights_resident != 0);
+    *out = std::make_unique<DiscardTask>(FromHandle(block));
     return Status::Ok();
   });
 }

@@ -96,6 +96,8 @@ Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int
                 task->block()->id(), static_cast<long long>(task->block()->layout().staged_bytes()),
                 static_cast<long long>(staging_.buffer_bytes()));
   HETERO_RETURN_IF_ERROR(task->Admit());
+  const auto stopped = tasks_.find(task->takes_back());
+  if (stopped != tasks_.end()) Stop(stopped->second.get());
   task->ticket = next_ticket_++;
   task->priority = order.priority;
   task->times.submitted_ns = MonotonicNs();
@@ -121,6 +123,7 @@ void Engine::AddEdges(Task* task, const hetero_task& order) {
   if (Block* block = task->block()) {
     task->start_edges += AddEdge(block->last_task, &Task::starts, task) ? 1 : 0;
     block->last_task = task->ticket;
+    if (task->speculative()) block->speculation = task->ticket;
     ++block->pending;
   }
   Store* store = task->store();
@@ -130,6 +133,7 @@ void Engine::AddEdges(Task* task, const hetero_task& order) {
     task->block()->rewriter = task->ticket;
     store->writers.push_back(task->ticket);
   }
+  if (task->takes_back() != 0) store->writers.push_back(task->ticket);  // it changes what a record says of the block
   if (task->commits()) {
     task->start_edges += AddEdge(store->last_commit, &Task::starts, task) ? 1 : 0;
     for (const int64_t writer : store->writers) task->start_edges += AddEdge(writer, &Task::starts, task) ? 1 : 0;
@@ -166,13 +170,31 @@ Status Engine::Cancel(int64_t ticket) {
   HETERO_RETURN_IF_ERROR(Find(ticket, &task));
   if (task->armed || task->cancelled)
     return Fail(HETERO_ESTATE, "ticket %lld is no update that waits to be armed", static_cast<long long>(ticket));
-  task->cancelled = true;
   if (task->block()->rewriter == ticket) task->block()->rewriter = 0;
-  // One that has not started keeps its place: its successors still wait for its predecessors.
-  if (task->phase == TaskPhase::kRunning) Drain(task);
+  if (task->block()->speculation == ticket) task->block()->speculation = 0;
+  Stop(task);
   Schedule();
   Flush(&lock);
   return Status::Ok();
+}
+
+Status Engine::Keep(Block* block) {
+  const Lock lock(mutex_);
+  if (!first_error_.ok()) return Poisoned(first_error_);
+  if (block->speculation == 0) return Fail(HETERO_ESTATE, "block %d has no update that awaits its verdict", block->id());
+  const auto found = tasks_.find(block->speculation);
+  if (found != tasks_.end() && !found->second->armed)
+    return Fail(HETERO_ESTATE, "block %d: its update was not armed; arm or cancel it first", block->id());
+  block->speculation = 0;
+  return Status::Ok();
+}
+
+// Nobody wants the task's result any more. One that has not started keeps its place: its successors still wait for its
+// predecessors.
+void Engine::Stop(Task* task) {
+  if (task->phase == TaskPhase::kDone) return;
+  task->cancelled = true;
+  if (task->phase == TaskPhase::kRunning) Drain(task);
 }
 
 Status Engine::Wait(int64_t ticket, bool done, double timeout_s) {
@@ -296,6 +318,7 @@ void Engine::FinishTask(Task* task) {
   --num_open_;
   ++stats_.tasks_done;
   if (task->released) garbage_.push_back(task->ticket);
+  if (task->write_edges > 0) Unlink(task);
   std::erase(running_, task);
   changed_.notify_all();
   if (!task->status.ok()) return;  // the engine is poisoned or stops: those that wait are ended by that
@@ -306,6 +329,12 @@ void Engine::FinishTask(Task* task) {
   for (Task* next : std::exchange(task->starts, {})) {
     if (--next->start_edges == 0 && next->phase == TaskPhase::kWaiting) StartTask(next);
   }
+}
+
+// A task that was taken back is over before the commit that it would have waited for.
+void Engine::Unlink(Task* task) {
+  for (auto& [ticket, other] : tasks_) std::erase(other->writes, task);
+  task->write_edges = 0;
 }
 
 void Engine::Poison(Task* task, const Status& status) {

@@ -52,6 +52,8 @@ class Engine {
   Status Submit(std::unique_ptr<Task> task, const hetero_task& order, int64_t* ticket);
   Status Arm(int64_t ticket, Gradients gradients, int64_t priority);
   Status Cancel(int64_t ticket);
+  // The verdict on the block's speculative update: it holds.
+  Status Keep(Block* block);
   Status Wait(int64_t ticket, bool done, double timeout_s);
   // 0, HETERO_READY or HETERO_DONE.
   Status Poll(int64_t ticket, int32_t* state);
@@ -79,6 +81,7 @@ class Engine {
   bool AddEdge(int64_t ticket, std::vector<Task*> Task::* list, Task* task);
   void StartTask(Task* task);
   void FinishTask(Task* task);
+  void Stop(Task* task);
   void Unlink(Task* task);
   void MaybeFinish(Task* task);
   void Poison(Task* task, const Status& status);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels.h"
 
@@ -20,6 +21,8 @@ RewriteTask::RewriteTask(Block* block, bool weights_from_memory)
       state_staged_(block->layout().state_in_file()) {}
 
 Status RewriteTask::Admit() {
+  if (block()->speculation != 0)
+    return Fail(HETERO_ESTATE, "block %d has an update that awaits its verdict; keep or discard it first", block()->id());
   if (rewrites() && block()->layout().geometry().num_slots == 2 && block()->rewriter != 0)
     return Fail(HETERO_ESTATE,
                 "block %d was rewritten since the last commit; a second rewrite would destroy the committed slot. Submit a "
@@ -118,10 +121,17 @@ void RewriteTask::Finish() {
   }
   content.has_state = state_staged_;
   content.weight_digests = std::move(weight_digests_);
-  block()->SetNewest(std::move(content));
+  if (speculative_) {
+    block()->Replace(ticket, std::move(content));
+  } else {
+    block()->SetNewest(std::move(content));
+  }
 }
 
-UpdateTask::UpdateTask(Block* block, bool weights_resident) : RewriteTask(block, weights_resident) { armed = false; }
+UpdateTask::UpdateTask(Block* block, bool weights_resident, bool speculative) : RewriteTask(block, weights_resident) {
+  armed = false;
+  speculative_ = speculative;
+}
 
 Status UpdateTask::Admit() {
   const Layout& layout = block()->layout();
@@ -139,9 +149,19 @@ Status UpdateTask::Admit() {
                 "block %d: its fp32 master (state array 0) was never stored; submit a store with patches of array 0 first",
                 block()->id());
   HETERO_RETURN_IF_ERROR(RewriteTask::Admit());
+  if (speculative_) {
+    HETERO_RETURN_IF_ERROR(block()->ReserveSpare());
+    block()->content_promised_before = block()->content_promised;
+    block()->state_promised_before = block()->state_promised;
+  }
   block()->content_promised |= layout.has_file();
   block()->state_promised |= state_staged_;
   return Status::Ok();
+}
+
+Status UpdateTask::Start(int64_t* num_units) {
+  if (speculative_) block()->BeginSpare(ticket);
+  return RewriteTask::Start(num_units);
 }
 
 Status UpdateTask::Arm(Gradients gradients) {
@@ -174,6 +194,7 @@ void UpdateTask::LateReads(Unit* unit, Transfers* transfers) {
 }
 
 void UpdateTask::Change(Unit* unit) {
+  if (speculative_) block()->SaveChunk(unit->index);
   const Layout& layout = block()->layout();
   const int64_t start = layout.ChunkStart(unit->index);
   const bool master = layout.has_master();
@@ -199,6 +220,28 @@ void UpdateTask::Change(Unit* unit) {
     UpdateAdam(run, gradients_.hypers[static_cast<size_t>(segment->hyper)]);
   }
 }
+
+Status DiscardTask::Admit() {
+  Block* b = block();
+  if (b->speculation == 0) return Fail(HETERO_ESTATE, "block %d has no update that awaits its verdict", b->id());
+  update_ = std::exchange(b->speculation, 0);
+  if (b->rewriter == update_) b->rewriter = 0;
+  b->content_promised = b->content_promised_before;
+  b->state_promised = b->state_promised_before;
+  return Status::Ok();
+}
+
+Status DiscardTask::Start(int64_t* num_units) {
+  *num_units = block()->HasSpare(update_) ? block()->layout().num_chunks() : 0;
+  return Status::Ok();
+}
+
+Status DiscardTask::Compute(Unit* unit) {
+  block()->RestoreChunk(unit->index);
+  return Status::Ok();
+}
+
+void DiscardTask::Finish() { block()->TakeBack(update_); }
 
 StoreTask::StoreTask(Block* block, std::vector<hetero_patch> patches, bool weights_from_memory, int64_t step)
     : RewriteTask(block, weights_from_memory), patches_(std::move(patches)) {

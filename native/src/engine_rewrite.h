@@ -40,9 +40,10 @@ class RewriteTask : public Task {
   [[nodiscard]] uint8_t* WeightsOf(const Unit& unit) const;  // of the unit's first element, in staging or memory
   [[nodiscard]] float* StateOf(const Unit& unit, int32_t array) const;
 
-  bool weights_staged_;     // otherwise they are taken from, and changed in, the weight memory
-  bool state_staged_;       // the state is written to the file
-  bool has_state_ = false;  // the source slot's state is read
+  bool weights_staged_;       // otherwise they are taken from, and changed in, the weight memory
+  bool state_staged_;         // the state is written to the file
+  bool has_state_ = false;    // the source slot's state is read
+  bool speculative_ = false;  // what it replaces is kept until the verdict
   int64_t step_ = 0;
 
  private:
@@ -55,9 +56,11 @@ class RewriteTask : public Task {
 
 class UpdateTask final : public RewriteTask {
  public:
-  UpdateTask(Block* block, bool weights_resident);
+  UpdateTask(Block* block, bool weights_resident, bool speculative);
   [[nodiscard]] bool ready_when_computed() const override { return !weights_staged_; }
+  [[nodiscard]] bool speculative() const override { return speculative_; }
   Status Admit() override;
+  Status Start(int64_t* num_units) override;
   void LateReads(Unit* unit, Transfers* transfers) override;
   Status Arm(Gradients gradients) override;
 
@@ -70,6 +73,20 @@ class UpdateTask final : public RewriteTask {
   [[nodiscard]] std::vector<hetero_segment>::const_iterator FirstSegment(int64_t begin) const;
 
   Gradients gradients_;
+};
+
+// Takes the block's speculative update back, see [Note: Speculation] in api.h.
+class DiscardTask final : public Task {
+ public:
+  using Task::Task;
+  [[nodiscard]] int64_t takes_back() const override { return update_; }
+  Status Admit() override;
+  Status Start(int64_t* num_units) override;
+  Status Compute(Unit* unit) override;
+  void Finish() override;
+
+ private:
+  int64_t update_ = 0;
 };
 
 class StoreTask final : public RewriteTask {

@@ -72,6 +72,8 @@ class Task {
   [[nodiscard]] virtual bool staged() const { return false; }   // every unit needs a staging buffer
   [[nodiscard]] virtual bool computes() const { return true; }  // units pass through an update thread
   [[nodiscard]] virtual bool ready_when_computed() const { return false; }
+  [[nodiscard]] virtual bool speculative() const { return false; }  // the block awaits a verdict on it
+  [[nodiscard]] virtual int64_t takes_back() const { return 0; }    // the update that it stops and undoes
 
   // Submission: whether the protocol allows the task after all that were submitted before. Changes nothing on failure.
   virtual Status Admit() { return Status::Ok(); }

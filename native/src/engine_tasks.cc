@@ -154,6 +154,15 @@ Status ReadTask::Compute(Unit* unit) {
   return Status::Ok();
 }
 
+Status CommitTask::Admit() {
+  for (const Block* block : store_->blocks()) {
+    if (block != nullptr && block->speculation != 0)
+      return Fail(HETERO_ESTATE, "block %d has an update that awaits its verdict; keep or discard it before the commit",
+                  block->id());
+  }
+  return Status::Ok();
+}
+
 Status CommitTask::Start(int64_t* num_units) {
   *num_units = 1;
   return AllocatePages(store_->record_bytes(), &bytes_);

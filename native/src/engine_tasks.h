@@ -64,6 +64,7 @@ class CommitTask final : public Task {
       : Task(nullptr), store_(store), step_(step), user_(std::move(user)) {}
   [[nodiscard]] Store* store() const override { return store_; }
   [[nodiscard]] bool commits() const override { return true; }
+  Status Admit() override;
   Status Start(int64_t* num_units) override;
   void Reads(Unit* unit, Transfers* transfers) override;
   Status Compute(Unit* unit) override;

@@ -4,6 +4,8 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "memory.h"
 
 namespace hetero {
@@ -140,6 +142,7 @@ Status Block::Bind(void* weights) {
 Block::~Block() {
   if (store_ != nullptr && store_->blocks()[static_cast<size_t>(id())] == this) store_->Detach(this);
   if (state_ != nullptr) (void)Unreserve(state_, state_bytes_).ok();
+  if (spare_ != nullptr) (void)Unreserve(spare_, spare_bytes_).ok();
 }
 
 Status Block::OpenFiles(bool create) {
@@ -167,6 +170,64 @@ Status Block::ReserveState() {
 float* Block::state(int32_t array) const {
   if (state_ == nullptr || array < 0 || array >= layout_.geometry().num_state) return nullptr;
   return reinterpret_cast<float*>(state_ + state_offsets_[static_cast<size_t>(array)]);
+}
+
+// Calls copy(array in RAM, its place in the spare, bytes) for each array's run of a chunk.
+template <class Copy>
+void Block::ForSpareRuns(int64_t chunk, const Copy& copy) {
+  const auto float_bytes = static_cast<int64_t>(sizeof(float));
+  const int64_t start = layout_.ChunkStart(chunk);
+  const int64_t length = layout_.ChunkElements(chunk);
+  uint8_t* spare = spare_;
+  if (!layout_.weights_in_file()) {
+    const int64_t width = layout_.weight_bytes_per_element();
+    copy(weights_ + start * width, spare + start * width, static_cast<size_t>(length * width));
+    spare += layout_.weights_padded_bytes();
+  }
+  for (int32_t k = 0; k < layout_.geometry().num_state && !layout_.state_in_file(); ++k) {
+    auto* array = reinterpret_cast<uint8_t*>(state(k));
+    copy(array + start * float_bytes, spare + start * float_bytes, static_cast<size_t>(length * float_bytes));
+    spare += RoundUp(layout_.geometry().num_elements * float_bytes, kPageBytes);
+  }
+}
+
+Status Block::ReserveSpare() {
+  if (spare_ != nullptr) return Status::Ok();
+  const int64_t array_bytes = RoundUp(layout_.geometry().num_elements * static_cast<int64_t>(sizeof(float)), kPageBytes);
+  spare_bytes_ = layout_.weights_in_file() ? 0 : layout_.weights_padded_bytes();
+  spare_bytes_ += layout_.state_in_file() ? 0 : layout_.geometry().num_state * array_bytes;
+  if (spare_bytes_ == 0) return Status::Ok();
+  spare_ = static_cast<uint8_t*>(Reserve(spare_bytes_));
+  if (spare_ != nullptr) return Status::Ok();
+  return Fail(HETERO_ENOMEM, "block %d: no address space for %lld bytes of a spare copy", id(),
+              static_cast<long long>(spare_bytes_));
+}
+
+void Block::BeginSpare(int64_t update) {
+  spare_of_ = update;
+  saved_.assign(spare_ == nullptr ? 0 : static_cast<size_t>(layout_.num_chunks()), 0);
+}
+
+void Block::SaveChunk(int64_t chunk) {
+  if (spare_ == nullptr) return;
+  ForSpareRuns(chunk, [](uint8_t* array, uint8_t* spare, size_t bytes) { memcpy(spare, array, bytes); });
+  saved_[static_cast<size_t>(chunk)] = 1;
+}
+
+void Block::RestoreChunk(int64_t chunk) {
+  if (saved_[static_cast<size_t>(chunk)] == 0) return;
+  ForSpareRuns(chunk, [](uint8_t* array, uint8_t* spare, size_t bytes) { memcpy(array, spare, bytes); });
+}
+
+void Block::Replace(int64_t update, SlotContent content) {
+  replaced_ = newest_;
+  replaced_by_ = update;
+  SetNewest(std::move(content));
+}
+
+void Block::TakeBack(int64_t update) {
+  if (replaced_by_ == update) SetNewest(std::move(replaced_));
+  replaced_by_ = 0;
 }
 
 int32_t Block::target_slot() const { return layout_.geometry().num_slots == 1 || newest_.rewrite.slot != 0 ? 0 : 1; }

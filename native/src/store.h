@@ -8,8 +8,9 @@
 // [Note: Two slots]
 // A rewrite goes to the slot that is not the committed one, so the committed step survives whatever happens meanwhile. When all
 // of it has been written that slot is the block's *newest*; a commit record makes the newest slots of all blocks the
-// committed ones. A second rewrite before that would need a third slot: it is refused. Blocks with one slot (never updated)
-// are written in place: store them before the first commit.
+// committed ones. A second rewrite before that would need a third slot: it is refused, unless the first one is taken back
+// ([Note: Speculation] in api.h). Blocks with one slot (never updated) are written in place: store them before the first
+// commit.
 #ifndef HETERO_STORE_H_
 #define HETERO_STORE_H_
 
@@ -109,11 +110,26 @@ class Block {
   // Reads and checks the head of the slot that a record names.
   Status Apply(const CommittedBlock& committed);
 
+  // The spare copy of arrays in RAM, for updates that may be taken back; null for arrays in the file. Chunk by chunk, any
+  // number of chunks at a time. A chunk is brought back only if the update of this ticket has saved it.
+  Status ReserveSpare();
+  void BeginSpare(int64_t update);
+  void SaveChunk(int64_t chunk);
+  [[nodiscard]] bool HasSpare(int64_t update) const { return spare_of_ == update && !saved_.empty(); }
+  void RestoreChunk(int64_t chunk);
+  // A rewrite that may be taken back has replaced the newest content.
+  void Replace(int64_t update, SlotContent content);
+  // Undoes that; nothing if this update never came so far.
+  void TakeBack(int64_t update);
+
   // The engine's, under its mutex.
   int64_t last_task = 0;          // the ticket that the next task of this block follows
   int64_t rewriter = 0;           // the ticket that rewrites a slot since the last commit was submitted; 0: none
   bool content_promised = false;  // a submitted task stores, or something is stored
   bool state_promised = false;
+  int64_t speculation = 0;               // the update that awaits its verdict; 0: none
+  bool content_promised_before = false;  // before that update
+  bool state_promised_before = false;
   bool unsynced[2] = {false, false};
   std::atomic<int64_t> pending{0};  // tasks not DONE
 
@@ -121,6 +137,8 @@ class Block {
   Block() = default;
   Status OpenFiles(bool create);
   Status ReserveState();
+  template <class Copy>
+  void ForSpareRuns(int64_t chunk, const Copy& copy);
 
   Store* store_ = nullptr;
   Layout layout_;
@@ -131,6 +149,12 @@ class Block {
   File files_[2];
   mutable std::mutex newest_mutex_;  // a leaf: nothing is locked under it
   SlotContent newest_;
+  SlotContent replaced_;  // what the rewrite of ticket replaced_by_ has replaced
+  int64_t replaced_by_ = 0;
+  uint8_t* spare_ = nullptr;
+  int64_t spare_bytes_ = 0;
+  int64_t spare_of_ = 0;        // the update that saves there
+  std::vector<uint8_t> saved_;  // by chunk
 };
 
 }  // namespace hetero

@@ -73,20 +73,38 @@ struct Training {
     tickets[n++] = run.Commit(1);
     return CompleteAll(tickets, n);
   }
-  // One step; the second block's weights are resident, so that fetches take part. The first error.
+  // One step; the second block's weights are resident, so that fetches take part. Every third step's updates are speculative
+  // and kept, every third one's are tried with other gradients, taken back and done again. The first error.
   int32_t Step(int64_t step) {
-    TestGradients gradients[kBlocks];
-    int64_t tickets[kBlocks + 2];
+    TestGradients gradients[kBlocks], wrong[kBlocks];
+    int64_t tickets[4 * kBlocks + 2];
     int32_t n = 0;
+    const hetero_task task{};
     tickets[n++] = run.Fetch(blocks[1]);
-    for (int32_t i = 0; i < kBlocks; ++i) tickets[n++] = run.OpenUpdate(blocks[i], i == 1);
+    for (int32_t i = 0; step % 3 == 0 && i < kBlocks; ++i) {
+      wrong[i] = GradientsOf(step + 1000, i);
+      tickets[n] = hetero_open_speculative_update(run.engine, blocks[i].handle, i, &task);
+      Arm(tickets[n++], wrong[i], step, i);
+    }
+    for (int32_t i = 0; step % 3 == 0 && i < kBlocks; ++i) {
+      tickets[n++] = hetero_submit_discard(run.engine, blocks[i].handle, &task);
+      if (i == 1) tickets[n++] = run.Fetch(blocks[i]);
+    }
+    const int32_t first = n;
+    for (int32_t i = 0; i < kBlocks; ++i) {
+      tickets[n++] = step % 3 == 1 ? hetero_open_speculative_update(run.engine, blocks[i].handle, i, &task)
+                                   : run.OpenUpdate(blocks[i], i == 1);
+    }
     for (int32_t i = kBlocks; i-- > 0;) {
       gradients[i] = GradientsOf(step, i);
-      if (tickets[i + 1] > 0 && run.Arm(tickets[i + 1], gradients[i], step, i) != 0)
-        (void)hetero_cancel_update(run.engine, tickets[i + 1]);
+      Arm(tickets[first + i], gradients[i], step, i);
     }
+    for (int32_t i = 0; step % 3 == 1 && i < kBlocks; ++i) (void)hetero_keep_update(run.engine, blocks[i].handle);
     tickets[n++] = run.Commit(step);
     return CompleteAll(tickets, n);
+  }
+  void Arm(int64_t ticket, const TestGradients& gradients, int64_t step, int64_t priority) const {
+    if (ticket > 0 && run.Arm(ticket, gradients, step, priority) != 0) (void)hetero_cancel_update(run.engine, ticket);
   }
   int32_t CompleteAll(const int64_t* tickets, int32_t n) const {
     int32_t first = 0;

@@ -59,6 +59,8 @@ def _mixed(model: ModelShape) -> Plan:
         ("host", host, STEP),
         ("disk", disk, STEP),
         ("disk_after_verdict", disk, replace(STEP, updates=Updates.AFTER_VERDICT)),
+        ("disk_speculative", disk, replace(STEP, updates=Updates.SPECULATIVE)),
+        ("disk_redone", disk, replace(STEP, updates=Updates.REDONE)),
         ("disk_evaluation", disk, StepSignature(order=STEP.order, training=False)),
         ("mixed", _mixed, STEP),
     ],

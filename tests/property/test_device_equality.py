@@ -28,8 +28,8 @@ def device_plans(draw: st.DrawFn) -> Plan:
         on_cpu = state is not Tier.DEVICE and (Tier.DISK in (weights, state) or draw(st.booleans()))
         if not on_cpu and weights is Tier.DISK:
             weights = Tier.HOST
-        saved = draw(st.sampled_from([Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST]))
-        boundary = draw(st.sampled_from([Saved.KEEP, Saved.SWAP_HOST]))
+        saved = draw(st.sampled_from([*Saved]))
+        boundary = draw(st.sampled_from([Saved.KEEP, Saved.SWAP_HOST, Saved.SWAP_DISK]))
         lane = UpdateLane.CPU if on_cpu else UpdateLane.DEVICE
         rows.append(BlockPlan(name=name, weights=weights, state=state, update=lane, saved=saved, boundary=boundary))
     return Plan(

@@ -126,6 +126,19 @@ def test_steps_follow_each_other(case: Case, steps: list[Updates]) -> None:
 
 
 @given(cases())
+def test_until_the_verdict_nobody_knows_what_it_will_be(case: Case) -> None:
+    """The runtime begins with one schedule and goes over to the other."""
+    steps = [replace(case.signature, training=True, updates=u) for u in (Updates.SPECULATIVE, Updates.REDONE)]
+    kept, redone = (replace(case, signature=step).lower() for step in steps)
+    verdict = len(kept.anchors) - 1
+    assert kept.anchors == redone.anchors
+    assert [op for op in kept.ops if op.at < verdict] == [op for op in redone.ops if op.at < verdict]
+    again = [op.block for op in redone.ops if op.kind is OpKind.UPDATE and op.at == verdict]
+    assert again == [b for b in dict.fromkeys(case.signature.order) if case.model.blocks[b].num_trainable_params]
+    assert kept.resident_after == redone.resident_after
+
+
+@given(cases())
 def test_lowering_is_deterministic(case: Case) -> None:
     assert case.lower().to_text() == case.lower().to_text()
 

@@ -271,3 +271,74 @@ def test_split_batches_are_refused_where_the_device_is_the_host() -> None:
     plan = Plan(name="m", blocks=(BlockPlan(name="layers.0"),), micro_batches=2)
     with pytest.raises(ConfigError, match=r"micro_batches=2.*accumulate_grad_batches"):
         _lower(plan, _model(1), _signature((0,)))
+
+
+def _verdicts(*, capacity: int) -> list[list[str]]:
+    """What is issued at the verdict that keeps, and at the one that discards, of three blocks of which one cannot be taken back."""
+    model = _model(1, 1, 1)
+    rows = list(disk(model).blocks)
+    rows[1] = replace(rows[1], weights=Tier.HOST, state=Tier.HOST)
+    plan = replace(disk(model), blocks=tuple(rows))
+    steps = [_lower(plan, model, _signature((0, 1, 2), u), capacity=capacity) for u in (Updates.SPECULATIVE, Updates.REDONE)]
+    early = [[(op.kind, op.block, str(s.anchors[op.at])) for op in s.ops if op.kind is OpKind.UPDATE] for s in steps]
+    assert all((OpKind.UPDATE, 2, "B:1") in ops for ops in early)
+    return [[f"{op.kind.value} {op.block} {op.payload.value}" for op in s.ops if op.at == 6] for s in steps]
+
+
+def test_a_verdict_that_keeps_issues_what_is_left() -> None:
+    kept, _ = _verdicts(capacity=3)
+    assert kept == ["UPDATE 0 state", "STORE 0 state", "UPDATE 1 state", "COMMIT -1 -"]
+
+
+def test_a_verdict_that_discards_issues_all_updates_in_forward_order() -> None:
+    _, redone = _verdicts(capacity=3)
+    again = ["RELEASE 2 weights", "FETCH 2 weights", "FETCH 2 state", "UPDATE 2 state", "STORE 2 state"]
+    assert redone == ["UPDATE 0 state", "STORE 0 state", "UPDATE 1 state", *again, "COMMIT -1 -"]
+
+
+def test_weights_that_are_not_in_memory_go_from_file_to_file_again() -> None:
+    _, redone = _verdicts(capacity=1)
+    assert redone[3:] == ["FETCH 2 state", "UPDATE 2 state", "STORE 2 state", "COMMIT -1 -"]
+
+
+def _speculating(updates: Updates) -> tuple[Plan, ModelShape, Schedule]:
+    model = _model(1, 1)
+    return disk(model), model, _lower(disk(model), model, _signature((0, 1), updates), capacity=2)
+
+
+def test_what_was_discarded_is_updated_again() -> None:
+    plan, model, kept = _speculating(Updates.SPECULATIVE)
+    broken = replace(kept, signature=replace(kept.signature, updates=Updates.REDONE))
+    with pytest.raises(ScheduleError, match=r"rule 'update'.*block 1 .*discarded by the verdict and not updated again"):
+        check(broken, plan, model, capacity_bytes=2 * MIB)
+
+
+def test_what_was_kept_is_not_updated_again() -> None:
+    plan, model, redone = _speculating(Updates.REDONE)
+    broken = replace(redone, signature=replace(redone.signature, updates=Updates.SPECULATIVE))
+    with pytest.raises(ScheduleError, match=r"rule 'order'.*block 1 .*opens it twice"):
+        check(broken, plan, model, capacity_bytes=2 * MIB)
+
+
+def test_an_update_that_is_done_again_finds_the_old_weights() -> None:
+    plan, model, redone = _speculating(Updates.REDONE)
+    moved = [op for op in redone.ops if op.at == 4 and op.payload is Payload.WEIGHTS and op.kind is not OpKind.STORE]
+    assert [op.kind for op in moved] == [OpKind.RELEASE, OpKind.FETCH]
+    last = next(op for op in redone.ops if op.kind is OpKind.STORE and op.block == 1)
+    ops: list[Op] = []
+    for op in redone.ops:
+        if op not in moved:
+            after = {last.id if i in {m.id for m in moved} else i - sum(m.id < i for m in moved) for i in op.after}
+            ops.append(replace(op, id=len(ops), after=tuple(sorted(after))))
+    with pytest.raises(ScheduleError, match=r"rule 'resident'.*block 1 .*those that were discarded"):
+        check(replace(redone, ops=tuple(ops)), plan, model, capacity_bytes=2 * MIB)
+
+
+def test_a_block_that_cannot_be_taken_back_waits_for_the_verdict() -> None:
+    model = _model(1, 1)
+    schedule = _lower(host(model), model, _signature((0, 1), Updates.SPECULATIVE))
+    assert {str(schedule.anchors[op.at]) for op in schedule.ops} == {"V"}
+    early = replace(schedule, ops=tuple(replace(op, at=3) for op in schedule.ops if op.block == 1))
+    early = replace(early, ops=(replace(early.ops[0], id=0),))
+    with pytest.raises(ScheduleError, match="before the verdict"):
+        check(early, host(model), model, capacity_bytes=0)

@@ -271,6 +271,34 @@ def test_an_update_in_ram_has_the_bits_of_the_kernel(engine: _native.Engine, are
         assert 0 < times.submitted_ns <= times.started_ns <= times.ready_ns <= times.done_ns
 
 
+def test_an_update_that_awaits_its_verdict_is_taken_back_or_kept(engine: _native.Engine, arena: _native.Arena) -> None:
+    weights, grad = torch.randn(NUMEL), torch.randn(NUMEL)
+    segment = _native.Segment(0, NUMEL, grad.data_ptr(), _native.F32, 0)
+    with _native.Block(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
+        memory = torch.frombuffer(_memory(arena), dtype=torch.float32)
+        memory[:] = weights
+        with pytest.raises(HeteroError, match="no update that awaits its verdict"):
+            engine.discard(block)
+
+        def tried() -> _native.Ticket:
+            ticket = engine.open_update(block, weights_resident=True, speculative=True)
+            engine.arm_update(ticket, [segment], [HYPER], step=1, keep=grad)
+            ticket.wait(timeout=60)
+            return ticket
+
+        tried()
+        assert not torch.equal(memory, weights)
+        with pytest.raises(HeteroError, match="awaits its verdict"):
+            engine.open_update(block, weights_resident=True)
+        engine.discard(block).wait(timeout=60)
+        assert torch.equal(memory, weights)
+        tried()
+        engine.keep(block)
+        assert not torch.equal(memory, weights)
+        with pytest.raises(HeteroError, match="no update that awaits its verdict"):
+            engine.keep(block)
+
+
 def _memory(arena: _native.Arena) -> Any:
     import ctypes
 

@@ -10,6 +10,8 @@ from jsonschema import Draft202012Validator
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir import schema
+from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
+from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, RunnerUp, StagePlan
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane, UpdateOrder
@@ -44,16 +46,53 @@ PLAN = Plan(
     ),
     origin={"preset_model": "gpt2", "batch": 4},
 )
+CLUSTER = Cluster(
+    name="two",
+    network_bytes_per_s=50e9,
+    nodes=(Node(name="a", device="a100-80", count=4), Node(name="b", device="own", count=2)),
+    devices=(
+        DeviceType(
+            name="own",
+            memory_bytes=2**34,
+            flop_per_s=1e13,
+            peer_bytes_per_s=1e10,
+            price_per_hour=0.5,
+            layer_times=(LayerTimes(tensor_parallel=1, seconds=(0.25, 0.375)),),
+        ),
+    ),
+)
+CLUSTER_PLAN = ClusterPlan(
+    name="asymmetric",
+    tensor_parallel=2,
+    tokens=4096,
+    iteration_s=1.5,
+    sync_s=0.25,
+    utilisation=0.75,
+    groups=(
+        GroupPlan(
+            micro_batches=3,
+            seconds=1.25,
+            stages=(StagePlan(node="a", device="a100-80", layers=8, micro_batch_s=0.125, memory_bytes=2**30),),
+        ),
+    ),
+    idle={"b": 1},
+    runner_ups=(RunnerUp(name="megatron", tensor_parallel=1, iteration_s=2.5, groups=("a100-80: 3 micro-batches",)),),
+    origin={"cluster": "4xa100-80", "micro_batches": 3},
+)
 
 READERS: dict[str, Callable[[str], object]] = {
     "hardware-profile.schema.json": HardwareProfile.from_json,
     "model-profile.schema.json": ModelProfile.from_json,
     "plan.schema.json": Plan.from_json,
+    "cluster.schema.json": Cluster.from_json,
+    "cluster-plan.schema.json": ClusterPlan.from_json,
 }
 EXAMPLES = {
     "hardware-profile.schema.json": HARDWARE.to_json(),
     "model-profile.schema.json": presets.model("gpt2", batch=1, sequence=64, hardware=HARDWARE).to_json(),
     "plan.schema.json": PLAN.to_json(),
+    "cluster.schema.json": CLUSTER.to_json(),
+    "cluster-plan.schema.json": CLUSTER_PLAN.to_json(),
 }
 
 

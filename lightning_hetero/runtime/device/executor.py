@@ -23,10 +23,12 @@ import torch
 
 from lightning_hetero._native import READY
 from lightning_hetero.errors import DeviceMemoryError
-from lightning_hetero.ir.plan import Tier, UpdateLane
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.block import Activations
+from lightning_hetero.runtime.activations.swaps import SwapFiles
 from lightning_hetero.runtime.device import DeviceSide, HostGradient
 from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
@@ -41,15 +43,15 @@ class All:
     """Passes when all of some events have: the end of an op that had nothing to do."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self.events = tuple(events)
+        self._events = tuple(events)
 
     def done(self) -> bool:
         """Whether all have passed."""
-        return all(event.done() for event in self.events)
+        return all(event.done() for event in self._events)
 
     def wait(self) -> None:
         """Waits for all."""
-        for event in self.events:
+        for event in self._events:
             event.wait()
 
 
@@ -61,12 +63,22 @@ class DeviceExecutor(Executor):
         lanes: The device.
         side: Weights, gradients and updates there.
         device_cache_bytes: Device memory for weights that live below it.
+        files: Files for activations that go to the disk; ``None`` where none do.
         **common: As for :class:`Executor`.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, lanes: Lanes, side: DeviceSide, device_cache_bytes: int, **common: Any) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        lanes: Lanes,
+        side: DeviceSide,
+        device_cache_bytes: int,
+        files: SwapFiles | None = None,
+        **common: Any,
+    ) -> None:
         super().__init__(blocks, **common)
-        self.lanes, self.side = lanes, side
+        self.lanes, self.side, self.files = lanes, side, files
         self.copies = self.weights = side.weights
         self.device_cache_bytes = device_cache_bytes
         self._turn = threading.RLock()
@@ -77,7 +89,11 @@ class DeviceExecutor(Executor):
         self._held_after: tuple[frozenset[int], frozenset[int]] | None = None  # what host and device hold once all lanes are empty
         self._renewed: set[int] = set()  # blocks that no schedule has updated since their last use
         self._at: Block | None = None  # whose anchor was the last one
-        self.activations = Activations(lanes, weights=side.weights.reference, poison=self._poison)
+        self._inside: set[int] = set()  # blocks that have their place on the device
+        self._follow_activations()
+
+    def _follow_activations(self) -> None:
+        self.activations = Activations(self.lanes, weights=self.weights.reference, files=self.files, poison=self._poison)
         self._saved = [
             self.activations.block(b.name, b.spec.module, b.plan, index=b.index, weights_move=self.is_away(b)) for b in self.blocks
         ]
@@ -216,6 +232,7 @@ class DeviceExecutor(Executor):
         elif block is not None and (op.kind, op.payload) == (OpKind.SWAP_OUT, Payload.STATE):
             self.side.updates.returning(block, end)
         self._ends[op.kind, op.block] = end
+        self.recorder.follow(op, "" if block is None else block.name, end)
         return end
 
     def _mark(self, at: int) -> Event:
@@ -256,11 +273,12 @@ class DeviceExecutor(Executor):
 
     def _fetch_weights(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
-            return self._start_fetch(block, ())
+            return self._fetch(block, ())
 
     def _open_state(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
-            return self.updater.open(block, priority=self._urgency(block), after=())
+            self.updater.open(block, priority=self._urgency(block), after=())
+        return []  # its tickets end with the update, which is not waited for here
 
     def _release_host(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
@@ -318,8 +336,6 @@ class DeviceExecutor(Executor):
             self._cursor = index + 1
             carried = [self._carried[key] for anchor in passed for key in anchor.carried if key in self._carried]
             needs = [self._events[i] for i in passed[-1].needs]
-            if self.recorder.enabled:
-                self.recorder.needs = self.recorder.names([*needs, *carried])
             self.lanes.compute_waits([*needs, *carried])
             self.activations.sweep(needs)
         if block.index in self._renewed or not self.weights.holds(block):
@@ -354,6 +370,10 @@ class DeviceExecutor(Executor):
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live below the device."""
         return block.plan.weights is not Tier.DEVICE
+
+    def is_on_host(self, block: Block) -> bool:
+        """Weights that live on the device, and that it updates, are there alone."""
+        return block.index not in self._inside or self._comes_from_below(block)
 
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are tensors on the device until :meth:`shut`."""
@@ -413,12 +433,23 @@ class DeviceExecutor(Executor):
     # ---- begin and end ----------------------------------------------------------------------------------------------------
 
     def move_in(self) -> None:
-        """What lives on the device goes there; the blocks are in host memory, or on disk.
+        """What lives on the device goes there; other blocks are in host memory, or on disk.
 
         Raises:
             DeviceMemoryError: The device is too small for it.
         """
+        try:
+            self._enter()
+        except DeviceMemoryError:  # what stayed there may lie in the way
+            for block in self.blocks:
+                self.leave(block)
+            self._enter()
+
+    def _enter(self) -> None:
         for block in self.blocks:
+            if block.index in self._inside:
+                continue
+            self._inside.add(block.index)
             if self.is_away(block):
                 self.weights.adopt(block)
                 self.hide(block)
@@ -429,17 +460,25 @@ class DeviceExecutor(Executor):
                     move = self.side.updates.keep if block.plan.state is Tier.DEVICE else self.side.updates.borrow
                     move(part)
 
-    def move_out(self) -> None:
-        """Weights and state are in the engine's memory again; nothing is under way."""
-        for block in self.blocks:
-            self.weights.withdraw(block)
-            for part in block.parts:
-                if part.state_home is not None:
-                    self.side.updates.withdraw(part)
+    def leave(self, block: Block) -> None:
+        """Brings a block's weights and state back into the engine's memory; nothing of it is under way."""
+        self._inside.discard(block.index)
+        self.weights.withdraw(block)
+        for part in block.parts:
+            if part.state_home is not None:
+                self.side.updates.withdraw(part)
 
-    def let_go(self) -> None:
+    def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool, device_cache_bytes: int = 0) -> None:
+        """As for :class:`Executor`; blocks that have left the device get their new place there."""
+        super().adopt(plan, model=model, capacity_bytes=capacity_bytes, deferred=deferred)
+        self.device_cache_bytes = device_cache_bytes
+        self._ends, self._carried, self._held_after = {}, {}, None
+        self.activations.close()
+        self._follow_activations()
+        self.move_in()
+
+    def stop(self) -> None:
         """As for :class:`Executor`; the lanes end."""
-        super().let_go()
         self.activations.close()
         self.lanes.close()
 

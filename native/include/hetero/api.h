@@ -214,6 +214,24 @@ HETERO_API int32_t hetero_arm_update(hetero_engine* engine, int64_t ticket, cons
 // An opened update that was never armed is taken back (nothing was written).
 HETERO_API int32_t hetero_cancel_update(hetero_engine* engine, int64_t ticket);
 
+// [Note: Speculation]
+// An update may run before it is known whether it shall be: as soon as the gradients are there, before the verdict on all of
+// them (their norm, whether they are finite). What it replaces survives until then: arrays with a section in the file in the
+// slot that the commit record names, arrays in RAM in a spare copy that the block reserves at its first speculation and keeps.
+// The verdict is hetero_keep_update or hetero_submit_discard. Until it is given the block can neither be rewritten nor
+// committed (ESTATE), and fetches and reads see what the update has made so far.
+//
+// As hetero_open_update. ENOMEM: no address space for the spare copy.
+HETERO_API int64_t hetero_open_speculative_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
+                                                  const hetero_task* task);
+// The update holds; it goes on if it is not over. ESTATE when none awaits a verdict, or when it was not armed.
+HETERO_API int32_t hetero_keep_update(hetero_engine* engine, hetero_block* block);
+// The update does not hold: it stops where it is, its ticket ends without error, and once this task is DONE the block is
+// what it was before. Weights that have a section in the file are not brought back to the weight memory, which holds anything:
+// fetch them. The block may be updated again at once; its gradients are no longer read when the update's ticket is DONE.
+// ESTATE when no update awaits a verdict.
+HETERO_API int64_t hetero_submit_discard(hetero_engine* engine, hetero_block* block, const hetero_task* task);
+
 // A run of one array of a block with its new content. array -1: weights (weight_dtype); 0..: state arrays (fp32).
 typedef struct hetero_patch {
   int64_t offset, numel;

@@ -1,0 +1,79 @@
+"""What systems without asymmetric pipelines would do: all devices, equally deep pipelines, stages in the order of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.candidates import Candidate, Layout, Setting
+
+
+def megatron(setting: Setting) -> Iterator[Candidate]:
+    """Megatron-like plans: every pipeline as deep, layers and micro-batches equal but for a remainder, all devices at work.
+
+    Source: AutoHet, section V-A ("we report their best-performing results in the parallel structures supported").
+    """
+    for nodes in _symmetric(setting):
+        counts = _even(setting.micro_batches, len(nodes))
+        layers = _cut(setting, nodes, _even(setting.work.num_layers, len(nodes[0])))
+        if layers is not None and min(counts) >= len(nodes[0]):
+            yield Candidate(name="megatron", setting=setting, nodes=nodes, layers=layers, micro_batches=counts)
+
+
+def whale(setting: Setting) -> Iterator[Candidate]:
+    """Whale-like plans: Megatron-like, but each pipeline takes as many micro-batches as its speed allows.
+
+    Source: AutoHet, section V-A1 ("Intra-TaskGraph load balance").
+    """
+    for nodes in _symmetric(setting):
+        layers = _cut(setting, nodes, _even(setting.work.num_layers, len(nodes[0])))
+        if layers is not None:
+            yield from _with_batches("whale", setting, nodes, layers)
+
+
+def balanced(setting: Setting) -> Iterator[Candidate]:
+    """Symmetric plans that balance layers and micro-batches, weakest devices first: the strongest of the baselines.
+
+    All pipelines have the same cut: it is what remains of the gain if pipelines must not differ.
+    """
+    for nodes in _symmetric(setting, weakest_first=True):
+        tables = [setting.tables(setting.stages(group)) for group in nodes]
+        slowest = [  # a stage is as slow as the slowest of its devices, and holds as many layers as all of them do
+            [max(column) for column in zip(*(group[s] for group in tables), strict=False)] for s in range(len(nodes[0]))
+        ]
+        even = balance(slowest, setting.work.num_layers, max(setting.micro_batches // len(nodes), 1))
+        if even is not None:
+            yield from _with_batches("balanced", setting, nodes, (even,) * len(nodes))
+
+
+def _symmetric(setting: Setting, *, weakest_first: bool = False) -> Iterator[Layout]:
+    """All layouts of equally deep pipelines over all devices: ranks run over tensor, then data, then pipeline parallelism."""
+    if any(node.count % setting.tensor_parallel for node in setting.cluster.nodes):
+        return
+    order = list(range(len(setting.cluster.nodes)))
+    if weakest_first:
+        order.sort(key=lambda node: setting.kind(node).flop_per_s)
+    entities = [node for node in order for _ in range(setting.entities()[node])]
+    for depth in range(1, min(len(entities), setting.work.num_layers) + 1):
+        if len(entities) % depth == 0:
+            groups = len(entities) // depth
+            yield tuple(tuple(entities[s * groups + j] for s in range(depth)) for j in range(groups))
+
+
+def _with_batches(name: str, setting: Setting, nodes: Layout, layers: tuple[tuple[int, ...], ...]) -> Iterator[Candidate]:
+    tables = (setting.tables(setting.stages(group)) for group in nodes)
+    stages = [[t[n] for t, n in zip(table, cut, strict=True)] for table, cut in zip(tables, layers, strict=True)]
+    counts = share_out([(s, len(s)) for s in stages], setting.micro_batches)
+    if counts is not None:
+        yield Candidate(name=name, setting=setting, nodes=nodes, layers=layers, micro_batches=counts)
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    return tuple(total // parts + (i < total % parts) for i in range(parts))
+
+
+def _cut(setting: Setting, nodes: Layout, cut: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """The same layers for all pipelines, if they fit."""
+    tables = (setting.tables(setting.stages(group)) for group in nodes)
+    fits = all(n < len(table) for group in tables for table, n in zip(group, cut, strict=True))
+    return (tuple(cut),) * len(nodes) if fits and min(cut) else None

@@ -1,0 +1,251 @@
+"""A candidate: which devices form which pipeline, with which layers and micro-batches; and what equation 1 says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.cluster import Cluster
+from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.clusters import Kind, kinds
+from lightning_hetero.parallel.planner.equations import Place, Workload, most_layers, pipeline_s, stage_bytes, stage_s
+from lightning_hetero.parallel.planner.grouping import Counts
+
+Layout = tuple[tuple[int, ...], ...]  # for each group the node of each stage, by its index in the cluster
+
+_ROUNDS = 4  # of balancing layers for given micro-batches, and micro-batches for given layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all candidates of one degree of tensor parallelism share.
+
+    Attributes:
+        work: The model.
+        cluster: The nodes.
+        kinds: Their devices, weakest first.
+        tensor_parallel: t; t devices of one node are one entity with summed power.
+        micro_batches: Of one step, of all groups together.
+    """
+
+    work: Workload
+    cluster: Cluster
+    kinds: Mapping[str, Kind]
+    tensor_parallel: int
+    micro_batches: int
+    _tables: dict[tuple[str, Place, float], tuple[float, ...]] = field(default_factory=dict)
+    _cuts: dict[tuple[tuple[str, float], ...], dict[int, tuple[int, ...] | None]] = field(default_factory=dict)
+
+    def entities(self) -> list[int]:
+        """How many entities each node has; what is left over idles."""
+        return [node.count // self.tensor_parallel for node in self.cluster.nodes]
+
+    def counts(self) -> Counts:
+        """Entities of each kind, weakest first."""
+        total = Counter(dict.fromkeys(self.kinds, 0))
+        for node, entities in zip(self.cluster.nodes, self.entities(), strict=True):
+            total[node.device] += entities
+        return tuple(total[name] for name in self.kinds)
+
+    def kind(self, node: int) -> Kind:
+        """The devices of a node."""
+        return self.kinds[self.cluster.nodes[node].device]
+
+    def table(self, kind: str, place: Place, link_bytes_per_s: float) -> tuple[float, ...]:
+        """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds."""
+        key = kind, place, link_bytes_per_s
+        if key not in self._tables:
+            device, t = self.kinds[kind], self.tensor_parallel
+            held = most_layers(self.work, device.memory_bytes, t, place)
+            times = (stage_s(self.work, device, t, n, place, link_bytes_per_s) for n in range(held + 1))
+            self._tables[key] = tuple(times)
+        return self._tables[key]
+
+    def tables(self, stages: Sequence[tuple[str, float]]) -> list[tuple[float, ...]]:
+        """:meth:`table` of every stage of a pipeline, given its kind and its link to the next one."""
+        places = (Place(stage=s, depth=len(stages)) for s in range(len(stages)))
+        return [self.table(kind, place, link) for (kind, link), place in zip(stages, places, strict=True)]
+
+    def cut(self, stages: Sequence[tuple[str, float]], micro_batches: int) -> tuple[int, ...] | None:
+        """The layers of every stage that make the pipeline fastest; ``None`` if they do not fit."""
+        known = self._cuts.setdefault(tuple(stages), {})
+        if micro_batches not in known:
+            known[micro_batches] = balance(self.tables(stages), self.work.num_layers, micro_batches)
+        return known[micro_batches]
+
+    def stages(self, nodes: Sequence[int]) -> list[tuple[str, float]]:
+        """Kind and link of every stage of a pipeline, given their nodes."""
+        links = [*(self.link(a, b) for a, b in pairwise(nodes)), self.cluster.network_bytes_per_s]
+        return [(self.cluster.nodes[n].device, link) for n, link in zip(nodes, links, strict=True)]
+
+    def link(self, a: int, b: int) -> float:
+        """Bytes/s between two nodes, or inside one."""
+        return self.kind(a).peer_bytes_per_s if a == b else self.cluster.network_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A whole plan.
+
+    Attributes:
+        name: Whose it is.
+        setting: What it is a plan for.
+        nodes: Where each stage of each group is.
+        layers: What each stage holds.
+        micro_batches: K_j.
+    """
+
+    name: str
+    setting: Setting
+    nodes: Layout
+    layers: tuple[tuple[int, ...], ...]
+    micro_batches: tuple[int, ...]
+
+    @cached_property
+    def stages_s(self) -> tuple[tuple[float, ...], ...]:
+        """t[s, j]."""
+        return tuple(
+            tuple(table[n] for table, n in zip(self.setting.tables(self.setting.stages(group)), layers, strict=True))
+            for group, layers in zip(self.nodes, self.layers, strict=True)
+        )
+
+    @cached_property
+    def groups_s(self) -> tuple[float, ...]:
+        """Each group's term of equation 1."""
+        return tuple(pipeline_s(s, k) for s, k in zip(self.stages_s, self.micro_batches, strict=True))
+
+    @cached_property
+    def sync_s(self) -> float:
+        """T_sync: what the device takes that has the most gradients to all-reduce, each layer over the slowest link of its owners.
+
+        The paper divides all bytes by the lowest bandwidth; links inside a node are why the mapping matters, hence layer by layer.
+        """
+        groups = len(self.nodes)
+        if groups == 1:
+            return 0.0
+        owners = [[s for s, n in enumerate(layers) for _ in range(n)] for layers in self.layers]  # by group, then layer
+        taken: Counter[tuple[int, int]] = Counter()
+        work, ring = self.setting.work, 2 * (groups - 1) / groups / self.setting.tensor_parallel
+        ends = ((0, work.first), (work.num_layers - 1, work.last))
+        parts = [*((layer, work.layer) for layer in range(work.num_layers)), *ends]
+        for layer, part in parts:
+            nodes = {self.nodes[j][owners[j][layer]] for j in range(groups)}
+            same = len(nodes) == 1
+            bandwidth = self.setting.kind(min(nodes)).peer_bytes_per_s if same else self.setting.cluster.network_bytes_per_s
+            for j in range(groups):
+                taken[j, owners[j][layer]] += ring * part.gradient_bytes / bandwidth  # type: ignore[assignment]
+        return max(taken.values())
+
+    @cached_property
+    def iteration_s(self) -> float:
+        """``T_iter = max_j ( sum_s t[s, j] + (K_j - 1) max_s t[s, j] ) + T_sync``. Source: equation 1, with K_j for K."""
+        return max(self.groups_s) + self.sync_s
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for candidates that differ in nothing but the order of their groups and the nodes of equal devices."""
+        names = [n.device for n in self.setting.cluster.nodes]
+        groups = ((tuple(names[n] for n in g), k) for g, k in zip(self.nodes, self.micro_batches, strict=True))
+        return self.setting.tensor_parallel, tuple(sorted(groups))
+
+    def plan(self, runner_ups: Sequence[Candidate] = ()) -> ClusterPlan:
+        """The candidate as a plan."""
+        setting, t = self.setting, self.setting.tensor_parallel
+        used = Counter(node for group in self.nodes for node in group)
+        idle = {n.name: n.count - t * used[i] for i, n in enumerate(setting.cluster.nodes) if n.count > t * used[i]}
+        power = sum(n.count * setting.kinds[n.device].flop_per_s for n in setting.cluster.nodes)
+        return ClusterPlan(
+            name=self.name,
+            tensor_parallel=t,
+            tokens=setting.micro_batches * setting.work.tokens,
+            iteration_s=self.iteration_s,
+            sync_s=self.sync_s,
+            utilisation=setting.micro_batches * setting.work.flop / (self.iteration_s * power),
+            groups=tuple(self._group(j) for j in range(len(self.nodes))),
+            idle=idle,
+            runner_ups=tuple(c.plan().in_short() for c in runner_ups),
+        )
+
+    def _group(self, j: int) -> GroupPlan:
+        depth = len(self.nodes[j])
+        stages = (
+            StagePlan(
+                node=self.setting.cluster.nodes[node].name,
+                device=self.setting.cluster.nodes[node].device,
+                layers=layers,
+                micro_batch_s=seconds,
+                memory_bytes=stage_bytes(self.setting.work, self.setting.tensor_parallel, layers, Place(stage=s, depth=depth)),
+            )
+            for s, (node, layers, seconds) in enumerate(zip(self.nodes[j], self.layers[j], self.stages_s[j], strict=True))
+        )
+        return GroupPlan(micro_batches=self.micro_batches[j], seconds=self.groups_s[j], stages=tuple(stages))
+
+
+def settings_of(
+    model: ModelProfile, cluster: Cluster, micro_batches: int, tensor_parallel: Iterable[int] | None = None
+) -> list[Setting]:
+    """One setting for each degree of tensor parallelism; by default all powers of two up to the largest node.
+
+    Raises:
+        ConfigError: A degree or the number of micro-batches is out of range, the cluster names an unknown device.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(f"micro_batches={micro_batches!r}; allowed: a whole number of at least 1.")
+    largest = max(node.count for node in cluster.nodes)
+    powers = [2**k for k in range(largest.bit_length())]
+    degrees = sorted(set(powers if tensor_parallel is None else tensor_parallel))
+    if not degrees or any(not 1 <= t <= largest for t in degrees):
+        raise ConfigError(f"tensor_parallel={degrees}; allowed: 1 to {largest}, the devices of the largest node.")
+    work, devices = Workload.of(model), kinds(cluster)
+    return [Setting(work=work, cluster=cluster, kinds=devices, tensor_parallel=t, micro_batches=micro_batches) for t in degrees]
+
+
+def expected_micro_batches(setting: Setting, power: float, stages: int) -> int:
+    """The micro-batches that a group of this power will take if all devices work."""
+    total = sum(n * kind.flop_per_s for n, kind in zip(setting.counts(), setting.kinds.values(), strict=True))
+    return min(max(round(setting.micro_batches * power / total), stages, 1), setting.micro_batches)
+
+
+def balanced_candidate(name: str, setting: Setting, nodes: Layout, *, equal: bool = False) -> Candidate | None:
+    """Layers and micro-batches for a layout: in turns, each exactly for the other; the fastest that was met.
+
+    Args:
+        name: Whose plan it is.
+        setting: What it is for.
+        nodes: The layout.
+        equal: Every group takes as many micro-batches, as the paper has it, but for a remainder.
+
+    Returns:
+        ``None`` if a group does not hold the model, or there are fewer micro-batches than stages.
+    """
+    groups, stages = len(nodes), [setting.stages(group) for group in nodes]
+    tables = [setting.tables(group) for group in stages]
+    if equal:
+        counts = tuple(setting.micro_batches // groups + (j < setting.micro_batches % groups) for j in range(groups))
+    else:
+        powers = [sum(setting.kind(n).flop_per_s for n in group) for group in nodes]
+        counts = tuple(expected_micro_batches(setting, p, len(g)) for p, g in zip(powers, nodes, strict=True))
+    if any(k < len(group) for k, group in zip(counts, nodes, strict=True)):
+        return None
+    best: Candidate | None = None
+    for _ in range(1 if equal else _ROUNDS):
+        layers = [setting.cut(group, k) for group, k in zip(stages, counts, strict=True)]
+        if not all(layers):
+            return None
+        cut = tuple(n for n in layers if n is not None)
+        shared: tuple[int, ...] | None = counts
+        if not equal:
+            taken = [[t[n] for t, n in zip(table, own, strict=True)] for table, own in zip(tables, cut, strict=True)]
+            shared = share_out([(s, len(s)) for s in taken], setting.micro_batches)
+        if shared is None:
+            return None
+        candidate = Candidate(name=name, setting=setting, nodes=nodes, layers=cut, micro_batches=shared)
+        if best is not None and candidate.iteration_s >= best.iteration_s:
+            break
+        best, counts = candidate, shared
+    return best

@@ -1,0 +1,137 @@
+"""Clusters from files, by name, or from a line of text; and their kinds of devices with all figures filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.cluster import Cluster, Node
+from lightning_hetero.ir.codec import read_text
+from lightning_hetero.profiling.presets.devices import LINKS
+from lightning_hetero.profiling.presets.devices import device as device_named
+from lightning_hetero.profiling.presets.figures import find
+
+NODE_DEVICES = 8  # of one node, where a line of text only says how many there are
+NETWORK_BYTES_PER_S = 50e9  # AutoHet, section V: 400 Gbps RoCEv2
+
+_TERM = re.compile(r"\s*([0-9]+)\s*x\s*([A-Za-z0-9 _.-]+?)\s*")
+
+# AutoHet, sections V-A1 and V-A2: a node for each kind of device.
+PAPER_CLUSTERS: dict[str, str] = {
+    **{f"autohet-{n}a100-{n}h800": f"{n}xa100-80+{n}xh800" for n in (2, 4, 8)},
+    **{f"autohet-{n}a100-{n}h20": f"{n}xa100-80+{n}xh20" for n in (2, 4, 8)},
+    **{f"autohet-{a}a100-{h}h800": f"{a}xa100-80+{h}xh800" for a, h in ((4, 2), (5, 3), (3, 5))},
+    "autohet-1a100-4h20": "1xa100-80+4xh20",
+    "autohet-8a100-8h800-8h20": "8xa100-80+8xh800+8xh20",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of device, every figure known.
+
+    Attributes:
+        name: As nodes name it.
+        memory_bytes: m_i, memory of one device, bytes.
+        flop_per_s: g_i, what it reaches on transformers, FLOP/s.
+        peer_bytes_per_s: Between devices of one node, one direction, bytes/s.
+        price_per_hour: Of one device; ``None``: not known.
+        layer_times: T(1), T(2), T(4), … of equation 5 by the degree of tensor parallelism, seconds.
+    """
+
+    name: str
+    memory_bytes: int
+    flop_per_s: float
+    peer_bytes_per_s: float
+    price_per_hour: float | None
+    layer_times: Mapping[int, tuple[float, ...]]
+
+
+def cluster(text: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> Cluster:
+    """A cluster by name or from a line of text, devices from presets.
+
+    Args:
+        text: A name of :data:`PAPER_CLUSTERS`, or ``"4xa100-80+2xh800"``: a node of four and one of two; more than eight of a kind
+            are nodes of eight.
+        network_bytes_per_s: Between devices of different nodes.
+
+    Raises:
+        ConfigError: It is neither, or names an unknown device.
+    """
+    line = PAPER_CLUSTERS.get(text.strip().lower(), text)
+    nodes: list[Node] = []
+    for term in line.split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None or int(match.group(1)) < 1:
+            find("cluster", PAPER_CLUSTERS, text)  # raises, with near names
+        assert match is not None
+        left, kind = int(match.group(1)), device_named(match.group(2)).name
+        while left:
+            nodes.append(Node(name=f"node{len(nodes)}", device=kind, count=min(left, NODE_DEVICES)))
+            left -= nodes[-1].count
+    return Cluster(name=text, network_bytes_per_s=network_bytes_per_s, nodes=tuple(nodes))
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Reads a cluster file: YAML where its name ends so, else JSON.
+
+    Raises:
+        ConfigError: It cannot be read or is not a cluster.
+    """
+    text = read_text(path, what="cluster file")
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        return Cluster.from_json(text, source=str(path))
+    data = _yaml(text, str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not a cluster: got {type(data).__name__}, expected keys and values.")
+    return Cluster.from_data(data, source=str(path))
+
+
+def _yaml(text: str, source: str) -> Any:
+    yaml: Any = import_module("yaml")  # has no types
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """With 50e9 as a number, as in YAML 1.2 and JSON."""
+
+    pattern = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}.") from error
+
+
+def kinds(cluster: Cluster) -> dict[str, Kind]:
+    """The kinds of devices that its nodes have, weakest first.
+
+    Raises:
+        ConfigError: A kind is no preset, and not all of its figures are given; a kind is described that no node has.
+    """
+    given = {d.name: d for d in cluster.devices}
+    used = dict.fromkeys(n.device for n in cluster.nodes)
+    if strangers := sorted(set(given) - set(used)):
+        raise ConfigError(f"cluster {cluster.name!r} describes devices that no node has: {strangers}; its nodes have {list(used)}.")
+    found = []
+    for name in used:
+        own = given.get(name)
+        figures: dict[str, Any] = {k: getattr(own, k, None) for k in ("memory_bytes", "flop_per_s", "peer_bytes_per_s")}
+        if missing := [key for key, value in figures.items() if value is None]:
+            try:
+                preset = device_named(name)
+            except ConfigError as error:
+                raise ConfigError(f"cluster {cluster.name!r}: device {name!r} lacks {missing}, and {error}") from error
+            peer = preset.peer_bytes_per_s.value or find("link", LINKS, preset.link).value
+            known = {
+                "memory_bytes": int(preset.memory_bytes.value),
+                "flop_per_s": preset.flop_per_s.value,
+                "peer_bytes_per_s": peer,
+            }
+            figures |= {key: known[key] for key in missing}
+        times = {t.tensor_parallel: t.seconds for t in own.layer_times} if own else {}
+        found.append(Kind(name=name, price_per_hour=own.price_per_hour if own else None, layer_times=times, **figures))
+    return {kind.name: kind for kind in sorted(found, key=lambda k: (k.flop_per_s, k.name))}

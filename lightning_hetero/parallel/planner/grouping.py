@@ -1,0 +1,173 @@
+"""Devices to data-parallel groups. Devices of one kind are interchangeable, so that counts of kinds are grouped, not devices.
+
+:func:`grouping` is equation 3 solved exactly by a dynamic programme over count vectors; :func:`reference` is the same as an integer
+programme in cvxpy, solved by HiGHS. Property tests hold them against each other. Devices may idle: equation 3e with <= for =.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.parallel.planner.equations import effective_power
+
+Counts = tuple[int, ...]  # of each kind, weakest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What equation 3 is about. A device here may be several that compute as one (tensor parallelism).
+
+    Attributes:
+        counts: Devices of each kind.
+        powers: g_i, FLOP/s of one device of each kind.
+        memories: m_i, bytes of one device of each kind.
+        least_bytes: M_min, what a group has to hold.
+        micro_batches: Of one step, of all groups together.
+        most_stages: No group has more devices.
+    """
+
+    counts: Counts
+    powers: tuple[float, ...]
+    memories: tuple[float, ...]
+    least_bytes: float
+    micro_batches: int
+    most_stages: int
+
+    def power(self, group: Counts, groups: int) -> float:
+        """G_j (equation 2) of a group, one of so many that share the micro-batches equally."""
+        total = sum(n * g for n, g in zip(group, self.powers, strict=True))
+        return effective_power(total, sum(group), self.micro_batches / groups)
+
+    def holds(self, group: Counts) -> bool:
+        """Equation 3b."""
+        return sum(n * m for n, m in zip(group, self.memories, strict=True)) >= self.least_bytes
+
+
+def vectors(counts: Counts, most: int) -> list[Counts]:
+    """All counts of 1 to ``most`` devices out of ``counts``, fewest devices first."""
+    found = [v for v in itertools.product(*(range(min(n, most) + 1) for n in counts)) if 1 <= sum(v) <= most]
+    return sorted(found, key=lambda v: (sum(v), v))
+
+
+class Packing:
+    """Groups out of given counts that are worth most together: an unbounded knapsack whose capacity is a count vector.
+
+    A cell holds the value of the best groups out of its counts. Adding a group compares each cell with the one that lies the
+    group's counts before it; cells are visited in slabs along one axis, so that a group may be taken again and again.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        shape = tuple(n + 1 for n in counts)
+        self.counts = counts
+        self.value = np.zeros(shape, dtype=np.int64)
+        self._last = np.full(shape, -1, dtype=np.int32)
+        self._groups: list[Counts] = []
+
+    def worth(self, group: Counts) -> int:
+        """What the best groups out of these counts are worth."""
+        return int(self.value[group])
+
+    def add(self, group: Counts, value: int) -> None:
+        """Offers a group, as often as its counts are there. Groups of more devices have to come after those of fewer."""
+        number = len(self._groups)
+        self._groups.append(group)
+        axis = max(range(len(group)), key=lambda i: group[i])
+        step, end = group[axis], self.counts[axis] + 1
+        target = [slice(n, None) for n in group]
+        source = [slice(None, c + 1 - n) for c, n in zip(self.counts, group, strict=True)]
+        for begin in range(step, end, step):
+            target[axis] = slice(begin, min(begin + step, end))
+            source[axis] = slice(begin - step, min(begin + step, end) - step)
+            into, offered = self.value[tuple(target)], self.value[tuple(source)] + value
+            better = offered > into
+            np.copyto(into, offered, where=better)
+            np.copyto(self._last[tuple(target)], np.int32(number), where=better)
+
+    def best(self) -> list[Counts]:
+        """The groups that are worth most out of all counts."""
+        out, left = [], self.counts
+        while (number := int(self._last[left])) >= 0:
+            out.append(self._groups[number])
+            left = tuple(n - taken for n, taken in zip(left, out[-1], strict=True))
+        return out
+
+
+def grouping(problem: Problem, groups: int) -> tuple[float, list[Counts]] | None:
+    """D groups whose weakest has the most effective power; exact.
+
+    Maximises ``D Z`` for a given D: a threshold on Z is possible if D disjoint groups of counts reach it, of which only those
+    matter that do not with one device less. Candidates for Z are the powers of all possible groups.
+
+    Source: equation 3.
+
+    Returns:
+        Z, FLOP/s, and the groups; ``None`` if no D groups hold the model.
+    """
+    most = min(problem.most_stages, problem.micro_batches // groups)  # 1F1B needs as many micro-batches as stages
+    possible = [(v, problem.power(v, groups)) for v in vectors(problem.counts, most) if problem.holds(v)]
+    thresholds = sorted({power for _, power in possible})
+    best: tuple[float, list[Counts]] | None = None
+    low, high = 0, len(thresholds) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        found = _packed(problem.counts, [v for v, power in possible if power >= thresholds[middle]], groups)
+        if len(found) >= groups:
+            best, low = (thresholds[middle], found[:groups]), middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def _packed(counts: Counts, candidates: Sequence[Counts], enough: int) -> list[Counts]:
+    """The most disjoint groups out of the candidates."""
+    packing = Packing(counts)
+    for group in candidates:  # fewest devices first: what a smaller one is part of adds nothing
+        if packing.worth(group) == 0:
+            packing.add(group, 1)
+            if packing.worth(counts) >= enough:
+                break
+    return packing.best()
+
+
+def reference(problem: Problem, groups: int) -> float | None:
+    """Z of equation 3 for a given D as an integer programme: cvxpy and HiGHS.
+
+    ``x[i, j]`` devices of kind i in group j. The bubble makes equation 2 a product; a switch per group and depth takes its place:
+    ``Z <= K / (K + s - 1) sum_i x[i, j] g_i + L (1 - depth[j, s])``. Symmetric groups are ordered by power.
+
+    Source: equations 2 and 3.
+
+    Returns:
+        The weakest group's effective power, FLOP/s; ``None`` if no D groups hold the model.
+    """
+    cp: Any = import_module("cvxpy")  # takes a second, and has no types
+
+    most = min(problem.most_stages, problem.micro_batches // groups, sum(problem.counts))
+    if most < 1:
+        return None
+    unit, size = max(problem.powers), max(*problem.memories, 1.0)  # solvers' tolerances are absolute
+    powers, memories = np.array(problem.powers) / unit, np.array(problem.memories) / size
+    x = cp.Variable((len(problem.counts), groups), integer=True)
+    depth = cp.Variable((groups, most), boolean=True)
+    weakest = cp.Variable()
+    power, large = powers @ x, float(np.sum(powers * np.array(problem.counts)))
+    constraints = [
+        x >= 0,
+        cp.sum(x, axis=1) <= np.array(problem.counts),
+        memories @ x >= problem.least_bytes / size,
+        cp.sum(depth, axis=1) == 1,
+        cp.sum(x, axis=0) == depth @ np.arange(1, most + 1),
+        *(power[j] >= power[j + 1] for j in range(groups - 1)),
+    ]
+    for stages in range(1, most + 1):
+        factor = effective_power(1.0, stages, problem.micro_batches / groups)
+        constraints.append(weakest <= factor * power + large * (1 - depth[:, stages - 1]))
+    solved = cp.Problem(cp.Maximize(weakest), constraints)
+    solved.solve(solver=cp.HIGHS, mip_rel_gap=1e-9)
+    return float(weakest.value) * unit if solved.status == cp.OPTIMAL else None

@@ -1,0 +1,143 @@
+"""Training on an emulated device: plans by name, planners, optimizers of their own code, activations on disk; never another bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import Outcome, Recipe, Shape, assert_same, run
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.activations.swaps import Swap
+from lightning_hetero.runtime.device.gradients import HostGradients
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+SHAPE = Shape(layers=4, dropout=0.2, counting=False)
+RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+
+
+def device(memory: str | int = "4MiB", **options: Any) -> EmulatedDevice:
+    return EmulatedDevice(memory=memory, **options)
+
+
+def strategy_of(plan: Any = "auto", *, memory: str | int = "4MiB", **options: Any) -> Any:
+    return HeteroOffloadStrategy(plan, device=device(memory), **options)
+
+
+def same(recipe: Recipe, strategy: Any, folder: Path) -> Outcome:
+    got = run(recipe, strategy, folder)
+    assert_same(got, run(recipe, "auto", folder))
+    return got
+
+
+@pytest.mark.parametrize("name", ["resident", "host", "disk"])
+def test_plans_by_name(name: str, tmp_path: Path) -> None:
+    strategy = strategy_of(name)
+    same(Recipe(shape=SHAPE, steps=3), strategy, tmp_path)
+    assert strategy.plan.name == name
+    assert not list(tmp_path.glob("lightning-hetero-*"))
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "resident", "full_recompute", "zero_offload", "zero_infinity", "lohan", "autohete", "protrain"]
+)
+def test_planners(name: str, tmp_path: Path) -> None:
+    """Profiled, planned with the device's figures, and run."""
+    slow = device(h2d_bytes_per_s=50e6, d2h_bytes_per_s=40e6, compute_slowdown=1.5)
+    strategy = HeteroOffloadStrategy(name, device=slow)
+    same(Recipe(shape=SHAPE, steps=4, clip=0.5 if name == "lohan" else None), strategy, tmp_path)
+    if name == "resident":
+        return
+    machine = strategy.autoplan.machine
+    assert not machine.shared_memory
+    assert (machine.device_memory_bytes, machine.link_h2d_bytes_per_s, machine.link_d2h_bytes_per_s) == (4 * 2**20, 50e6, 40e6)
+    assert strategy.plan.predicted.device_peak_bytes <= 4 * 2**20
+    operators = {operator.name for row in strategy.model_profile.blocks for operator in row.operators}
+    assert {"norm", "up"} <= operators  # found where the weights lay at that moment
+
+
+def test_a_planner_uses_a_small_device(tmp_path: Path) -> None:
+    """What does not fit goes below: the same model with less and less device memory."""
+    recipe = Recipe(shape=Shape(layers=8, counting=False), steps=4)
+    on_device = []
+    for memory in ("4MiB", "300KiB"):
+        strategy = strategy_of(memory=memory)
+        same(recipe, strategy, tmp_path)
+        on_device.append(sum(row.weights is Tier.DEVICE and row.state is Tier.DEVICE for row in strategy.plan.blocks))
+        assert strategy.session is None
+    assert on_device[0] > on_device[1]
+
+
+def test_a_plan_that_does_not_fit_the_device_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemoryBudgetError, match=r"needs .* of device memory; 64.0 KiB may be used") as refusal:
+        run(Recipe(shape=SHAPE), strategy_of("resident", memory="64KiB"), tmp_path)
+    assert refusal.value.tier == "device"
+    least = refusal.value.needed_bytes
+    run(Recipe(shape=SHAPE), strategy_of("resident", memory=least), tmp_path)
+    with pytest.raises(OutOfMemoryBudgetError):
+        run(Recipe(shape=SHAPE), strategy_of("resident", memory=least - 1), tmp_path)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adafactor"])
+@pytest.mark.parametrize("plan", ["resident", "auto"])
+def test_optimizers_of_their_own_code_run_on_the_device(plan: str, optimizer: Any, tmp_path: Path) -> None:
+    strategy = strategy_of(plan)
+    same(Recipe(shape=SHAPE, steps=4, optimizer=optimizer, schedule="step", clip=0.3), strategy, tmp_path)
+    assert all(row.weights is Tier.DEVICE for row in strategy.plan.blocks)
+
+
+def test_optimizers_of_their_own_code_are_refused_by_name_where_weights_are_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"block 'model'.*optimizer SGD.*plan=\"resident\""):
+        run(Recipe(shape=SHAPE, optimizer=OPTIMIZERS[0]), strategy_of("host"), tmp_path)
+
+
+def swapping(saved: Saved, boundary: Saved) -> Plan:
+    row = BlockPlan(name="model.blocks.*", saved=saved, boundary=boundary)
+    return Plan(name="swapping", blocks=(row, RESIDENT))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["temporary", "disk_path"])
+def test_activations_on_the_disk(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a directory of their own, which goes with the run."""
+    moved = []
+    write = Swap.write
+    monkeypatch.setattr(Swap, "write", lambda swap, *args: moved.append(swap.num_bytes) or write(swap, *args))
+    plan = swapping(Saved.SWAP_DISK, Saved.SWAP_DISK)
+    disk = tmp_path / "disk"
+    same(Recipe(shape=SHAPE), strategy_of(plan, disk_path=disk if given else None), tmp_path)
+    assert moved
+    assert all(moved)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("block-", "activations", "lightning"))]
+
+
+def test_norms_are_computed_on_the_device_only_where_somebody_clips_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float | None] = []
+    begin = HostGradients.__init__
+
+    def init(self: HostGradients, lanes: Any, *, norm_type: float | None = None) -> None:
+        made.append(norm_type)
+        begin(self, lanes, norm_type=norm_type)
+
+    monkeypatch.setattr(HostGradients, "__init__", init)
+    for clip, by in ((None, "norm"), (0.3, "value"), (0.3, "norm")):
+        same(Recipe(shape=SHAPE, clip=clip, clip_by=by), strategy_of("host"), tmp_path)
+    assert made == [None, None, 2.0]

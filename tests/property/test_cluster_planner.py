@@ -1,0 +1,103 @@
+"""Grouping, balancing and sharing out, against integer programmes and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import examples
+
+from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.equations import pipeline_s
+from lightning_hetero.parallel.planner.grouping import Packing, Problem, grouping, reference, vectors
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    counts = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    return Problem(
+        counts=counts,
+        powers=tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=len(counts), max_size=len(counts))))),
+        memories=tuple(map(float, draw(st.lists(st.integers(0, 5), min_size=len(counts), max_size=len(counts))))),
+        least_bytes=draw(st.integers(0, 8)),
+        micro_batches=draw(st.integers(1, 16)),
+        most_stages=draw(st.integers(1, 6)),
+    )
+
+
+@examples(25)
+@given(problems(), st.integers(1, 4))
+def test_the_dynamic_programme_agrees_with_highs(problem: Problem, groups: int) -> None:
+    expected, found = reference(problem, groups), grouping(problem, groups)
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    weakest, chosen = found
+    assert weakest == pytest.approx(expected, rel=1e-6)
+    assert len(chosen) == groups
+    assert all(sum(column) <= n for column, n in zip(zip(*chosen, strict=True), problem.counts, strict=True))
+    assert all(problem.holds(g) and sum(g) <= min(problem.most_stages, problem.micro_batches // groups) for g in chosen)
+    assert min(problem.power(g, groups) for g in chosen) >= weakest
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple), st.data())
+def test_a_packing_is_worth_most(counts: tuple[int, ...], data: st.DataObject) -> None:
+    values = {v: data.draw(st.integers(0, 9)) for v in vectors(counts, 4)}
+    packing = Packing(counts)
+    for group, value in values.items():
+        packing.add(group, value)
+    worth = dict.fromkeys(itertools.product(*(range(n + 1) for n in counts)), 0)
+    for whole in worth:
+        for group, value in values.items():
+            left = tuple(a - b for a, b in zip(whole, group, strict=True))
+            if min(left) >= 0:
+                worth[whole] = max(worth[whole], value + worth[left])
+    assert packing.worth(counts) == worth[counts]
+    best = packing.best()
+    assert sum(values[g] for g in best) == worth[counts]
+    assert all(sum(group[i] for group in best) <= n for i, n in enumerate(counts))
+
+
+@st.composite
+def tables(draw: st.DrawFn, convex: bool) -> list[list[float]]:
+    """Seconds by number of layers, ascending; equal steps if ``convex``."""
+    out = []
+    for _ in range(draw(st.integers(1, 3))):
+        length, start = draw(st.integers(0, 6)), draw(st.integers(0, 5))
+        steps = (
+            [draw(st.integers(1, 9))] * length if convex else draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))
+        )
+        out.append([float(t) for t in itertools.accumulate(steps, initial=start)])
+    return out
+
+
+@pytest.mark.parametrize("convex", [True, False])
+@given(st.data(), st.integers(1, 8), st.integers(1, 6))
+def test_balancing_finds_the_fastest_cut(convex: bool, data: st.DataObject, num_layers: int, micro_batches: int) -> None:
+    times = data.draw(tables(convex))
+    cuts = [c for c in itertools.product(*(range(1, len(t)) for t in times)) if sum(c) == num_layers]
+    found = balance(times, num_layers, micro_batches)
+    assert (found is None) == (not cuts)
+    if found is not None:
+        seconds = {c: pipeline_s([t[n] for t, n in zip(times, c, strict=True)], micro_batches) for c in cuts}
+        assert seconds[found] == pytest.approx(min(seconds.values()))
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(1, 9),
+)
+def test_micro_batches_are_shared_out_best(groups: list[tuple[list[int], int]], micro_batches: int) -> None:
+    choices = itertools.product(*(range(least, micro_batches + 1) for _, least in groups))
+    seconds = [
+        max(pipeline_s(stages, k) for (stages, _), k in zip(groups, counts, strict=True))
+        for counts in choices
+        if sum(counts) == micro_batches
+    ]
+    found = share_out(groups, micro_batches)
+    assert (found is None) == (not seconds)
+    if found is not None:
+        assert sum(found) == micro_batches
+        assert max(pipeline_s(stages, k) for (stages, _), k in zip(groups, found, strict=True)) == min(seconds)

@@ -1,0 +1,182 @@
+"""The commands for clusters: what they print, write, remember and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_hetero.cli import launch
+from lightning_hetero.cli.app import app
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+
+MODEL = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "--sequence", "128", "--micro-batches", "6"]
+CLUSTER = "2xa100-80+1xh800"
+
+
+def _run(*arguments: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return result
+
+
+def _json(*arguments: str | Path, code: int = 0) -> Any:
+    return json.loads(_run(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    _run("plan-cluster", CLUSTER, *MODEL, "--out", path)
+    return path
+
+
+def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    shown = _run("plan-cluster", CLUSTER, *MODEL, "--out", path).stdout
+    written = ClusterPlan.load(path)
+    assert f"Wrote the plan to {path}." in shown.replace("\n", "")
+    for word in ("node0 2x a100-80, node1 1x h800", "utilisation", "Pipelines", "Runner-ups", "micro-batches"):
+        assert word in shown
+    assert written.micro_batches == 6
+    got = _json("plan-cluster", CLUSTER, *MODEL)
+    assert got["iteration_s"] == written.iteration_s
+    assert [g["micro_batches"] for g in got["groups"]] == [g.micro_batches for g in written.groups]
+    assert got["world_size"] == written.world_size
+    assert got["runner_ups"]
+
+
+def test_all_planners_stand_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    rows = _json("plan-cluster", CLUSTER, *MODEL, "--planner", "all", "--out", path)
+    assert [row["planner"] for row in rows] == ["asymmetric", "autohet", "balanced", "whale", "megatron"]
+    assert ClusterPlan.load(path).iteration_s == min(row["iteration_s"] for row in rows)
+    shown = _run("plan-cluster", CLUSTER, *MODEL, "--planner", "all").stdout
+    assert all(row["planner"] in shown for row in rows)
+
+
+def test_a_cluster_file_is_remembered_with_the_plan_and_prices_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_text(
+        "name: lab\nnetwork_bytes_per_s: 50e9\nnodes:\n  - {name: left, device: a100-80, count: 2}\n"
+        "  - {name: right, device: h800, count: 1}\n"
+        "devices:\n  - {name: a100-80, price_per_hour: 1.5}\n  - {name: h800, price_per_hour: 4}\n"
+    )
+    shown = _run("plan-cluster", tmp_path / "lab.yaml", *MODEL, "--tensor-parallel", "1", "--out", tmp_path / "plan.json").stdout
+    assert "7.00 an hour" in shown  # 2 x 1.5 + 4
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in ("lab.yaml", "plan.json"):
+        (tmp_path / name).rename(moved / name)
+    assert ClusterPlan.load(moved / "plan.json").origin["cluster_file"] == "lab.yaml"
+    assert "without left (2x a100-80)" in _run("explain", moved / "plan.json").stdout
+
+
+def test_explain_says_what_binds_and_what_other_clusters_bring(plan_file: Path) -> None:
+    plan = ClusterPlan.load(plan_file)
+    got = _json("explain", plan_file)
+    binding = got["binding"]
+    slow = plan.groups[binding["group"]]
+    assert slow.seconds == max(g.seconds for g in plan.groups)
+    assert binding["busy_s"] + binding["bubble_s"] + binding["sync_s"] == pytest.approx(plan.iteration_s)
+    assert {row["name"] for row in got["planners"]} == {"asymmetric", "autohet", "balanced", "whale", "megatron"}
+    speeds = {row["change"]: row["tokens_per_s"] for row in got["what_ifs"]}
+    now = plan.tokens / plan.iteration_s
+    assert speeds["without node0 (2x a100-80)"] < now < speeds["+1 node of 1x h800"]
+    assert speeds["2x micro-batches"] > now
+    shown = _run("explain", plan_file).stdout
+    for word in ("What binds", "What if", "The planners", "slowest stage"):
+        assert word in shown
+
+
+def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, plan_file: Path) -> None:
+    data = json.loads(plan_file.read_text())
+    del data["origin"]
+    (bare := tmp_path / "bare.json").write_text(json.dumps(data))
+    assert "does not say for what cluster" in _run("explain", bare, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["4xa100-80", *MODEL[:-2]], "--micro-batches"),
+        (["4xa1000", *MODEL], "no device preset 'a1000'"),
+        (["lab", *MODEL], "no cluster preset 'lab'"),
+        (["missing.yaml", *MODEL], "cluster file 'missing.yaml' cannot be read"),
+        (["4xa100-80", "--micro-batches", "4"], "Got neither of --model-profile and --preset-model"),
+        (["4xa100-80", *MODEL, "--planner", "oracle"], "--planner 'oracle'; allowed: asymmetric, "),
+        (["4xa100-80", *MODEL, "--tensor-parallel", "8"], "allowed: 1 to 4"),
+        (["1xrtx4080", "--preset-model", "llama-65b", *MODEL[2:]], "lacks "),
+    ],
+)
+def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: str) -> None:
+    assert reason in _run("plan-cluster", *arguments, code=2).stderr
+    assert reason in _json("plan-cluster", *arguments, code=2)["error"]
+
+
+# ---- launch -------------------------------------------------------------------------------------------------------------------
+
+
+def _plan(*groups: tuple[str, ...], tensor_parallel: int = 1) -> ClusterPlan:
+    return ClusterPlan(
+        name="p",
+        tensor_parallel=tensor_parallel,
+        tokens=1,
+        iteration_s=1.0,
+        sync_s=0.0,
+        utilisation=1.0,
+        groups=tuple(
+            GroupPlan(
+                micro_batches=1,
+                seconds=1.0,
+                stages=tuple(StagePlan(node=n, device="d", layers=1, micro_batch_s=1.0, memory_bytes=1) for n in group),
+            )
+            for group in groups
+        ),
+    )
+
+
+def test_every_node_runs_a_process_per_device_that_works() -> None:
+    lines = launch.launch_lines(
+        _plan(("a", "b"), ("a", "a"), tensor_parallel=2), ["t.py", "--lr", "1"], rendezvous="h:1", least_nodes=1, run_id="r"
+    )
+    commands = {node["node"]: node["command"] for node in lines["nodes"]}
+    assert "--nproc-per-node=6" in commands["a"]
+    assert "--nproc-per-node=2" in commands["b"]
+    for command in commands.values():
+        assert command[-3:] == ["t.py", "--lr", "1"]
+        assert {"--nnodes=1:2", "--rdzv-endpoint=h:1", "--rdzv-id=r"} <= set(command)
+        assert any("is_host=false" in word for word in command)  # no preemptible node holds the store
+    assert lines["environment"] == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_torchrun_understands_the_lines() -> None:
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    lines = launch.launch_lines(_plan(("a", "b")), ["t.py", "--lr", "1"], rendezvous="h:29400", least_nodes=2, run_id="r")
+    config, _, arguments = config_from_args(get_args_parser().parse_args(lines["nodes"][0]["command"][1:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.run_id) == (2, 2, 1, "r")
+    assert config.rdzv_configs["is_host"] == "false"
+    assert arguments[-3:] == ["t.py", "--lr", "1"]
+    compile(lines["store"]["command"][2], "store", "exec")
+
+
+def test_the_lines_are_printed_for_people_and_programs(plan_file: Path) -> None:
+    arguments = ["launch", plan_file, "--rendezvous", "head:29400", "train.py", "--lr=1"]
+    shown = _run(*arguments).stdout
+    assert "# On node0\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node=" in shown
+    assert shown.count("train.py --lr=1") == len(_json("launch", plan_file, "--rendezvous", "head:29400", "train.py")["nodes"])
+
+
+@pytest.mark.parametrize("address", ["head", "head:", "head:99999", "head:port"])
+def test_a_wrong_rendezvous_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="allowed: host:port"):
+        launch.launch_lines(_plan(("a",)), ["t.py"], rendezvous=address, least_nodes=1, run_id="r")
+
+
+def test_more_nodes_than_the_plan_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--least-nodes 2; allowed: 1 to 1"):
+        launch.launch_lines(_plan(("a", "a")), ["t.py"], rendezvous="h:1", least_nodes=2, run_id="r")
