@@ -150,7 +150,11 @@ class FakeCuda:
         self.streams: list[Stream] = []
         self.registered: dict[int, int] = {}
         self.ranges: list[str] = []
-        self.nvtx = SimpleNamespace(range_push=self.ranges.append, range_pop=lambda: self.ranges.append("pop"))
+        self.nvtx = SimpleNamespace(
+            range_push=self.ranges.append,
+            range_pop=lambda: self.ranges.append("pop"),
+            mark=lambda name: self.ranges.append(f"mark {name}"),
+        )
         self._seed, self._refuse = seed, refuse
         self._compute = HostStream()
         self._local = threading.local()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -113,6 +115,7 @@ def test_an_op_that_fails_keeps_what_it_has_given_to_the_stream(lanes: CudaLanes
     del event
     with pytest.raises(ValueError, match="half way"):
         lanes.drain()  # forgets what has failed
+    gc.collect()  # the error's traceback holds the op, and the op the error
     assert alive[0]() is not None
     gate.set()
 
@@ -168,6 +171,31 @@ def test_ranges_have_names_where_a_profiler_looks(fake: FakeCuda, monkeypatch: p
         lanes.submit(op(1, Lane.CPU, OpKind.STORE), doing(lambda: None), []).wait()
         lanes.close()
     assert fake.ranges == ["UPLOAD - 0", "pop", "STORE - 0", "pop"]
+
+
+def test_ranges_and_marks_have_names_while_times_are_taken(lanes: CudaLanes, fake: FakeCuda) -> None:
+    lanes.timed = True
+    lanes.submit(op(0, Lane.H2D), doing(lambda: None), []).wait()
+    lanes.now()
+    lanes.now("F a")
+    assert fake.ranges == ["UPLOAD - 0", "pop", "mark F a"]
+
+
+def test_a_moment_is_known_once_computes_stream_has_come_to_it(
+    lanes: CudaLanes, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes.timed = True
+    monkeypatch.setattr(fake, "_compute", fake.streams[0])
+    before_s = time.monotonic()
+    gate = held(fake.streams[0])
+    first = lanes.now("F a")
+    assert first() is None
+    gate.set()
+    fake.streams[0].synchronize()
+    at_s = first()
+    assert at_s is not None
+    assert before_s <= at_s + 1e-6 <= time.monotonic() + 1e-6
+    assert first() == at_s
 
 
 # ---- page-locked memory ------------------------------------------------------------------------------------------------------
