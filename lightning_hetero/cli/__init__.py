@@ -1,4 +1,4 @@
-"""The command ``lightning-hetero``: doctor, profile, plan, explain, simulate.
+"""The command ``lightning-hetero``; ``--help`` lists what it does.
 
 Exit codes: 0 all is well; 1 a problem was found, or something unexpected happened; 2 the request is wrong or impossible, and
 standard error says why (with ``--json`` standard output too, as ``{"error": ...}``).

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -66,7 +66,7 @@ def _fail(out: dict[str, Any], code: int, *, as_json: bool, hint: str = "") -> i
 app = typer.Typer(
     cls=Commands,
     name="lightning-hetero",
-    help="Measure a machine, plan for a model, and explain the plan.",
+    help="Measure a machine, plan for a model, explain the plan; look into stores and weights, and convert them.",
     epilog="Exit codes: 0 all is well; 1 a problem was found; 2 the request is wrong or impossible.",
     add_completion=False,
     rich_markup_mode=None,
@@ -242,3 +242,61 @@ def launch(
     from lightning_hetero.cli import launch as command
 
     command.run(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, as_json=as_json)
+
+
+SomePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, safetensors, a checkpoint or a plan file.")]
+Destination = Annotated[Path, typer.Argument(metavar="DESTINATION", help="A directory for safetensors, or FILE.ckpt.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="FILE.ckpt", help="The checkpoint to write.")]
+Module = Annotated[str, typer.Option(metavar="NAME", help='A module of the LightningModule, such as "model".')]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert floating-point weights.  [default: as they are]")
+]
+
+
+@app.command()
+def inspect(path: SomePath, as_json: o.Json = False) -> None:
+    """Shows what a path holds. A store, safetensors, a checkpoint or a plan; only headers are read, nothing is executed."""
+    from lightning_hetero.cli import inspect as command
+
+    command.run(path, as_json=as_json)
+
+
+@app.command()
+def verify(path: SomePath, as_json: o.Json = False) -> None:
+    """Checks that a path is whole. Every stamp, digest, checksum and header; exits 1 if something is wrong."""
+    from lightning_hetero.cli import verify as command
+
+    if command.run(path, as_json=as_json):
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint or safetensors.")],
+    destination: Destination,
+    module: Module = "",
+    dtype: Dtype = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="No safetensors file is larger.")] = "5GB",
+    as_json: o.Json = False,
+) -> None:
+    """Writes weights for other programs. As safetensors, or as a Lightning checkpoint that holds weights only."""
+    from lightning_hetero.cli import weights as command
+
+    command.export(source, destination, module=module, dtype=dtype, max_shard_size=max_shard_size, as_json=as_json)
+
+
+@app.command(name="import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A safetensors file, or a directory of Hugging Face.")],
+    destination: Checkpoint,
+    module: Module = "",
+    tie: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=OTHER", help="A tied weight that the files lack; may repeat.")
+    ] = None,
+    dtype: Dtype = None,
+    as_json: o.Json = False,
+) -> None:
+    """Makes a Lightning checkpoint of safetensors. It holds weights only; nothing is loaded as a whole."""
+    from lightning_hetero.cli import weights as command
+
+    command.import_(source, destination, module=module, ties=tie or [], dtype=dtype, as_json=as_json)

@@ -11,7 +11,6 @@ Headers are untrusted: everything is checked against the file's size before it i
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lightning_hetero.checkpoint.files import appears_whole
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.blocks import memory_of
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
@@ -96,7 +96,7 @@ class StoredTensor:
     def _read(self, descriptor: int, offset: int, out: Tensor) -> None:
         if not out.numel():
             return
-        view = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+        view = memory_of(out)
         done = 0
         while done < len(view):
             got = os.preadv(descriptor, [view[done:]], self.start + offset + done)
@@ -353,5 +353,5 @@ def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
             assert content.shape == tensor.shape, tensor.name
             content = content.detach().to(tensor.dtype).contiguous()
             if content.numel():
-                file.write(memoryview((ctypes.c_char * content.nbytes).from_address(content.data_ptr())))
+                file.write(memory_of(content))
             del content  # before the next one is read

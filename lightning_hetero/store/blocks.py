@@ -159,6 +159,12 @@ def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Te
     return torch.frombuffer(buffer, dtype=dtype, count=numel)
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor that is not empty, to read and write while the tensor lives."""
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Parameter], bool] = lambda _: False) -> list[Block]:
     """Moves every parameter into reserved memory, block by block; meta parameters get memory without content.
 

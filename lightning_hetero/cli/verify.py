@@ -1,0 +1,123 @@
+"""``lightning-hetero verify``: whether a store, weights or a checkpoint is whole."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hetero.cli.contents import CHECKPOINT, PLAN, STORE, kind_of, unsafe_globals
+from lightning_hetero.cli.output import console, pairs, print_json, working
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was checked.
+
+    Attributes:
+        kind: What the path is.
+        path: The path.
+        checked: What was looked at, in words.
+        faults: What is wrong, each with its place.
+        notes: What is worth knowing.
+    """
+
+    kind: str
+    path: Path
+    checked: str
+    faults: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def run(path: Path, *, as_json: bool) -> bool:
+    """Checks and prints.
+
+    Returns:
+        Whether a fault was found.
+
+    Raises:
+        ConfigError: The path is nothing that we know.
+        StoreBusyError: A process uses the store.
+    """
+    kind = kind_of(path)
+    with working(f"reading {path}"):
+        report = {STORE: _store, CHECKPOINT: _checkpoint, PLAN: _plan}.get(kind, _weights)(path)
+    if as_json:
+        print_json(report)
+        return bool(report.faults)
+    screen = console()
+    screen.print(
+        pairs("", {"path": str(path), "kind": kind, "checked": report.checked, "faults": str(len(report.faults) or "none")})
+    )
+    for title, lines in (("fault", report.faults), ("note", report.notes)):
+        for line in lines:
+            screen.print(f"{title}: {line}", markup=False)
+    return bool(report.faults)
+
+
+def _store(path: Path) -> Report:
+    from lightning_hetero.store.audit import StoreFiles
+
+    with StoreFiles(path) as store:
+        faults = tuple(f"{name}: {fault}" if (name := store.names.get(fault.block)) else str(fault) for fault in store.check())
+        blocks = () if store.record is None else store.record.blocks
+        step = "no step" if store.record is None else f"step {store.record.step}"
+        notes = [] if store.record is None else [f"an older record is in use: {note}" for note in store.notes]
+        without = sum(not store.has_digests(block) for block in blocks) if not faults else 0
+    if without:
+        notes.append(
+            f"{without} of {len(blocks)} blocks have no digests: their stamps are right, their contents could not be checked."
+        )
+    return Report(
+        kind=STORE, path=path, checked=f"{step}: stamps and digests of {len(blocks)} blocks", faults=faults, notes=tuple(notes)
+    )
+
+
+def _weights(path: Path) -> Report:
+    from lightning_hetero.convert.safetensors import WeightFiles
+
+    checked = "headers against the files' sizes; the format has no checksums"
+    try:
+        files = WeightFiles.open(path)
+    except ConfigError as error:
+        return Report(kind="safetensors", path=path, checked=checked, faults=(str(error),))
+    return Report(kind="safetensors", path=path, checked=f"{checked}; {len(files.tensors)} tensors", faults=())
+
+
+def _checkpoint(path: Path) -> Report:
+    faults = tuple(_archive_faults(path))
+    notes: tuple[str, ...] = ()
+    if not faults:
+        try:
+            foreign = unsafe_globals(path)
+        except ConfigError as error:
+            faults = (str(error),)
+        else:
+            notes = (f"loading it would execute {', '.join(foreign)}",) if foreign else ()
+    return Report(kind=CHECKPOINT, path=path, checked="checksums of all records of the archive", faults=faults, notes=notes)
+
+
+def _archive_faults(path: Path) -> Iterator[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                try:
+                    with archive.open(info) as record:
+                        while record.read(1 << 24):
+                            pass
+                except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, NotImplementedError) as error:
+                    yield f"{path.name} at offset {info.header_offset}, record {info.filename!r}: {error}"
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        yield f"{path.name}: {error}"
+
+
+def _plan(path: Path) -> Report:
+    try:
+        Plan.load(path)
+    except ConfigError as error:
+        return Report(kind=PLAN, path=path, checked="the plan's rules", faults=(str(error),))
+    return Report(kind=PLAN, path=path, checked="the plan's rules", faults=())

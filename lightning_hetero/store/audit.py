@@ -1,0 +1,439 @@
+"""Reads the files of a store that nobody uses: what the last commit record names, and whether all of it is as it was written.
+
+A second reader of the format in docs/store-format.md, apart from the native one: it needs nothing but the directory, since
+every slot file says its geometry in its head. Everything is checked before it is used, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
+from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
+from lightning_hetero.store.blocks import PAGE, memory_of
+from lightning_hetero.store.manifest import MANIFEST, VERSION, lock_manifest, read_manifest
+from lightning_hetero.units import round_up
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_RING, _RECORD, _ENTRY = 16, struct.Struct("<8s16sqqiiII"), struct.Struct("<qQii")
+_STAMP, _GEOMETRY, _DIGEST_BYTES = struct.Struct("<8s16sQqiiqII"), struct.Struct("<iiqiiiiq"), 16
+_STAGGER = 17 * 64
+_WIDTHS = {F32: 4, BF16: 2, F16: 2, U8: 1}
+DTYPE_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", U8: "bytes"}
+_RECORD_BYTES_MAX, _HEAD_BYTES_MAX = 1 << 30, 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedBlock:
+    """What a record says of one block.
+
+    Attributes:
+        id: Number of its files.
+        step: The step that wrote it.
+        write_id: Names that rewrite.
+        slot: 0 or 1: the file that counts.
+        has_state: Whether the state was written; else it reads as zeros.
+    """
+
+    id: int
+    step: int
+    write_id: int
+    slot: int
+    has_state: bool
+
+    @property
+    def file(self) -> str:
+        """The name of the file that counts."""
+        return f"block-{self.id:05d}.{'ab'[self.slot]}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """One record of the ring.
+
+    Attributes:
+        sequence: Its number.
+        step: The step that it commits.
+        blocks: What it names.
+        user: The user blob.
+    """
+
+    sequence: int
+    step: int
+    blocks: tuple[CommittedBlock, ...]
+    user: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, and where.
+
+    Attributes:
+        block: The block's number; -1: none.
+        file: The file in the store's directory.
+        offset: Byte in that file.
+        what: What is wrong there.
+    """
+
+    block: int
+    file: str
+    offset: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file} at offset {self.offset}{'' if self.block < 0 else f', block {self.block}'}: {self.what}"
+
+
+class StoreFiles:
+    """A store's directory, locked against its next user until it is closed.
+
+    Args:
+        path: The directory.
+
+    Attributes:
+        path: The directory.
+        manifest: Its manifest.
+        record: The newest record whose checksum is right; ``None`` if there is none.
+        names: Names of the blocks inside the model, as far as the store knows them.
+        notes: What is wrong with records beside the newest whole one: a process that is killed while it writes one leaves it torn.
+
+    Raises:
+        ConfigError: It is no store, or another version's.
+        StoreBusyError: A living process uses it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.notes: list[Fault] = []
+        self.names: dict[int, str] = {}
+        self.record: CommitRecord | None = None
+        try:
+            self._directory = os.open(self.path, _DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"{str(self.path)!r} cannot be opened: {error.strerror}. Give a store's directory.") from error
+        try:
+            manifest = lock_manifest(self.path, self._directory)
+            if manifest is None:
+                raise ConfigError(f"{str(self.path)!r} has no {MANIFEST}: it is not a store. Give a store's directory.")
+            self._lock = manifest
+            self.manifest: dict[str, Any] = read_manifest(self.path, manifest)
+            if self.manifest.get("version") != VERSION:
+                raise ConfigError(
+                    f"{str(self.path)!r} is a store of version {self.manifest.get('version')!r}; this package reads {VERSION}."
+                )
+            self._uuid = _uuid(self.path, self.manifest)
+            self._read_ring()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the directory free; a second call does nothing."""
+        for name in ("_lock", "_directory"):
+            descriptor, self.__dict__[name] = self.__dict__.get(name, -1), -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def slot(self, block: CommittedBlock) -> SlotFile:
+        """The file that counts of a block of the record.
+
+        Raises:
+            StoreCorruptError: It is missing, or its head is not right: names block, file, offset.
+        """
+        return SlotFile(self, block)
+
+    def has_digests(self, block: CommittedBlock) -> bool:
+        """Whether the block's contents can be checked, not only its stamps.
+
+        Raises:
+            StoreCorruptError: As for :meth:`slot`.
+        """
+        with self.slot(block) as slot:
+            return slot.has_digests
+
+    def check(self) -> Iterator[Fault]:
+        """Reads everything that the newest record names, and gives what is wrong with it, or why there is no record."""
+        if self.record is None:
+            yield from self.notes
+            return
+        for block in self.record.blocks:
+            try:
+                with self.slot(block) as file:
+                    yield from file.check()
+            except _CorruptSlotError as error:
+                yield error.fault
+
+    def open(self, name: str) -> int:
+        """A file of the store.
+
+        Raises:
+            OSError: It cannot be opened, or is not a regular file.
+        """
+        descriptor = os.open(name, _FILE, dir_fd=self._directory)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError("it is not a regular file")
+        return descriptor
+
+    @property
+    def uuid(self) -> bytes:
+        """What every stamp and record repeats."""
+        return self._uuid
+
+    def _read_ring(self) -> None:
+        try:
+            descriptor = self.open("COMMIT")
+        except OSError as error:
+            self.notes.append(Fault(-1, "COMMIT", 0, f"it cannot be opened: {error.strerror or error}"))
+            return
+        with open(descriptor, "rb", buffering=0) as ring:
+            size = os.fstat(descriptor).st_size
+            length = size // _RING
+            if size % (_RING * PAGE) or not PAGE <= length <= _RECORD_BYTES_MAX:
+                self.notes.append(Fault(-1, "COMMIT", 0, f"{size} bytes are not {_RING} records of whole pages"))
+                return
+            for place in range(_RING):
+                found = self._read_record(ring, place, length)
+                if found is not None and (self.record is None or found.sequence > self.record.sequence):
+                    self.record = found
+        if self.record is None and not self.notes:
+            self.notes.append(Fault(-1, "COMMIT", 0, "there is no record: no step was committed"))
+
+    def _read_record(self, ring: Any, place: int, length: int) -> CommitRecord | None:
+        ring.seek(place * length)
+        head = ring.read(_RECORD.size)
+        if len(head) < _RECORD.size or not any(head):
+            return None  # never written
+        magic, owner, sequence, step, num_blocks, user_bytes, version, crc = _RECORD.unpack(head)
+        fault = ""
+        room = length - _RECORD.size
+        if magic != b"HTOCMMT1" or version != 1:
+            fault = "no commit record of version 1 is here"
+        elif owner != self._uuid:
+            fault = "the record is of another store"
+        elif num_blocks < 0 or user_bytes < 0 or num_blocks * _ENTRY.size + user_bytes > room:
+            fault = "the record's length is out of range"
+        elif sequence % _RING != place:
+            fault = f"record {sequence} is in the place of another"
+        else:
+            payload = ring.read(num_blocks * _ENTRY.size + user_bytes)
+            if crc32c(payload, crc32c(head[:-4] + bytes(4))) != crc:
+                fault = "the record's checksum differs"
+        if fault:
+            self.notes.append(Fault(-1, "COMMIT", place * length, fault))
+            return None
+        entries = enumerate(_ENTRY.iter_unpack(payload[: num_blocks * _ENTRY.size]))
+        blocks = tuple(CommittedBlock(i, s, w, slot, bool(h)) for i, (s, w, slot, h) in entries if slot in (0, 1))
+        return CommitRecord(sequence, step, blocks, payload[num_blocks * _ENTRY.size :])
+
+
+class _CorruptSlotError(StoreCorruptError):
+    def __init__(self, path: Path, fault: Fault) -> None:
+        super().__init__(f"{path}/{fault}")
+        self.fault = fault
+
+
+class SlotFile:
+    """The slot file of one committed block.
+
+    Args:
+        store: Its store.
+        block: The block.
+
+    Attributes:
+        block: The block.
+        geometry: Its geometry, as the file's head says it.
+
+    Raises:
+        StoreCorruptError: It is missing, or its head is not right: names block, file, offset.
+    """
+
+    def __init__(self, store: StoreFiles, block: CommittedBlock) -> None:
+        self.block = block
+        self._store = store
+        try:
+            self._descriptor = store.open(block.file)
+        except OSError as error:
+            raise self._corrupt(0, f"it cannot be opened: {error.strerror or error}") from error
+        try:
+            self._read_head()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the block."""
+        return -(-self.geometry.num_elements // self.geometry.chunk_elements)
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether the contents can be checked, not only the stamps."""
+        g = self.geometry
+        if g.weights_on_disk_file or not (g.state_on_disk_file and self.block.has_state):
+            return bool(self._digests)
+        footer = os.pread(self._descriptor, _STAMP.size, self._state_start + self._footer_offset(0))
+        return len(footer) == _STAMP.size and bool(_STAMP.unpack(footer)[-2])
+
+    def check(self) -> Iterator[Fault]:
+        """Reads all of it, and gives what is wrong."""
+        g, width = self.geometry, _WIDTHS[self.geometry.weight_dtype]
+        buffer = torch.empty(max(g.chunk_elements * width, self._state_stride), dtype=torch.uint8)
+        for chunk, wanted in enumerate(self._digests):
+            offset, length = self._head_bytes + chunk * g.chunk_elements * width, self._chunk_elements(chunk) * width
+            if not self._read(offset, length, buffer):
+                yield self._fault(offset, "the file ends here")
+            elif digest(buffer.data_ptr(), length) != wanted:
+                yield self._fault(offset, f"the digest of chunk {chunk} of the weights differs")
+        if not (g.state_on_disk_file and self.block.has_state):
+            return
+        for chunk in range(self.num_chunks):
+            offset, footer = self._state_start + chunk * self._state_stride, self._footer_offset(chunk)
+            if not self._read(offset, footer + _STAMP.size + _DIGEST_BYTES, buffer):
+                yield self._fault(offset, "the file ends here")
+                continue
+            tail = bytes(memory_of(buffer)[footer : footer + _STAMP.size + _DIGEST_BYTES])
+            if what := self._stamp_fault(tail[: _STAMP.size], b"HTOFOOT1", chunk, tail[_STAMP.size :]):
+                yield self._fault(offset + footer, f"chunk {chunk} of the state: {what}")
+            elif _STAMP.unpack(tail[: _STAMP.size])[-2] and digest(buffer.data_ptr(), footer) != tail[_STAMP.size :]:
+                yield self._fault(offset, f"the digest of chunk {chunk} of the state differs")
+
+    def read_weights(self, start: int, out: torch.Tensor) -> None:
+        """Reads elements of the weights from ``start`` on into a flat CPU tensor of their dtype.
+
+        Raises:
+            StoreCorruptError: The file ends before.
+        """
+        offset = self._head_bytes + start * _WIDTHS[self.geometry.weight_dtype]
+        if out.numel() and not self._read(offset, out.nbytes, out):
+            raise self._corrupt(offset, "the file ends here")
+
+    def _read_head(self) -> None:
+        fixed = os.pread(self._descriptor, _STAMP.size + _GEOMETRY.size, 0)
+        if len(fixed) < _STAMP.size + _GEOMETRY.size:
+            raise self._corrupt(0, "the file ends here")
+        number, dtype, elements, state, weights_here, state_here, slots, chunk = _GEOMETRY.unpack(fixed[_STAMP.size :])
+        num_chunks = -(-elements // chunk) if chunk > 0 and 0 < elements < 1 << 44 else 0
+        digests = os.pread(self._descriptor, min(num_chunks * _DIGEST_BYTES, _HEAD_BYTES_MAX), len(fixed))
+        # A head that its checksum proves was written by the engine; only then its numbers are used.
+        if what := self._stamp_fault(fixed[: _STAMP.size], b"HTOHEAD1", num_chunks, fixed[_STAMP.size :] + digests):
+            raise self._corrupt(0, what)
+        try:
+            self.geometry = BlockGeometry(
+                id=number, weight_dtype=dtype, num_elements=elements, num_state=state, weights_on_disk_file=bool(weights_here),
+                state_on_disk_file=bool(state_here), num_slots=slots, chunk_elements=chunk,
+            )  # fmt: skip
+        except HeteroError as error:
+            raise self._corrupt(_STAMP.size, f"its geometry cannot be: {error}") from error
+        has_digests = bool(_STAMP.unpack(fixed[: _STAMP.size])[-2])  # of the weights
+        self._digests = [digests[i : i + 16] for i in range(0, len(digests), 16)] if has_digests else []
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        g = self.geometry
+        self._head_bytes = round_up(_STAMP.size + _GEOMETRY.size + self.num_chunks * _DIGEST_BYTES, PAGE)
+        weights = round_up(g.num_elements * _WIDTHS[g.weight_dtype], PAGE) if g.weights_on_disk_file else 0
+        self._state_start = self._head_bytes + weights
+        self._state_stride = self._state_bytes(0) if g.state_on_disk_file else 0
+        wanted = self._state_start
+        if g.state_on_disk_file:
+            wanted += (self.num_chunks - 1) * self._state_stride + self._state_bytes(self.num_chunks - 1)
+        size = os.fstat(self._descriptor).st_size
+        if size != wanted:
+            raise self._corrupt(min(size, wanted), f"the file has {size} bytes, its geometry {wanted}")
+
+    def _chunk_elements(self, chunk: int) -> int:
+        return min(self.geometry.chunk_elements, self.geometry.num_elements - chunk * self.geometry.chunk_elements)
+
+    def _state_bytes(self, chunk: int) -> int:
+        array_bytes, offset = 4 * self._chunk_elements(chunk), _STAGGER
+        for k in range(1, self.geometry.num_state):  # each array starts at another offset in its page
+            residue = (k + 1) * _STAGGER % PAGE
+            offset = round_up(offset + array_bytes - residue, PAGE) + residue
+        return round_up(offset + array_bytes + _STAMP.size + _DIGEST_BYTES, PAGE)
+
+    def _footer_offset(self, chunk: int) -> int:
+        return self._state_bytes(chunk) - _STAMP.size - _DIGEST_BYTES
+
+    def _stamp_fault(self, stamp: bytes, magic: bytes, chunk: int, rest: bytes) -> str:
+        got, owner, write_id, step, number, slot, place, _, crc = _STAMP.unpack(stamp)
+        if got != magic:
+            return "no stamp is here: the write was lost or torn"
+        if owner != self._store.uuid:
+            return "the stamp names another store"
+        if (number, slot) != (self.block.id, self.block.slot) or place != chunk:
+            return "the stamp names another place: a write was misdirected or files were exchanged"
+        if (write_id, step) != (self.block.write_id, self.block.step):
+            return "the stamp is of another rewrite: a write was lost"
+        return "" if crc32c(stamp[:-4] + bytes(4) + rest) == crc else "the stamp's checksum differs"
+
+    def _read(self, offset: int, length: int, out: torch.Tensor) -> bool:
+        view, done = memory_of(out)[:length], 0
+        while done < length:
+            got = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if got <= 0:
+                return False
+            done += got
+        return True
+
+    def _fault(self, offset: int, what: str) -> Fault:
+        return Fault(self.block.id, self.block.file, offset, what)
+
+    def _corrupt(self, offset: int, what: str) -> _CorruptSlotError:
+        return _CorruptSlotError(self._store.path, self._fault(offset, what))
+
+
+def _uuid(path: Path, manifest: dict[str, Any]) -> bytes:
+    try:
+        return uuid.UUID(hex=manifest["uuid"]).bytes
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{str(path / MANIFEST)!r} has uuid {manifest.get('uuid')!r}; it was written by another program."
+        ) from error
+
+
+def _crc_table() -> tuple[int, ...]:
+    rows = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        rows.append(value)
+    return tuple(rows)
+
+
+_TABLE = _crc_table()
+
+
+def crc32c(data: bytes, seed: int = 0) -> int:
+    """CRC32C (Castagnoli) of ``data``, continuing from ``seed``, the checksum of what comes before it."""
+    crc = seed ^ 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
