@@ -1,19 +1,30 @@
 """How well a step is predicted: the simulator against the clock, and against the process's memory.
 
-Every pair of a model and a plan gets a process. There the strategy profiles the model in two of its first batches, as
-``plan="auto"`` does, and the plan is simulated with that profile and this machine's, which was measured just before. Then rounds
-follow: one batch is timed again and the plan judged anew (``strategy.replan()``), and steps are measured. Prediction and
-measurement of a round are seconds apart, because machines drift by more than what is measured. A round in which other processes
-have computed is repeated, up to as many times as there are rounds.
+Every pair of a model and a plan gets a process. There the strategy profiles the model in its first batches, as ``plan="auto"``
+does, and the plan is simulated with that profile and this machine's, which was measured just before. Then rounds follow: batches
+are timed again and the plan judged anew (``strategy.replan()``), and steps are measured. Prediction and measurement of a round are
+seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated, up
+to as many times as there are rounds.
+
+What profiling costs is measured once per model, in three more processes that keep everything in memory: plain Lightning, a plan
+that is given, and one that profiles its first batches and later, once steps are steady, records another one. A process's first step
+is slow by itself: memory is touched for the first time.
+
+A run takes half an hour. With ``--continue FILE`` whatever has been measured is added to the file, and what the file has from runs
+with the same settings on the same machine is not measured again, so a run can be interrupted, or taken a model at a time.
 
 Keys of the JSON line: ``median_error`` and ``worst_error`` of the pairs' step times, each pair's the median over its rounds,
 relative to what was measured; ``memory_median_error`` and ``memory_worst_error`` of the process's peak memory: what was predicted
-before the plan had ever run, against the peak of all rounds; ``pairs`` has all of them.
+before the plan had ever run, against the peak of all rounds; ``pairs`` has all of them. ``profiled_batch_ratio``: a fit's first
+batch, recorded, over an ordinary step of plain Lightning; ``vs_plain_first_ratio`` and ``vs_given_first_ratio``: the same over the
+first step of plain Lightning and of a given plan; ``recorded_batch_ratio`` and ``timed_batch_ratio``: a batch that is recorded or
+timed once steps are steady, over such a step. All are the worst model's; ``profiles`` has the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import statistics
@@ -21,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +50,8 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.profiling import hardware
+from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.strategies.autoplan import Stage
 
 MODELS = {
     "wide": (Size(layers=6, width=1024, heads=16, vocabulary=16384), 1, 128),
@@ -47,7 +60,7 @@ MODELS = {
     "compute-bound": (Size(layers=8, width=512, heads=8, vocabulary=8192), 8, 128),
 }
 
-
+PROFILE = "profile"  # what is measured of a model beside its pairs
 DISTURBED = 0.05  # CPU seconds of other processes a second
 
 
@@ -90,8 +103,8 @@ class Rounds(pl.Callback):
         steps: Measured steps of a round.
     """
 
-    PROFILED = 3  # batches until the first plan is in force
-    SETTLE = 3  # the batch that is timed, the one after it, with the new plan, and those until times are steady
+    PROFILED = 5  # batches until the first plan is in force
+    SETTLE = 5  # the batches that are timed, the one after them, with the new plan, and those until times are steady
 
     def __init__(self, *, rounds: int, steps: int) -> None:
         self.num_rounds, self.steps = rounds, steps
@@ -130,20 +143,80 @@ class Rounds(pl.Callback):
         self.left = self.SETTLE + self.steps - 1
 
 
-def measure(args: argparse.Namespace, name: str, plan: str, machine: HardwareProfile) -> list[dict[str, float]]:
-    """The rounds of one pair."""
-    torch.manual_seed(0)
-    size, batch, length = MODELS[name]
+class Batches(pl.Callback):
+    """Times every batch; has one recorded once steps are steady."""
+
+    AGAIN = 12  # the batch that is recorded then
+    END = AGAIN + 2
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.began.append(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, HeteroOffloadStrategy) and len(self.began) == self.AGAIN:
+            assert strategy.autoplan is not None
+            strategy.autoplan.stage = Stage.RECORD
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each batch, until the next one began."""
+        return [b - a for a, b in pairwise(self.began)]
+
+
+def strategy_for(plan: str, machine: HardwareProfile) -> HeteroOffloadStrategy:
+    """Profiles the model, and then goes on with one of ``PLANS``."""
 
     def planner(model: ModelProfile, hardware: HardwareProfile, **options: Any) -> Plan:
         return judged(replace(PLANS[plan](model.shape()), name=plan), model, hardware, **options)
 
     PLANNERS["benchmark"] = planner
-    strategy = HeteroOffloadStrategy(plan="benchmark", hardware_profile=machine, replan_drift=None)
-    rounds = Rounds(rounds=args.rounds, steps=args.steps)
-    trainer = make_trainer(strategy=strategy, callbacks=[rounds], default_root_dir=args.directory)
+    return HeteroOffloadStrategy(plan="benchmark", hardware_profile=machine, replan_drift=None)
+
+
+def train(args: argparse.Namespace, name: str, strategy: Any, callback: pl.Callback, **options: Any) -> None:
+    torch.manual_seed(0)
+    size, batch, length = MODELS[name]
+    trainer = make_trainer(strategy=strategy, callbacks=[callback], default_root_dir=args.directory, **options)
     fit(trainer, GPT2(size), batch=batch, length=length)
-    return rounds.rounds
+
+
+def measure(args: argparse.Namespace, name: str, plan: str, machine: HardwareProfile) -> dict[str, float]:
+    """One pair."""
+    rounds = Rounds(rounds=args.rounds, steps=args.steps)
+    train(args, name, strategy_for(plan, machine), rounds)
+    return summary(rounds.rounds)
+
+
+def batches(args: argparse.Namespace, name: str, machine: HardwareProfile | None) -> list[float]:
+    """Seconds of a process's first batches: profiled with this machine's profile, or with plain Lightning."""
+    callback = Batches()
+    train(args, name, "auto" if machine is None else strategy_for("host", machine), callback, max_steps=Batches.END)
+    return callback.seconds
+
+
+def first_batch(args: argparse.Namespace, name: str) -> float:
+    """Seconds of a process's first batch with a plan that is given."""
+    callback = Batches()
+    train(args, name, HeteroOffloadStrategy(plan="host"), callback, max_steps=2)
+    return callback.seconds[0]
+
+
+def profile_costs(plain: list[float], given_first_s: float, ours: list[float]) -> dict[str, float]:
+    """What profiling a model costs."""
+    profiled, steady = Rounds.PROFILED - 1, Batches.AGAIN - Rounds.SETTLE
+    return {
+        "plain_first_s": plain[0],
+        "given_first_s": given_first_s,
+        "plain_s": statistics.median(plain[steady:]),
+        "first_s": ours[0],
+        "timed_s": statistics.median(ours[1:profiled]),
+        "step_s": statistics.median(ours[steady : Batches.AGAIN]),
+        "recorded_s": ours[Batches.AGAIN],
+    }
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -168,35 +241,82 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a round")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 10 GB free")
     return parser.parse_args()
 
 
+class Log:
+    """What has been measured, kept as it comes.
+
+    Args:
+        path: A file; what it has of the same settings counts. ``None``: nothing is kept.
+        settings: What measurements depend on.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path, self._settings = path, json.loads(json.dumps(settings))
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["settings"] == self._settings]
+        self.results: dict[tuple[str, str], dict[str, float]] = {(row["model"], row["what"]): row["result"] for row in rows}
+
+    def add(self, model: str, what: str, result: dict[str, float]) -> None:
+        self.results[model, what] = result
+        if self._path is not None:
+            row = {"settings": self._settings, "model": model, "what": what, "result": result}
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
+        return process.submit(function, *arguments).result()
+
+
 def main() -> None:
     args = parse_args()
-    pairs: list[dict[str, Any]] = []
+    settings = {
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "machine": Machine.of(args.dir, device="cpu", update_threads=None).fingerprint(),
+    }
+    log = Log(args.log, settings | {"models": {name: [asdict(size), *shape] for name, (size, *shape) in MODELS.items()}})
     with scratch(args.dir) as args.directory:
         for name in args.models:
-            machine = hardware.measure(args.directory, device="cpu", refresh=True)
+            profile = functools.cache(functools.partial(hardware.measure, args.directory, device="cpu", refresh=True))
+            if (name, PROFILE) not in log.results:
+                plain, given = alone(batches, args, name, None), alone(first_batch, args, name)
+                costs = profile_costs(plain, given, alone(batches, args, name, profile()))
+                log.add(name, PROFILE, costs)
+                print(f"{name:14} " + ", ".join(f"{key} {value:.3f}" for key, value in costs.items()), flush=True)
             for plan in args.plans:
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
-                    rounds = process.submit(measure, args, name, plan, machine).result()
-                pair = {"model": name, "plan": plan, **summary(rounds)}
-                pairs.append(pair)
+                if (name, plan) in log.results:
+                    continue
+                pair = alone(measure, args, name, plan, profile())
+                log.add(name, plan, pair)
                 print(
                     f"{name:14} {plan:14} step {pair['measured_s']:.3f} s, predicted {pair['predicted_s']:.3f} s "
                     f"({pair['error']:.1%}); memory {pair['measured_bytes'] / 2**20:.0f} MiB, predicted "
                     f"{pair['predicted_bytes'] / 2**20:.0f} MiB ({pair['memory_error']:.1%})",
                     flush=True,
                 )
+    profiles = {name: costs for (name, what), costs in log.results.items() if what == PROFILE}
+    pairs = [{"model": name, "plan": what} | pair for (name, what), pair in log.results.items() if what != PROFILE]
     result = {
         "benchmark": "prediction",
         "median_error": statistics.median(p["error"] for p in pairs),
         "worst_error": max(p["error"] for p in pairs),
         "memory_median_error": statistics.median(p["memory_error"] for p in pairs),
         "memory_worst_error": max(p["memory_error"] for p in pairs),
+        "profiled_batch_ratio": max(p["first_s"] / p["plain_s"] for p in profiles.values()),
+        "vs_plain_first_ratio": max(p["first_s"] / p["plain_first_s"] for p in profiles.values()),
+        "vs_given_first_ratio": max(p["first_s"] / p["given_first_s"] for p in profiles.values()),
+        "recorded_batch_ratio": max(p["recorded_s"] / p["step_s"] for p in profiles.values()),
+        "timed_batch_ratio": max(p["timed_s"] / p["step_s"] for p in profiles.values()),
         "num_pairs": len(pairs),
         "pairs": pairs,
+        "profiles": profiles,
         "rounds": args.rounds,
         "steps": args.steps,
         "threads": torch.get_num_threads(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.ir.model import OperatorProfile
@@ -23,6 +23,7 @@ class Observed:
 
     Attributes:
         stretches: Its compute, in order, every stretch with its block.
+        tokens: Its tokens, or samples where there are none.
         ran: Its operators, in order; empty where they were not recorded.
         made: The storages that they made.
         live_bytes: Bytes of storages after each event, parameters' gradients left out.
@@ -33,6 +34,7 @@ class Observed:
     """
 
     stretches: tuple[Stretch, ...]
+    tokens: int = 1
     ran: tuple[Ran, ...] = ()
     made: tuple[Made, ...] = ()
     live_bytes: tuple[int, ...] = ()
@@ -41,9 +43,14 @@ class Observed:
     saved: frozenset[int] = frozenset()
     inputs: Mapping[int, tuple[int, ...]]
 
-    def seconds(self, phase: Phase, block: int | None = None) -> float:
-        """Compute of one phase, of one block or of all."""
-        return sum(s.seconds for s in self.stretches if s.phase is phase and block in (None, s.block))
+    def seconds(self, phase: Phase, block: int) -> float:
+        """Compute of one phase of one block."""
+        return sum(s.seconds for s in self.stretches if s.phase is phase and s.block == block)
+
+    def grown_bytes(self, block: int) -> int:
+        """What malloc has given out during one block's forward and not got back."""
+        forward = (s for s in self.stretches if s.phase is Phase.FORWARD and s.block == block)
+        return sum(s.end.heap_bytes - s.begin.heap_bytes for s in forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +161,12 @@ class Memory:
         most = max(live[stretch.begin.events : stretch.end.events + 1])
         return max(0, most - saved[stretch.end.events if forward else stretch.begin.events])
 
-    def correct(self, timed: Observed) -> None:
+    def correct(self, grown: Sequence[int]) -> None:
         """Believes malloc where it has given out far more during forward than operators show, as compiled code lets it.
 
         Args:
-            timed: A batch of the same shape with marks of the heap.
+            grown: By how much, for each block.
         """
-        grown = [0] * len(self.activation_bytes)
-        for stretch in timed.stretches:
-            if stretch.phase is Phase.FORWARD:
-                grown[_block(stretch)] += stretch.end.heap_bytes - stretch.begin.heap_bytes
         if sum(grown) > _HEAP_SAYS_MORE * sum(self.activation_bytes) + MIB:
             self.activation_bytes = [max(a, g) for a, g in zip(self.activation_bytes, grown, strict=True)]
 

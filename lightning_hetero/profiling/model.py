@@ -1,19 +1,21 @@
 """The profile of a model, measured in a real training step.
 
-Two batches are looked at (ProTrain section 3.2): the first with a recorder of operators, for FLOP and memory; the second with
+Several batches are looked at (ProTrain section 3.2): one with a recorder of operators, for FLOP and memory; those after it with
 nothing but a clock at the blocks' anchors, for seconds, because recording slows a step, and a process's first step is slow anyway.
-During both nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed alone, and
-static memory stays on the tiers where the plan in force has it. Neither changes a bit of what is computed.
+Of each figure the median over these counts: caches and memory take a batch or two to settle, and a machine stalls now and then.
+Meanwhile nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed alone, and
+static memory stays on the tiers where the plan in force has it. None of it changes a bit of what is computed.
 
-The seconds of all blocks, forward and backward, add up to those of the second batch: what runs outside every block belongs to the
+The seconds of all blocks, forward and backward, add up to those of a timed batch: what runs outside every block belongs to the
 block that follows, the loss to the last one, and what follows backward (the optimizer's step but for updates, the loop, callbacks)
 to the one that backward ends with. What the runtime does at an anchor before it waits counts too, since every step does it.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -35,12 +37,13 @@ class BatchProfiler:
 
     Args:
         session: The session, between two batches.
+        tokens: Tokens of the batch, or samples where there are none.
         operators: Record operators; else only time blocks.
     """
 
-    def __init__(self, session: Session, *, operators: bool) -> None:
+    def __init__(self, session: Session, *, tokens: int, operators: bool) -> None:
         assert session.executor is not None
-        self._session, self._executor = session, session.executor
+        self._session, self._executor, self._tokens = session, session.executor, tokens
         device = session.executor if isinstance(session.executor, DeviceExecutor) else None
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
         self._recorder = OperatorRecorder(addresses, self._now) if operators else None
@@ -93,10 +96,11 @@ class BatchProfiler:
         if saved is None:
             return None
         if recorder is None:
-            return Observed(stretches=tuple(attributed(stretches)), inputs={})
+            return Observed(stretches=tuple(attributed(stretches)), tokens=self._tokens, inputs={})
         recorder.forget()
         return Observed(
             stretches=tuple(attributed(stretches)),
+            tokens=self._tokens,
             ran=tuple(recorder.ran),
             made=tuple(recorder.made),
             live_bytes=tuple(live_bytes(recorder)),
@@ -142,29 +146,27 @@ class BatchProfiler:
 def model_profile(
     model: ModelShape,
     recorded: Observed,
-    timed: Observed | None = None,
+    timed: Sequence[Observed] = (),
     *,
-    tokens: int,
-    timed_tokens: int | None = None,
     compute_itemsize: int,
     constant_host_bytes: int,
 ) -> ModelProfile:
-    """Puts together what two batches have shown.
+    """Puts together what some batches have shown.
 
     Args:
         model: The blocks' sizes.
-        recorded: A batch with its operators.
-        timed: A later batch without; ``None``: seconds are those of the recorded one.
-        tokens: Tokens of the recorded batch.
-        timed_tokens: Tokens of the timed one; its seconds are scaled to the recorded batch's. ``None``: as many.
+        recorded: A batch with its operators; the profile is of its number of tokens.
+        timed: Later batches without, whose seconds count, scaled to that number; none: seconds are those of the recorded one.
         compute_itemsize: Bytes of one weight.
         constant_host_bytes: Host memory that no plan changes.
     """
-    scale = 1.0 if timed is None else tokens / (timed_tokens or tokens)
-    clock = timed or recorded
+    clocks = tuple(timed) or (recorded,)
+
+    def seconds(phase: Phase, block: int) -> float:
+        return statistics.median(recorded.tokens / clock.tokens * clock.seconds(phase, block) for clock in clocks)
+
     memory = Memory(recorded, len(model.blocks))
-    if timed is not None:
-        memory.correct(timed)
+    memory.correct([int(statistics.median(clock.grown_bytes(i) for clock in clocks)) for i in range(len(model.blocks))])
     state_itemsize = 8 if compute_itemsize == 4 else 12
     rows = []
     for index, block in enumerate(model.blocks):
@@ -173,8 +175,8 @@ def model_profile(
                 name=block.name,
                 num_params=block.num_params,
                 num_trainable_params=_trainable(block, state_itemsize),
-                forward_s=scale * clock.seconds(Phase.FORWARD, index),
-                backward_s=scale * clock.seconds(Phase.BACKWARD, index),
+                forward_s=seconds(Phase.FORWARD, index),
+                backward_s=seconds(Phase.BACKWARD, index),
                 forward_flop=memory.forward_flop[index],
                 activation_bytes=memory.activation_bytes[index],
                 boundary_bytes=memory.boundary_bytes[index],
@@ -185,7 +187,7 @@ def model_profile(
         )
     return ModelProfile(
         name=model.name,
-        tokens=tokens,
+        tokens=recorded.tokens,
         compute_itemsize=compute_itemsize,
         constant_device_bytes=0,
         constant_host_bytes=constant_host_bytes,

@@ -1,7 +1,7 @@
 """Planning while a model trains: which batches are profiled, when a plan is made, and when another one is called for.
 
-The course of a fit, batch by batch: *record* the operators, *time* the blocks, *plan* before the next batch, then *run* and watch.
-A drift goes back to the stage whose knowledge it has outdated.
+The course of a fit, batch by batch: *record* the operators, *time* the blocks (in several batches, of which the median counts),
+*plan* before the next batch, then *run* and watch. A drift goes back to the stage whose knowledge it has outdated.
 
 [Note: No flapping]
 A drift has to last for ``_WINDOW`` batches in a row. After every plan that was not asked for, twice as many steps pass before
@@ -36,6 +36,7 @@ from lightning_hetero.sim import simulate
 from lightning_hetero.store.capacity import resident_bytes
 from lightning_hetero.units import format_bytes
 
+_TIMED = 3  # batches; the fewest of which the median tells an odd one from the others
 _WINDOW = 5
 _PATIENCE = 16  # steps after a plan before a drift of time or budget calls for another one
 _ATTEMPTS = 4
@@ -114,8 +115,7 @@ class Autoplan:
         self.profiler: BatchProfiler | None = None
         self.planned_s = 0.0
         self._recorded: Observed | None = None
-        self._timed: Observed | None = None
-        self._batches: dict[Stage, Batch] = {}
+        self._timed: list[Observed] = []
         self._constant_bytes = 0
         self._heap_bytes = 0  # before the first batch
         self._budget_bytes = 0
@@ -188,8 +188,7 @@ class Autoplan:
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
                 self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
-            self._batches[self.stage] = batch
-            self.profiler = BatchProfiler(session, operators=self.stage is Stage.RECORD)
+            self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)
             self.profiler.start()
         return made
 
@@ -202,9 +201,12 @@ class Autoplan:
         if observed is None:
             return  # it had no backward: the next one is looked at instead
         if self.stage is Stage.RECORD:
-            self._recorded, self._timed, self.stage = observed, None, Stage.TIME
+            self._recorded, self._timed, self.stage = observed, [], Stage.TIME
         else:
-            self._timed, self.stage = observed, Stage.PLAN
+            earlier = self._timed if len(self._timed) < _TIMED else []  # as many belong to the plan before
+            self._timed = [*earlier, observed]
+            if len(self._timed) == _TIMED:
+                self.stage = Stage.PLAN
 
     def abandon_batch(self) -> None:
         """The batch under way will not end in order."""
@@ -289,8 +291,6 @@ class Autoplan:
             session.executor.model,
             self._recorded,
             self._timed,
-            tokens=self._batches[Stage.RECORD].tokens,
-            timed_tokens=self._batches[Stage.TIME].tokens,
             compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
             constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )

@@ -366,7 +366,7 @@ class HeteroOffload(_Base):
         return () if self.autoplan is None else self.autoplan.operators()
 
     def replan(self, *, host_memory: str | int | None = None) -> None:
-        """Asks for a new plan: the next training batch is timed again, and the plan comes into force before the one after it.
+        """Asks for a new plan: the next training batches are timed again, and the plan comes into force after them.
 
         Args:
             host_memory: A new budget, in force from then on; the plan then comes before the next batch, which raises a

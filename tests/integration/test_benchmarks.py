@@ -85,3 +85,17 @@ def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path, monkeypatch: pytes
     check_space = importlib.import_module("larger_than_ram").check_space
     with pytest.raises(SystemExit, match=r"free; needed: 1048576\.0 TiB"):
         check_space(tmp_path, 1 << 60)
+
+
+def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    log_of, file = importlib.import_module("prediction").Log, tmp_path / "pairs.jsonl"
+    log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "disk", {"error": 0.1})
+    log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "host", {"error": 0.2})
+    log_of(file, {"rounds": 4, "sizes": (1, 2)}).add("wide", "host", {"error": 0.3})
+    log_of(None, {"rounds": 3}).add("wide", "host", {"error": 0.4})
+    assert log_of(file, {"rounds": 3, "sizes": (1, 2)}).results == {
+        ("wide", "disk"): {"error": 0.1},
+        ("wide", "host"): {"error": 0.2},
+    }
+    assert log_of(file, {"rounds": 4, "sizes": (1, 2)}).results == {("wide", "host"): {"error": 0.3}}

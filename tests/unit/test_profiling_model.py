@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -346,20 +347,26 @@ def shape(names: list[str]) -> ModelShape:
     return ModelShape(name="net", blocks=tuple(BlockShape(name=name, **sizes) for name in names))
 
 
-def test_seconds_come_from_the_timed_batch_scaled_to_the_recorded_one(tokens: Tensor) -> None:
+def timed(num_blocks: int, seconds: list[float], tokens: int) -> Observed:
+    """A batch of which every block's forward and backward take ``seconds``, in turn."""
+    stretches, now = [], 0.0
+    for phase in (F_, B_):
+        for index in range(num_blocks):
+            begin = Mark(seconds=now)
+            now += seconds[index % len(seconds)]
+            stretches.append(Stretch(phase=phase, block=index, begin=begin, end=Mark(seconds=now)))
+    return Observed(stretches=tuple(stretches), tokens=tokens, inputs={})
+
+
+def test_seconds_are_medians_of_the_timed_batches_scaled_to_the_recorded_one(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
-    marks = [Mark(seconds=float(i)) for i in range(2 * len(blocks) + 1)]
-    stretches = [
-        Stretch(phase=F_ if i < len(blocks) else B_, block=i % len(blocks), begin=marks[i], end=marks[i + 1])
-        for i in range(2 * len(blocks))
-    ]
-    timed = Observed(stretches=tuple(stretches), inputs={})
-    profile = model_profile(
-        shape([b.name for b in blocks]), observed, timed, tokens=10, timed_tokens=5, compute_itemsize=4, constant_host_bytes=7
-    )
-    assert [b.forward_s for b in profile.blocks] == [2.0] * len(blocks)
-    assert sum(b.forward_s + b.backward_s for b in profile.blocks) == 2 * sum(s.seconds for s in stretches)
+    observed = replace(observed, tokens=10)
+    # A batch of half the tokens, one as long as that but for a stall in every second block, and a slow one.
+    clocks = [timed(len(blocks), [1.0], 5), timed(len(blocks), [1.0, 50.0], 5), timed(len(blocks), [3.0], 10)]
+    profile = model_profile(shape([b.name for b in blocks]), observed, clocks, compute_itemsize=4, constant_host_bytes=7)
+    assert [b.forward_s for b in profile.blocks] == [(2.0, 3.0)[i % 2] for i in range(len(blocks))]
+    assert [b.backward_s for b in profile.blocks] == [b.forward_s for b in profile.blocks]
     assert (profile.tokens, profile.constant_host_bytes) == (10, 7)
     assert all(b.num_trainable_params == 64 for b in profile.blocks)  # the engine keeps state for the padding too
     assert ModelProfile.from_json(profile.to_json()) == profile
@@ -372,9 +379,9 @@ def test_malloc_is_believed_where_operators_show_far_less() -> None:
     )
     for heap, expected in ((50 * 2**20, 50 * 2**20), (2**19, 0)):
         forward = Stretch(phase=F_, block=0, begin=begin, end=Mark(seconds=1.0, heap_bytes=heap))
-        memory = Memory(recorded, 1)
-        memory.correct(Observed(stretches=(forward,), inputs={}))
-        assert memory.activation_bytes == [expected]
+        timed = Observed(stretches=(forward,), inputs={})
+        profile = model_profile(shape(["b"]), recorded, [timed], compute_itemsize=4, constant_host_bytes=0)
+        assert [b.activation_bytes for b in profile.blocks] == [expected]
 
 
 def test_the_heap_meter_sees_what_malloc_gives_out() -> None:
