@@ -1,6 +1,8 @@
 """The simulated disk and updates against the native engine itself: a synthetic duplex disk, compute that sleeps, real tasks.
 
-Keys of the JSON line: ``median_error`` and ``worst_error`` of the cases' step times, relative to what was measured.
+Keys of the JSON line: ``median_error`` and ``worst_error`` of the cases' step times, relative to what was measured;
+``hundred_blocks_s``: seconds that one step of a model of 100 blocks takes to be simulated, of the slowest placement;
+``deterministic``: the same step simulated again is the same to the last bit, trace and all.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
-from lightning_hetero.lowering import lower
+from lightning_hetero.lowering import lower, rooms, steady
+from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.sim import simulate
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 CHUNK = 2**18  # elements, as in store/tiers.py
 HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, _native.ADAMW)
 STEPS = 3
+REPETITIONS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +180,36 @@ def compare(case: Case, path: Path) -> tuple[float, float]:
     return simulation.prediction.iteration_s, measured_s
 
 
+def effort() -> tuple[float, bool]:
+    """Seconds to simulate one step of 100 blocks, by the slowest placement; and whether every repetition gives the same."""
+    block = BlockProfile(
+        name="", num_params=7_000_000, num_trainable_params=7_000_000, forward_s=0.05, backward_s=0.1, forward_flop=1.0,
+        activation_bytes=0, boundary_bytes=0, transient_bytes=0,
+    )  # fmt: skip
+    blocks = tuple(replace(block, name=f"l{i}") for i in range(100))
+    model = ModelProfile(name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=blocks)
+    hardware = HardwareProfile(
+        name="h", device_memory_bytes=60 * GIB, host_memory_bytes=60 * GIB, disk_capacity_bytes=1024 * GIB, device_flop_per_s=1.0,
+        link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=2e9,
+        disk_duplex=True, host_dram_bytes_per_s=4e10, cpu_update_params_per_s=1e9, device_update_params_per_s=1e9,
+        cpu_downcast_params_per_s=0.0, shared_memory=True,
+    )  # fmt: skip
+    slowest_s, same = 0.0, True
+    for make in BUILTIN_PLANS.values():
+        plan = make(model.shape()).resolve(b.name for b in blocks)
+        space = rooms(replace(plan, host_cache_bytes=GIB), model, hardware)
+        schedules = steady(plan, model.shape(), rooms=space)
+        seconds = []
+        for _ in range(REPETITIONS):
+            begin = time.perf_counter()
+            simulation = simulate(schedules, plan, model, hardware, rooms=space)
+            seconds.append((time.perf_counter() - begin) / len(simulation.iterations_s))
+        slowest_s = max(slowest_s, statistics.median(seconds))
+        traced = [simulate(schedules, plan, model, hardware, rooms=space, keep_trace=True) for _ in range(2)]
+        same = same and traced[0] == traced[1]
+    return slowest_s, same
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="any directory; 2 GB free")
@@ -188,7 +222,8 @@ def main() -> None:
             errors[name] = abs(simulated / measured - 1)
             print(f"{name:34} measured {measured:.3f} s, simulated {simulated:.3f} s ({errors[name]:.1%})", flush=True)
     figures = {"median_error": statistics.median(errors.values()), "worst_error": max(errors.values())}
-    print(json.dumps({"benchmark": "simulator", **figures, "num_cases": len(errors)}))
+    figures["hundred_blocks_s"], deterministic = effort()
+    print(json.dumps({"benchmark": "simulator", **figures, "num_cases": len(errors), "deterministic": deterministic}))
 
 
 if __name__ == "__main__":

@@ -51,14 +51,20 @@ def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) ->
     return weights + state
 
 
-def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool) -> Amount | None:
+def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, world_size: int = 1) -> Amount | None:
     """The work of one op; ``None`` for those that take no time worth counting.
+
+    A collective runs in a ring: of ``n`` devices each sends ``(n - 1) / n`` of the bytes that are reduced or gathered. One device
+    alone sends nothing.
 
     Args:
         op: The op.
         plan: The resolved plan it was lowered from.
         model: The model.
         shared_memory: As in the hardware's profile.
+        world_size: As in the hardware's profile.
+
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009, section 3.
     """
     if op.kind in _FREE or op.block == NO_BLOCK:
         return None
@@ -71,4 +77,5 @@ def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool) -
         units = cpu_update_bytes(params) if shared_memory else float(params)
         return Amount(work=Work.DEVICE_UPDATE, units=units, num_bytes=num_bytes)
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
-    return Amount(work=_COPIES[op.lane], units=float(num_bytes), num_bytes=num_bytes)
+    share = (world_size - 1) / world_size if op.lane is Lane.NET else 1.0
+    return Amount(work=_COPIES[op.lane], units=share * num_bytes, num_bytes=num_bytes)

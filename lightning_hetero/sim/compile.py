@@ -77,7 +77,7 @@ def _spare_bytes(schedule: Schedule, plan: Plan, model: ModelProfile) -> int:
 class _Compiler:
     def __init__(self, schedules: Sequence[Schedule], plan: Plan, model: ModelProfile, rates: Rates, staging_bytes: int) -> None:
         self._schedules, self._plan, self._model = schedules, plan, model
-        self._shared = rates.hardware.shared_memory
+        self._shared, self._world_size = rates.hardware.shared_memory, rates.hardware.world_size
         self._duplex = rates.hardware.disk_duplex
         buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
         self._program = Program(buffer_bytes=buffer_bytes, chooses_d2h=plan.priority)
@@ -211,7 +211,7 @@ class _Compiler:
 
     def _whole(self, op: Op, arrival: int | None, after: list[int]) -> int:
         """An op that is one job."""
-        amount = amount_of(op, self._plan, self._model, shared_memory=self._shared)
+        amount = amount_of(op, self._plan, self._model, shared_memory=self._shared, world_size=self._world_size)
         job = self._job(op, Server.INSTANT) if amount is None else self._transfer(op, amount)
         job.starts, job.ends = self._memory.op(op)
         if op.lane is Lane.COMPUTE and amount is not None:

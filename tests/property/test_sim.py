@@ -198,7 +198,7 @@ def _bounds_s(case: Case) -> dict[str, float]:
     need: dict[str, float] = {}
     for schedule in case.schedules:
         for op in schedule.ops:
-            amount = amount_of(op, case.plan, case.model, shared_memory=shared)
+            amount = amount_of(op, case.plan, case.model, shared_memory=shared, world_size=case.hardware.world_size)
             if amount is None:
                 continue
             demand = rates.demand(amount.work)

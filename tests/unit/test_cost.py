@@ -128,11 +128,19 @@ def test_transfers_are_as_much_work_as_they_move_and_the_rest_is_free() -> None:
     assert work(OpKind.UPLOAD, Lane.H2D) == (Work.H2D, 30)
     assert work(OpKind.GRAD, Lane.D2H) == (Work.D2H, 30)
     assert work(OpKind.SWAP_OUT, Lane.DISK_WRITE) == (Work.DISK_WRITE, 30)
-    assert work(OpKind.REDUCE, Lane.NET) == (Work.COLLECTIVE, 30)
     assert work(OpKind.UPDATE, Lane.CPU) == (Work.CPU_UPDATE, 8 * 28)
     assert work(OpKind.RELEASE, Lane.H2D) is None
     commit = _op(OpKind.COMMIT, Lane.DISK_WRITE, block=NO_BLOCK)
     assert amount_of(commit, plan, model, shared_memory=False) is None
+
+
+@pytest.mark.parametrize(("world_size", "sent"), [(1, 0.0), (2, 15.0), (3, 20.0)])
+def test_in_a_collective_a_device_sends_all_but_its_own_share(world_size: int, sent: float) -> None:
+    reduce = _op(OpKind.REDUCE, Lane.NET, num_bytes=30)
+    amount = amount_of(reduce, _plan(), _model(4), shared_memory=False, world_size=world_size)
+    assert amount is not None
+    assert (amount.work, amount.num_bytes) == (Work.COLLECTIVE, 30)
+    assert amount.units == pytest.approx(sent)
 
 
 def test_backward_takes_longer_by_what_it_computes_again() -> None:

@@ -15,6 +15,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import lower, rooms, steady
+from lightning_hetero.planners.protrain_formulas import ChunkTimes, backward_s
 from lightning_hetero.sim import Simulation, simulate
 
 MIB = 2**20
@@ -238,6 +239,52 @@ def test_micro_batches_follow_each_other_and_only_the_last_one_updates() -> None
     assert simulation.prediction.iteration_s == 3 * 6 + 1
     assert (simulation.prediction.forward_s, simulation.prediction.backward_s) == (6, 13)
     assert sum(s.name == "F l0" and s.step == 0 for s in simulation.trace.spans) == 3
+
+
+def _reduced(*sizes: int) -> Schedule:
+    """Gradients are summed over devices before each block's update on the device; collectives take their turns."""
+    anchors = range(len(sizes) + 1, 2 * len(sizes) + 1)  # the begins that end the backwards of the last, ..., the first block
+    ops: list[Op] = []
+    for at, block in zip(anchors, reversed(range(len(sizes))), strict=True):
+        ops.append(_op(OpKind.REDUCE, block, Lane.NET, at, Payload.GRADIENTS, num_bytes=sizes[block]))
+    reduces = {op.block: i for i, op in enumerate(ops)}
+    ops += [_update(b, anchors[-1], Lane.COMPUTE, after=(reduces[b],)) for b in reversed(range(len(sizes)))]
+    return _schedule(len(sizes), ops)
+
+
+def test_collectives_run_one_after_the_other_beside_compute() -> None:
+    """Of two devices each sends half: 80 bytes take 4 s at 10 bytes a second. The first one hides in part behind backward."""
+    machine = replace(GPU, world_size=2, collective_bytes_per_s=10.0)
+    simulation = _simulate(_reduced(60, 80), _plan(RESIDENT, RESIDENT), _model(20, 20), machine)
+    spans = _spans(simulation)
+    assert spans["REDUCE gradients l1"] == (4, 8)
+    assert spans["REDUCE gradients l0"] == (8, 11)
+    assert (spans["UPDATE l1"], spans["UPDATE l0"]) == ((8, 9), (11, 12))
+    assert simulation.prediction.iteration_s == 12
+    assert simulation.waits == {"REDUCE gradients": 4}
+    assert simulation.busy == pytest.approx({"compute": 8 / 12, "net": 7 / 12})
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("rate", [4.0, 20.0, 1000.0])
+def test_the_slower_of_backward_and_collectives_binds(world_size: int, rate: float) -> None:
+    """As in ProTrain's equations 5 and 6, for chunks of one block each that stay on the device."""
+    model, size, none = _model(20, 20, 20, 20), 80, (0.0,) * 4
+    machine = replace(GPU, world_size=world_size, collective_bytes_per_s=rate, device_update_params_per_s=1e9)
+    reduce = (size * (world_size - 1) / world_size / rate,) * 4
+    chunks = ChunkTimes(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, gather=none, reduce=reduce, upload=none, upload_again=none, offload=none,
+        gpu_update=none, cpu_update=none,
+    )  # fmt: skip
+    expected = 4 * 1.0 + backward_s(chunks, none, persistent=4, buffers=0)
+    simulation = _simulate(_reduced(*[size] * 4), _plan(*[RESIDENT] * 4), model, machine)
+    assert simulation.prediction.iteration_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_device_alone_reduces_nothing() -> None:
+    simulation = _simulate(_reduced(60, 80), _plan(RESIDENT, RESIDENT), _model(20, 20))
+    assert simulation.prediction.iteration_s == 8
+    assert "net" not in simulation.busy
 
 
 def test_backward_takes_longer_by_what_it_recomputes() -> None:
