@@ -56,7 +56,7 @@ def test_planners(name: str, tmp_path: Path) -> None:
     """Profiled, planned with the device's figures, and run."""
     slow = device(h2d_bytes_per_s=50e6, d2h_bytes_per_s=40e6, compute_slowdown=1.5)
     strategy = HeteroOffloadStrategy(name, device=slow)
-    same(Recipe(shape=SHAPE, steps=4, clip=0.5 if name == "lohan" else None), strategy, tmp_path)
+    same(Recipe(shape=SHAPE, steps=6, clip=0.5 if name == "lohan" else None), strategy, tmp_path)
     if name == "resident":
         return
     machine = strategy.autoplan.machine
@@ -69,7 +69,7 @@ def test_planners(name: str, tmp_path: Path) -> None:
 
 def test_a_planner_uses_a_small_device(tmp_path: Path) -> None:
     """What does not fit goes below: the same model with less and less device memory."""
-    recipe = Recipe(shape=Shape(layers=8, counting=False), steps=4)
+    recipe = Recipe(shape=Shape(layers=8, counting=False), steps=6)
     on_device = []
     for memory in ("4MiB", "300KiB"):
         strategy = strategy_of(memory=memory)
@@ -99,7 +99,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 @pytest.mark.parametrize("plan", ["resident", "auto"])
 def test_optimizers_of_their_own_code_run_on_the_device(plan: str, optimizer: Any, tmp_path: Path) -> None:
     strategy = strategy_of(plan)
-    same(Recipe(shape=SHAPE, steps=4, optimizer=optimizer, schedule="step", clip=0.3), strategy, tmp_path)
+    same(Recipe(shape=SHAPE, steps=6, optimizer=optimizer, schedule="step", clip=0.3), strategy, tmp_path)
     assert all(row.weights is Tier.DEVICE for row in strategy.plan.blocks)
 
 
