@@ -86,7 +86,7 @@ def micro_batch(model: ModelProfile, plan: Plan) -> ModelProfile:
     """What one forward of the plan computes: the whole batch, or one part where the plan splits it."""
     if plan.micro_batches == 1:
         return model
-    from lightning_hetero.planners.holistic import split
+    from lightning_hetero.planners.micro_batches import split
 
     return split(model, plan.micro_batches)
 

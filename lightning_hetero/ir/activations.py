@@ -25,9 +25,12 @@ class SavedBytes:
     recomputed: int
 
 
+_NOTHING = dict.fromkeys(Saved, 0)
+
+
 def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedBytes:
     """Splits ``block.activation_bytes``: the input follows ``boundary``, each operator its own policy, the rest ``saved``."""
-    totals = dict.fromkeys(Saved, 0)
+    totals = _NOTHING.copy()
     totals[placed.boundary] += block.boundary_bytes
     rest = block.activation_bytes - block.boundary_bytes
     for operator in block.operators:

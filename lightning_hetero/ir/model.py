@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class BlockProfile:
     pinned: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """One model at one batch shape: what the planners and the simulator know of it.
 
@@ -131,6 +132,10 @@ class ModelProfile:
 
     def shape(self) -> ModelShape:
         """The blocks' sizes, as lowering needs them."""
+        return self._shape
+
+    @cached_property
+    def _shape(self) -> ModelShape:
         rows = (
             BlockShape(
                 name=b.name,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -119,20 +121,26 @@ def emit(space: Space, config: Configuration) -> Plan:
     )
 
 
+def _least_missing(space: Space) -> tuple[int, int]:
+    """Bytes of the device, and of the host, that the configuration lacks which is cheapest to help: of one of them if possible."""
+    counts = np.array(space.persistent_counts())
+    states = np.array([0 if space.hardware.shared_memory else space.persistent_bytes[p] for p in counts])
+    on_device = states + np.array([space.least_buffers(p) for p in counts]) * space.buffer_bytes
+    on_host = np.array([space.least_host_bytes[p] for p in counts])
+    rows = []
+    for swap in range(space.most_swaps + 1):
+        rooms, _ = space.rooms_and_order(swap)
+        device = np.maximum(0, on_device - max(rooms))  # whatever is recomputed, the host holds as much
+        host = np.maximum(0, on_host + space.swapped_bytes(swap) - space.host_bytes_allowed)
+        best = np.lexsort((device + host, device > 0, (device > 0) & (host > 0)))[0]
+        missing = int(device[best]), int(host[best])
+        rows.append((all(missing), missing[0] > 0, sum(missing), missing))
+    return min(rows)[-1]
+
+
 def infeasible(space: Space) -> PlanError:
     """Why nothing fits, told of the configuration that is cheapest to help: host memory costs less than a larger device."""
-    missing: list[tuple[bool, bool, int, int]] = []  # of both tiers? of the device? bytes of the device, of the host
-    for swap in range(space.most_swaps + 1):
-        for checkpoint in range(len(space.layers) - swap + 1):
-            least = Configuration(persistent_chunks=0, chunk_buffers=0, swap_blocks=swap, checkpoint_blocks=checkpoint)
-            activations, swapped = space.device_bytes(least), space.host_bytes(least) - space.least_host_bytes[0]
-            for p in space.persistent_counts():
-                states = 0 if space.hardware.shared_memory else space.persistent_bytes[p]
-                on_device = activations + states + space.least_buffers(p) * space.buffer_bytes
-                device = max(0, on_device - space.device_bytes_allowed)
-                host = max(0, space.least_host_bytes[p] + swapped - space.host_bytes_allowed)
-                missing.append((device > 0 < host, device > 0, device, host))
-    _, _, device, host = min(missing, key=lambda row: (*row[:2], row[2] + row[3]))
+    device, host = _least_missing(space)
     name = f"no plan of ProTrain fits model {space.model.name!r} on {space.hardware.name!r}"
     if not device and not host:
         return PlanError(

@@ -1,11 +1,8 @@
 """The joint space of placements and activation policies as a linear programme: a lower bound of every plan, and where to start.
 
-[Note: Segments]
-Blocks of one kind that follow each other form segments. A segment's variables are shares of its blocks: of each placement (tiers of
-weights and state, lane of the update), of each policy for each operator's output, of each policy for the blocks' inputs. What a
-share takes is linear in it (:func:`.bounds.uses`), so are the bounds of time (:mod:`.bounds`) and those of memory below.
-Every plan is a point of this space, and its memory at the moments looked at here is at least what the rows say; so no plan is
-faster than the programme's optimum.
+Its variables are shares of a segment's blocks ([Note: Segments] in :mod:`.segments`) that make each choice (:mod:`.choices`).
+Every plan is a point of this space, its step takes what the rows of :mod:`.bounds` say or longer, and its memory at the moments
+looked at here is at least what the rows say; so no plan is faster than the programme's optimum.
 
 Source: our own; the rows of time generalise LoHan eqs. 4 and 5 and AutoHete eqs. 3 and 5, which are maxima over resources too.
 """
@@ -14,204 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby, pairwise, product
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lightning_hetero.cost import Rates, Work
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
-from lightning_hetero.lowering.needs import DEVICE_STATES
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Tier
 from lightning_hetero.lowering.staging import least_staging, read_ahead
-from lightning_hetero.planners.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows, unit_s, uses
+from lightning_hetero.planners.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows
+from lightning_hetero.planners.choices import Choice, Column, columns
+from lightning_hetero.planners.segments import places, segments
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
-REST = ""  # stands for what a block saves beside its input and its operators' outputs
-INPUT = "\0"  # stands for its input
 STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")  # all resources but compute
 
-_MOST_CUTS = 2  # from each end of a run of equal blocks
-_MOST_PLACES = 12  # at which a model is cut in two; every one adds some thirty rows, and any choice of them gives a bound
 _EASE = 3e-3  # seconds of the step that a second of transfers or CPU updates is worth: of equal starts the one that moves least
-
+_HINT = 1e-6  # GB that a step shorter by its compute is worth where memory is what counts
 _STEEPNESS = 3  # of the price of work on a resource over the share of the step in which it is busy
-
-Placed = tuple[Tier, Tier, UpdateLane]  # weights, state, update
-Choice = Placed | Saved
-
-_D, _H, _K = Tier.DEVICE, Tier.HOST, Tier.DISK
-_OWN_MEMORY: tuple[Placed, ...] = (
-    (_D, _D, UpdateLane.DEVICE),
-    (_D, _H, UpdateLane.DEVICE),
-    (_D, _H, UpdateLane.CPU),
-    (_H, _D, UpdateLane.DEVICE),
-    (_H, _H, UpdateLane.DEVICE),
-    (_H, _H, UpdateLane.CPU),
-    (_D, _K, UpdateLane.CPU),
-    (_H, _K, UpdateLane.CPU),
-    (_K, _H, UpdateLane.CPU),
-    (_K, _K, UpdateLane.CPU),
-)
-_UNTRAINED: tuple[Placed, ...] = ((_D, _D, UpdateLane.DEVICE), (_H, _H, UpdateLane.CPU), (_K, _H, UpdateLane.CPU))
-_LINK_WORK, _DISK_WORK = frozenset({Work.H2D, Work.D2H}), frozenset({Work.DISK_READ, Work.DISK_WRITE})
-_ONE_MEMORY: tuple[Placed, ...] = (
-    (_D, _D, UpdateLane.DEVICE),
-    (_H, _H, UpdateLane.CPU),
-    (_H, _K, UpdateLane.CPU),
-    (_K, _H, UpdateLane.CPU),
-    (_K, _K, UpdateLane.CPU),
-)
-
-
-def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, ...]:
-    """The placements that a machine allows for a block, those that move least first."""
-    able = _able(hardware)
-    trained, shared = block.num_trainable_params > 0, hardware.shared_memory
-
-    def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
-        if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
-            return False
-        if weights is _K and block.pinned:
-            return False
-        if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
-            return False
-        if not trained:  # without state only the tier of the weights differs
-            return (weights, state, update) in _UNTRAINED
-        return (Work.CPU_UPDATE if update is UpdateLane.CPU else Work.DEVICE_UPDATE) in able
-
-    return tuple(p for p in (_ONE_MEMORY if shared else _OWN_MEMORY) if allowed(*p))
-
-
-def policies(hardware: HardwareProfile) -> tuple[Saved, ...]:
-    """The policies that a machine allows for what forward saves."""
-    if hardware.shared_memory:
-        return (Saved.KEEP,)
-    able = _able(hardware)
-    disk = able >= _DISK_WORK and hardware.disk_capacity_bytes > 0
-    swaps = ((Saved.SWAP_HOST, Saved.SWAP_DISK) if disk else (Saved.SWAP_HOST,)) if able >= _LINK_WORK else ()
-    return (Saved.KEEP, Saved.RECOMPUTE, *swaps)
-
-
-def _able(hardware: HardwareProfile) -> frozenset[Work]:
-    rates = Rates(hardware)
-    return frozenset(work for work in Work if unit_s(rates, work) > 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Blocks of one kind that follow each other; see [Note: Segments].
-
-    Attributes:
-        start: Its first block.
-        stop: The block behind its last.
-        block: A block of mean times.
-        least: A block of the least forward and transient bytes: what any of them needs at least.
-    """
-
-    start: int
-    stop: int
-    block: BlockProfile
-    least: BlockProfile
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What blocks have in common that are equal."""
-        return _kind(self.block)
-
-
-def segments(model: ModelProfile) -> tuple[Segment, ...]:
-    """Cuts a model into segments: runs of equal blocks, long ones in several, shorter ones towards both ends of the model.
-
-    The next step needs the first blocks' updates first, and backward the last blocks' activations: there the windows of
-    [Note: Bound] are narrow.
-    """
-    found: list[Segment] = []
-    for _, run in groupby(enumerate(model.blocks), key=lambda pair: _kind(pair[1])):
-        indices = [index for index, _ in run]
-        found += [_segment(model.blocks, indices[a:b]) for a, b in pairwise(_cuts(len(indices)))]
-    return tuple(found)
-
-
-def _cuts(count: int) -> list[int]:
-    """0, 1, 3, 7, and so on from both ends of a run."""
-    ends = {0, count}
-    for power in range(1, _MOST_CUTS + 1):
-        step = 2**power - 1
-        if 2 * step < count:
-            ends |= {step, count - step}
-    return sorted(ends)
-
-
-def _kind(block: BlockProfile) -> tuple[object, ...]:
-    """All that decides what a block takes, but for what is measured and so never quite the same."""
-    sizes = (block.num_params, block.num_trainable_params, block.activation_bytes, block.boundary_bytes, block.pinned)
-    return (*sizes, *((o.name, o.bytes) for o in block.operators))
-
-
-def _segment(blocks: Sequence[BlockProfile], indices: Sequence[int]) -> Segment:
-    chosen = [blocks[i] for i in indices]
-    first, count = chosen[0], len(chosen)
-    mean = replace(first, forward_s=sum(b.forward_s for b in chosen) / count, backward_s=sum(b.backward_s for b in chosen) / count)
-    least = replace(first, forward_s=min(b.forward_s for b in chosen), transient_bytes=min(b.transient_bytes for b in chosen))
-    return Segment(start=indices[0], stop=indices[-1] + 1, block=mean, least=least)
-
-
-def _places(found: Sequence[Segment]) -> tuple[int, ...]:
-    """The segments in front of which a model is cut: all, or where they are many those at both ends and at equal shares of compute.
-
-    At the ends the windows of [Note: Bound] are narrow.
-    """
-    if len(found) <= _MOST_PLACES:
-        return tuple(range(len(found)))
-    seconds = np.cumsum([len(s) * (s.block.forward_s + s.block.backward_s) for s in found])
-    ends = (0, 1, len(found) - 2, len(found) - 1)
-    shares = np.linspace(0.0, seconds[-1], _MOST_PLACES - len(ends) + 2)[1:-1]
-    return tuple(sorted({*ends, *np.searchsorted(seconds, shares).tolist()}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One variable: the share of a segment's blocks that make one choice.
-
-    Attributes:
-        segment: The segment's place.
-        what: ``None`` for a placement; else the operator, ``REST`` or ``INPUT``, whose bytes the choice is for.
-        choice: The placement or the policy.
-        taken: What the whole segment takes by it; of a policy what it takes beside keeping everything.
-        moving_bytes: Of a placement: device memory that state passes through on its way to an update there.
-        passing_bytes: Of a placement: device memory that one block's weights pass through.
-        waiting_bytes: Of a placement: host memory that one block's gradients pass through.
-        fetched_bytes: Of a placement: host memory that one block's weights pass through.
-    """
-
-    segment: int
-    what: str | None
-    choice: Choice
-    taken: Vector
-    moving_bytes: float = 0.0
-    passing_bytes: float = 0.0
-    waiting_bytes: float = 0.0
-    fetched_bytes: float = 0.0
-
-
-def saved_rules(block: BlockProfile, allowed: Sequence[Saved]) -> Iterator[tuple[str, Saved, BlockPlan]]:
-    """Every single choice for what a block saves, and the block's rule if all else is kept."""
-    names = [o.name for o in block.operators]
-    rest = block.activation_bytes - block.boundary_bytes - sum(o.bytes for o in block.operators)
-    for name, policy in product(names, allowed):
-        yield name, policy, BlockPlan(name=block.name, operators={name: policy})
-    for policy in allowed if rest > 0 else ():
-        yield REST, policy, BlockPlan(name=block.name, saved=policy, operators=dict.fromkeys(names, Saved.KEEP))
-    for policy in allowed if block.boundary_bytes else ():
-        if policy is not Saved.RECOMPUTE:
-            yield INPUT, policy, BlockPlan(name=block.name, boundary=policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +86,12 @@ _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
 
 
+def _sparse(matrix: Matrix) -> Any:
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # takes as long to import as a plan
+
+    return csr_array(matrix)
+
+
 class Relaxation:
     """The programme of one model on one machine.
 
@@ -282,8 +109,8 @@ class Relaxation:
             streamed = sum(b.num_trainable_params for b in model.blocks) * model.state_itemsize
             self.staging_bytes = least_staging(model) + read_ahead(4 * hardware.host_memory_bytes, streamed)
         self.matrices = Matrices(rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes))
-        self.columns = tuple(column for index in range(len(self.segments)) for column in self._columns(index))
-        self._places = _places(self.segments)
+        self.columns = tuple(columns(self.segments, model, hardware, micro_batches))
+        self._places = places(self.segments)
         self._compute_s = sum(b.forward_s + b.backward_s for b in model.blocks) * micro_batches
         self._unit_s = self._compute_s or 1.0
         self._segment = np.array([c.segment for c in self.columns])
@@ -296,37 +123,26 @@ class Relaxation:
         self._extra = self._rooms[-1] + 1 + np.arange(len(_Extra))
         self._sums = self._extra[-1] + 1 + np.arange(len(starts) * len(Use)).reshape(len(starts), len(Use))
         self._size = int(self._sums[-1, -1]) + 1
+        self._times: dict[tuple[float, bool], tuple[Matrix, Vector]] = {}
 
-    def _columns(self, index: int) -> Iterator[Column]:
-        segment, m = self.segments[index], self.micro_batches
-        count, name, shared = len(segment), segment.block.name, self.hardware.shared_memory
-        weights_bytes = segment.block.num_params * self.model.compute_itemsize
-        gradient_bytes = segment.block.num_trainable_params * self.model.compute_itemsize
-        for weights, state, update in placements(segment.block, self.hardware):
-            rule = BlockPlan(name=name, weights=weights, state=state, update=update)
-            moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
-            on_host = update is UpdateLane.CPU or shared
-            yield Column(
-                segment=index,
-                what=None,
-                choice=(weights, state, update),
-                taken=count * uses(segment.block, rule, self.model, self.hardware, m),
-                moving_bytes=moves * min(count, DEVICE_STATES) * segment.block.num_trainable_params * self.model.state_itemsize,
-                passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
-                waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
-                fetched_bytes=weights_bytes * (weights is Tier.DISK),
-            )
-        kept = uses(segment.least, BlockPlan(name=name), self.model, self.hardware, m)
-        for what, policy, rule in saved_rules(segment.least, policies(self.hardware)):
-            taken = uses(segment.least, rule, self.model, self.hardware, m) - kept
-            yield Column(segment=index, what=what, choice=policy, taken=count * taken)
+    def resized(self, hardware: HardwareProfile) -> Relaxation:
+        """The same on a machine that differs in the sizes of its tiers alone; its optima are starts, and no bounds."""
+        other = copy(self)
+        other.hardware = hardware
+        return other
 
     # ---- rows: pairs of coefficients and the most that they may come to ---------------------------------------------------------
 
     def _time(self, practice: Practice) -> tuple[Matrix, Vector]:
-        """Every bound of a step, at every place of :func:`_places`: coefficients, and the most that each row may come to."""
+        """Every bound of a step, at every place of :func:`places`: coefficients, and the most that each row may come to."""
+        key = practice.stress, practice.slots > 1
+        if key not in self._times:
+            self._times[key] = self._rows_of_time(*key)
+        return self._times[key]
+
+    def _rows_of_time(self, stress: float, in_practice: bool) -> tuple[Matrix, Vector]:
         found, groups = self.matrices, np.arange(len(self._sums))
-        factor = np.array([practice.stress if row.resource in STRESSED else 1.0 for row in found.rows])
+        factor = np.array([stress if row.resource in STRESSED else 1.0 for row in found.rows])
         units = np.where(np.arange(len(Use)) == Use.COMPUTE_S, 1.0, GB * factor[:, None]) / self._unit_s
         always, early, late, here = ((table * units)[:, None, :] for table in (found.always, found.early, found.late, found.here))
         chosen, seconds = [np.flatnonzero(found.uncut)], [np.repeat(always[found.uncut], len(groups), axis=1)]
@@ -334,7 +150,7 @@ class Relaxation:
             first, count = self._group[self._segment == place][0], len(self.segments[place])
             before, behind, at = (compare(groups, first)[:, None] for compare in (np.less, np.greater_equal, np.equal))
             # A row for one block holds for a segment of several only in practice: for the one of mean shares.
-            holds = np.flatnonzero(~found.uncut & (~found.single | (count == 1 or practice.slots > 1)))
+            holds = np.flatnonzero(~found.uncut & (~found.single | (count == 1 or in_practice)))
             chosen.append(holds)
             seconds.append(always[holds] + early[holds] * before + late[holds] * behind + here[holds] * (at / count))
         rows = np.concatenate(chosen)
@@ -343,6 +159,12 @@ class Relaxation:
         matrix[:, self._rooms] = (found.rooms * factor[:, None])[rows] * GB / self._unit_s
         matrix[:, self._extra[_Extra.TIME]] = -1.0
         return matrix, -found.constant_s[rows] / self._unit_s
+
+    @cached_property
+    def _equalities(self) -> tuple[Any, Vector]:
+        """What shares and sums come to: a sparse matrix, and its product with the variables."""
+        shares, sums = self._shares(), self._taken_by_groups()
+        return _sparse(np.vstack((shares, sums))), np.append(np.ones(len(shares)), np.zeros(len(sums)))
 
     def _taken_by_groups(self) -> Matrix:
         """Rows that are 0: what the columns of each group take of each use, less the variable that stands for it."""
@@ -356,8 +178,8 @@ class Relaxation:
     def _memory(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
         """What must fit each tier, at the moments of [Note: Needs] in ``lowering.needs``; in GB."""
         h, m = self.hardware, self.model
-        saved, device, host = self._uses(Use.DEVICE_SAVED), self._uses(Use.DEVICE_HELD), self._uses(Use.HOST_HELD)
-        swapped = self._uses(Use.SWAPPED)
+        device, host = self._uses(Use.DEVICE_HELD), self._uses(Use.HOST_HELD)
+        saved, swapped = self._variables(self._taken[Use.DEVICE_SAVED] / GB), self._variables(self._taken[Use.SWAPPED] / GB)
         below = host + self._rooms_of(Room.PASSED_DISK) + self._extras_of(_Extra.STAGING)
         above = device + self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE) + self._extras_of(_Extra.MOVING)
         gradients = self._uses(Use.DEVICE_GRADIENTS)
@@ -373,14 +195,14 @@ class Relaxation:
             block = segment.least
             own = block.transient_bytes + block.num_trainable_params * m.compute_itemsize * (2 if practice.depth else 1)
             waiting = gradients if self.micro_batches > 1 else 0.0
-            before = self._variables((self._segment < place).astype(np.float64))
+            before = self._saved_before(place)
             here = self._variables((self._segment == place).astype(np.float64))
             # Of this segment's blocks one computes, with all that it saves; others on their way.
             passing = swapped * here * min(practice.depth, len(segment) - 1) / len(segment)
-            yield top, (above + waiting + saved * before + passing, (room[top] - own - block.activation_bytes) / GB)
+            yield top, (above + waiting + before + passing, (room[top] - own - block.activation_bytes) / GB)
             share = (len(segment) - 1) / len(segment) if practice.depth else 1.0
             least = block.activation_bytes if practice.depth else 0
-            yield top, (above + waiting + saved * (before + here * share) + passing, (room[top] - own - least) / GB)
+            yield top, (above + waiting + before + saved * here * share + passing, (room[top] - own - least) / GB)
         first = self.segments[0].least
         after = gradients if h.shared_memory else 0.0
         least = first.activation_bytes + first.transient_bytes if h.shared_memory else 0
@@ -415,7 +237,14 @@ class Relaxation:
         return np.append(columns, np.zeros(self._size - len(self.columns)))
 
     def _uses(self, use: Use) -> Vector:
-        return self._variables(self._taken[use] / GB)
+        """What all columns take of a use, in GB: by the variables of the groups, which are fewer."""
+        return self._chosen(self._sums[:, use])
+
+    def _saved_before(self, place: int) -> Vector:
+        """What the segments in front of one keep on the device: whole groups, and the columns of its own group."""
+        group = self._group[self._segment == place][0]
+        mine = (self._group == group) & (self._segment < place)
+        return self._chosen(self._sums[:group, Use.DEVICE_SAVED]) + self._variables(mine * self._taken[Use.DEVICE_SAVED] / GB)
 
     def _rooms_of(self, *rooms: Room) -> Vector:
         return self._chosen(self._rooms[list(rooms)])
@@ -450,18 +279,21 @@ class Relaxation:
             return None
         return None if found is None else self._read(found)
 
-    def shortfall_bytes(self, tier: Tier) -> int | None:
-        """The least memory that would have to be added on one tier alone for the relaxation to fit; ``None`` if none is enough."""
+    def lacking(self, tier: Tier, practice: Practice) -> tuple[int, Relaxed] | None:
+        """The least memory that would have to be added on one tier alone for something to fit in practice, bytes, and what.
+
+        Returns:
+            ``None`` if no amount is enough, or none was found.
+        """
         try:
-            found = self._minimum(self._extras_of(_Extra.LACKING), Practice(), short=tier)
+            found = self._minimum(self._extras_of(_Extra.LACKING) + _HINT * self._extras_of(_Extra.TIME), practice, short=tier)
         except UnsolvedError:
             return None
-        return None if found is None else math.ceil(found[self._extra[_Extra.LACKING]] * GB)
+        return None if found is None else (math.ceil(found[self._extra[_Extra.LACKING]] * GB), self._read(found))
 
     def _minimum(self, objective: Vector, practice: Practice, *, short: Tier | None = None) -> Vector | None:
         """Values of all variables at the least of an objective."""
         import cvxpy as cp  # takes a second to import
-        from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
         rows = list(self._least(practice))
         for tier, (row, capacity) in self._memory(practice):
@@ -471,21 +303,21 @@ class Relaxation:
             rows.append((self._uses(Use.STATE_UP), 0.0))
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
-        x, shares = cp.Variable(self._size, nonneg=True), self._shares()
-        sums = self._taken_by_groups()
+        x, (equal, value) = cp.Variable(self._size, nonneg=True), self._equalities
         seconds, most_s = self._time(practice)
         matrix = np.vstack((seconds, *(row for row, _ in rows)))
         most = np.concatenate((most_s, [most for _, most in rows]))
         scale = np.abs(matrix).max(axis=1)
         scale[scale == 0] = 1.0
         constraints: list[Any] = [
-            csr_array(matrix / scale[:, None]) @ x <= most / scale,
-            csr_array(np.vstack((shares, sums))) @ x == np.append(np.ones(len(shares)), np.zeros(len(sums))),
+            _sparse(matrix / scale[:, None]) @ x <= most / scale,
+            equal @ x == value,
         ]
         problem = cp.Problem(cp.Minimize(objective @ x), constraints)
-        for solver in (cp.HIGHS, cp.CLARABEL):  # the first gives up on a few badly conditioned programmes
+        # Presolving takes longer than it saves. The first solver gives up on a few badly conditioned programmes.
+        for solver, options in ((cp.HIGHS, {"highs_options": {"presolve": "off"}}), (cp.CLARABEL, {})):
             try:
-                problem.solve(solver=solver)  # type: ignore[no-untyped-call]
+                problem.solve(solver=solver, **options)  # type: ignore[no-untyped-call]
             except (cp.SolverError, ValueError):
                 continue
             if problem.status in (cp.OPTIMAL, cp.INFEASIBLE):

@@ -15,9 +15,12 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, UpdateLane, UpdateOrder
 from lightning_hetero.planners import PLANNERS
-from lightning_hetero.planners.holistic import plan, split
+from lightning_hetero.planners.choices import placements, policies
+from lightning_hetero.planners.floors import Floors
+from lightning_hetero.planners.holistic import plan
 from lightning_hetero.planners.judge import judged
-from lightning_hetero.planners.relaxation import Relaxation, placements, policies
+from lightning_hetero.planners.micro_batches import split
+from lightning_hetero.planners.relaxation import Relaxation
 
 MB = 10**6
 TIE = 1 + 1e-9
@@ -135,9 +138,11 @@ def test_no_plan_is_faster_than_the_bound(model: ModelProfile, hardware: Hardwar
     except PlanError:
         assume(False)
     assert found.predicted is not None
-    bound = Relaxation(model, hardware, micro_batches=placed.micro_batches).bound_s()
+    relaxation = Relaxation(model, hardware, micro_batches=placed.micro_batches)
+    bound = relaxation.bound_s()
     assert bound is not None, "a plan fits and the relaxation does not"
     assert bound <= found.predicted.iteration_s * SOLVED
+    assert Floors(relaxation).seconds(placed) <= found.predicted.iteration_s * TIE
 
 
 @examples(40)

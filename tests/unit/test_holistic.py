@@ -19,10 +19,14 @@ from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS, holistic
 from lightning_hetero.planners.bounds import Matrices, Room, Use, rows, uses
-from lightning_hetero.planners.holistic import plan, split
+from lightning_hetero.planners.choices import INPUT, placements, policies
+from lightning_hetero.planners.holistic import plan
 from lightning_hetero.planners.judge import judged
-from lightning_hetero.planners.relaxation import INPUT, Practice, Relaxation, Relaxed, placements, policies, segments
-from lightning_hetero.planners.search import Demotion, Referee, rounded, rule
+from lightning_hetero.planners.micro_batches import split
+from lightning_hetero.planners.referee import Referee
+from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
+from lightning_hetero.planners.rounding import Demotion, rounded, rule
+from lightning_hetero.planners.segments import segments
 
 MB, GB = 10**6, 10**9
 DEVICE = (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
@@ -209,8 +213,9 @@ def test_the_bound_recomputes_just_what_memory_asks_for() -> None:
 def test_the_relaxation_says_how_much_a_tier_lacks() -> None:
     no_disk = replace(TIGHT, disk_capacity_bytes=0, host_memory_bytes=300 * MB)
     assert Relaxation(MODEL, no_disk).bound_s() is None
-    short = Relaxation(MODEL, no_disk).shortfall_bytes(Tier.HOST)
-    assert short is not None
+    found = Relaxation(MODEL, no_disk).lacking(Tier.HOST, Practice())
+    assert found is not None
+    short, _ = found
     assert Relaxation(MODEL, replace(no_disk, host_memory_bytes=300 * MB + short)).bound_s() is not None
     assert Relaxation(MODEL, replace(no_disk, host_memory_bytes=300 * MB + short - MB)).bound_s() is None
 

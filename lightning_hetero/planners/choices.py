@@ -1,0 +1,156 @@
+"""What may be chosen for a block, and what a segment takes by each choice: the variables of the relaxed programme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_hetero.cost import Rates, Work
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
+from lightning_hetero.lowering.needs import DEVICE_STATES
+from lightning_hetero.planners.bounds import Vector, unit_s, uses
+from lightning_hetero.planners.segments import Segment
+
+REST = ""  # stands for what a block saves beside its input and its operators' outputs
+INPUT = "\0"  # stands for its input
+
+Placed = tuple[Tier, Tier, UpdateLane]  # weights, state, update
+Choice = Placed | Saved
+
+_D, _H, _K = Tier.DEVICE, Tier.HOST, Tier.DISK
+_OWN_MEMORY: tuple[Placed, ...] = (
+    (_D, _D, UpdateLane.DEVICE),
+    (_D, _H, UpdateLane.DEVICE),
+    (_D, _H, UpdateLane.CPU),
+    (_H, _D, UpdateLane.DEVICE),
+    (_H, _H, UpdateLane.DEVICE),
+    (_H, _H, UpdateLane.CPU),
+    (_D, _K, UpdateLane.CPU),
+    (_H, _K, UpdateLane.CPU),
+    (_K, _H, UpdateLane.CPU),
+    (_K, _K, UpdateLane.CPU),
+)
+_UNTRAINED: tuple[Placed, ...] = ((_D, _D, UpdateLane.DEVICE), (_H, _H, UpdateLane.CPU), (_K, _H, UpdateLane.CPU))
+_LINK_WORK, _DISK_WORK = frozenset({Work.H2D, Work.D2H}), frozenset({Work.DISK_READ, Work.DISK_WRITE})
+_ONE_MEMORY: tuple[Placed, ...] = (
+    (_D, _D, UpdateLane.DEVICE),
+    (_H, _H, UpdateLane.CPU),
+    (_H, _K, UpdateLane.CPU),
+    (_K, _H, UpdateLane.CPU),
+    (_K, _K, UpdateLane.CPU),
+)
+
+
+def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, ...]:
+    """The placements that a machine allows for a block, those that move least first."""
+    able = _able(hardware)
+    trained, shared = block.num_trainable_params > 0, hardware.shared_memory
+
+    def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
+        if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
+            return False
+        if weights is _K and block.pinned:
+            return False
+        if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
+            return False
+        if not trained:  # without state only the tier of the weights differs
+            return (weights, state, update) in _UNTRAINED
+        return (Work.CPU_UPDATE if update is UpdateLane.CPU else Work.DEVICE_UPDATE) in able
+
+    return tuple(p for p in (_ONE_MEMORY if shared else _OWN_MEMORY) if allowed(*p))
+
+
+def policies(hardware: HardwareProfile) -> tuple[Saved, ...]:
+    """The policies that a machine allows for what forward saves."""
+    if hardware.shared_memory:
+        return (Saved.KEEP,)
+    able = _able(hardware)
+    disk = able >= _DISK_WORK and hardware.disk_capacity_bytes > 0
+    swaps = ((Saved.SWAP_HOST, Saved.SWAP_DISK) if disk else (Saved.SWAP_HOST,)) if able >= _LINK_WORK else ()
+    return (Saved.KEEP, Saved.RECOMPUTE, *swaps)
+
+
+def _able(hardware: HardwareProfile) -> frozenset[Work]:
+    rates = Rates(hardware)
+    return frozenset(work for work in Work if unit_s(rates, work) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One variable: the share of a segment's blocks that make one choice.
+
+    Attributes:
+        segment: The segment's place.
+        what: ``None`` for a placement; else the operator, ``REST`` or ``INPUT``, whose bytes the choice is for.
+        choice: The placement or the policy.
+        taken: What the whole segment takes by it; of a policy what it takes beside keeping everything.
+        moving_bytes: Of a placement: device memory that state passes through on its way to an update there.
+        passing_bytes: Of a placement: device memory that one block's weights pass through.
+        waiting_bytes: Of a placement: host memory that one block's gradients pass through.
+        fetched_bytes: Of a placement: host memory that one block's weights pass through.
+    """
+
+    segment: int
+    what: str | None
+    choice: Choice
+    taken: Vector
+    moving_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+    fetched_bytes: float = 0.0
+
+
+def saved_rules(block: BlockProfile, allowed: Sequence[Saved]) -> Iterator[tuple[str, Saved, BlockPlan]]:
+    """Every single choice for what a block saves, and the block's rule if all else is kept."""
+    names = [o.name for o in block.operators]
+    rest = block.activation_bytes - block.boundary_bytes - sum(o.bytes for o in block.operators)
+    for name, policy in product(names, allowed):
+        yield name, policy, BlockPlan(name=block.name, operators={name: policy})
+    for policy in allowed if rest > 0 else ():
+        yield REST, policy, BlockPlan(name=block.name, saved=policy, operators=dict.fromkeys(names, Saved.KEEP))
+    for policy in allowed if block.boundary_bytes else ():
+        if policy is not Saved.RECOMPUTE:
+            yield INPUT, policy, BlockPlan(name=block.name, boundary=policy)
+
+
+def columns(segments: Sequence[Segment], model: ModelProfile, hardware: HardwareProfile, micro_batches: int) -> Iterator[Column]:
+    """All choices of all segments.
+
+    Args:
+        segments: The segments of the model.
+        model: The model.
+        hardware: The machine.
+        micro_batches: Forwards and backwards of one step.
+    """
+    for index, segment in enumerate(segments):
+        yield from _placed(index, segment, model, hardware, micro_batches)
+        yield from _saved(index, segment, model, hardware, micro_batches)
+
+
+def _placed(index: int, segment: Segment, model: ModelProfile, hardware: HardwareProfile, m: int) -> Iterator[Column]:
+    block, count, shared = segment.block, len(segment), hardware.shared_memory
+    weights_bytes, gradient_bytes = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
+    for weights, state, update in placements(block, hardware):
+        rule = BlockPlan(name=block.name, weights=weights, state=state, update=update)
+        moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
+        on_host = update is UpdateLane.CPU or shared
+        yield Column(
+            segment=index,
+            what=None,
+            choice=(weights, state, update),
+            taken=count * uses(block, rule, model, hardware, m),
+            moving_bytes=moves * min(count, DEVICE_STATES) * block.num_trainable_params * model.state_itemsize,
+            passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
+            waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
+            fetched_bytes=weights_bytes * (weights is Tier.DISK),
+        )
+
+
+def _saved(index: int, segment: Segment, model: ModelProfile, hardware: HardwareProfile, m: int) -> Iterator[Column]:
+    block, count = segment.least, len(segment)
+    kept = uses(block, BlockPlan(name=block.name), model, hardware, m)
+    for what, policy, rule in saved_rules(block, policies(hardware)):
+        yield Column(segment=index, what=what, choice=policy, taken=count * (uses(block, rule, model, hardware, m) - kept))

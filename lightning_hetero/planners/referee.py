@@ -1,0 +1,105 @@
+"""Who judges the plans of one search: by the simulator, each plan once, and none that cannot win."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Prediction
+from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering import rooms
+from lightning_hetero.planners.judge import simulation
+
+
+class Referee:
+    """Simulates plans of one model on one machine, each once, and keeps the fastest.
+
+    Args:
+        model: The model.
+        hardware: The machine.
+        updates: When updates may run.
+        evaluations: How many simulations are allowed.
+        floor_s: What a plan takes at least: one that cannot be faster than the best is not simulated.
+        deadline_s: Monotonic time after which none is allowed any more.
+
+    Attributes:
+        evaluations: Simulations so far.
+        best: The fastest plan so far, with its prediction.
+        best_s: Its step, seconds; infinite before there is one.
+        proved: Whether the invariants of its schedules have been proved.
+        refusal: Why the last plan that did not fit did not.
+    """
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        hardware: HardwareProfile,
+        *,
+        updates: Updates,
+        evaluations: int,
+        floor_s: Callable[[Plan], float] = lambda plan: 0.0,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self.model, self.hardware, self.updates = model, hardware, updates
+        self.evaluations = 0
+        self.best: Plan | None = None
+        self.best_s = math.inf
+        self.proved = False
+        self.refusal: PlanError | None = None
+        self._most, self._floor_s, self._deadline_s = evaluations, floor_s, deadline_s
+        self._known: dict[object, float] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        """No simulation is left."""
+        return self.evaluations >= self._most or time.monotonic() >= self._deadline_s
+
+    def shortfall(self, plan: Plan) -> PlanError | None:
+        """Why a resolved plan does not fit; ``None`` if it may."""
+        try:
+            rooms(plan, self.model, self.hardware, updates=self.updates)
+        except PlanError as error:
+            self.refusal = error
+            return error
+        return None
+
+    def admit(self, plan: Plan, *, proved: bool, anyway: bool = False) -> None:
+        """Takes a plan with its prediction, which may have been proved, if it is the fastest, or ``anyway``."""
+        assert plan.predicted is not None
+        if anyway or plan.predicted.iteration_s < self.best_s:
+            self.best, self.best_s, self.proved = plan, plan.predicted.iteration_s, proved
+
+    def seconds(self, plan: Plan, *, always: bool = False) -> float:
+        """A resolved plan's step.
+
+        Infinite if it does not fit, if it cannot be the best, or if no simulation is left and ``always`` does not ask for one.
+        """
+        key = _key(plan)
+        if key not in self._known:
+            if self.exhausted and not always:
+                return math.inf
+            predicted = self._simulated(plan) if self._floor_s(plan) < self.best_s else None
+            self._known[key] = math.inf if predicted is None else predicted.iteration_s
+            if predicted is not None:
+                self.admit(replace(plan, predicted=predicted), proved=False)
+        return self._known[key]
+
+    def _simulated(self, plan: Plan) -> Prediction | None:
+        if self.shortfall(plan) is not None:
+            return None
+        self.evaluations += 1
+        p, h = simulation(plan, self.model, self.hardware, updates=self.updates).prediction, self.hardware
+        device = h.host_memory_bytes if h.shared_memory else h.device_memory_bytes
+        peaks = ((p.device_peak_bytes, device), (p.host_peak_bytes, h.host_memory_bytes), (p.disk_bytes, h.disk_capacity_bytes))
+        return p if all(peak <= most for peak, most in peaks) else None
+
+
+def _key(plan: Plan) -> object:
+    rows = tuple((b.weights, b.state, b.update, b.saved, b.boundary, tuple(sorted(b.operators.items()))) for b in plan.blocks)
+    knobs = (plan.prefetch_depth, plan.gradient_depth, plan.update_order, plan.priority, plan.micro_batches)
+    return rows, knobs, plan.device_cache_bytes, plan.host_cache_bytes

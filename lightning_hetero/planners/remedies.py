@@ -1,0 +1,117 @@
+"""Nothing fits: which tier is the tightest, what it lacks, and what would change that, cheapest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Tier
+from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.planners.micro_batches import split
+from lightning_hetero.planners.referee import Referee
+from lightning_hetero.planners.relaxation import Relaxation
+from lightning_hetero.planners.search import Search, Start
+from lightning_hetero.units import MIB, format_bytes
+
+_CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
+_CAPACITIES = {Tier.DISK: "disk_capacity_bytes", Tier.HOST: "host_memory_bytes", Tier.DEVICE: "device_memory_bytes"}
+_ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
+_ATTEMPTS = 5  # at making whole blocks fit, each with what the one before lacked on top
+_SMALLER = (2, 4, 8)  # times smaller micro-batches that are proposed
+_LEAST = Start(slots=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        model: The model at the whole batch.
+        hardware: The machine.
+        parts: Micro-batches of one step.
+        updates: When updates may run.
+    """
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    parts: int
+    updates: Updates
+
+    def search(self) -> Search:
+        """A search that simulates nothing: it only says what fits."""
+        count = 1 if self.hardware.shared_memory else self.parts
+        return self._search(Relaxation(split(self.model, self.parts), self.hardware, micro_batches=count), self.hardware)
+
+    def _search(self, relaxation: Relaxation, hardware: HardwareProfile) -> Search:
+        referee = Referee(relaxation.model, hardware, updates=self.updates, evaluations=0)
+        return Search(relaxation=relaxation.resized(hardware), referee=referee, bound_s=0.0)
+
+    def lacking(self, tier: Tier) -> int | None:
+        """Bytes that make a plan possible if they are added on one tier alone; ``None`` if none do."""
+        h = self.hardware
+        if tier is Tier.DEVICE and h.shared_memory:
+            return None
+        if tier is Tier.DISK and not h.disk_capacity_bytes:
+            h = replace(h, disk_capacity_bytes=1, disk_read_bytes_per_s=_ANY_RATE, disk_write_bytes_per_s=_ANY_RATE)
+        search = replace(self, hardware=h).search()
+        least = search.relaxation.lacking(tier, _LEAST.practice(1))
+        if least is None:
+            return None
+        size, relaxed = max(least[0], MIB), least[1]
+        for attempt in range(_ATTEMPTS):
+            search = self._search(search.relaxation, replace(h, **{_CAPACITIES[tier]: getattr(h, _CAPACITIES[tier]) + size}))
+            if any(True for _ in search.frugal()):
+                return size
+            found = search.start(_LEAST) if attempt else search.whole(relaxed, _LEAST, 1)
+            if found is not None:
+                return size
+            refusal = search.referee.refusal
+            size += refusal.shortfall_bytes if refusal is not None else MIB
+        return None
+
+    def smaller(self) -> int | None:
+        """How many times smaller micro-batches have to be for a plan to fit; ``None`` if that does not help."""
+        requests = {n: replace(self, parts=n * self.parts) for n in _SMALLER if self.model.tokens % (n * self.parts) == 0}
+        searches = {n: request.search() for n, request in requests.items()}
+        enough = next((n for n, search in searches.items() if any(True for _ in search.frugal())), None)
+        if enough is None and searches and searches[max(searches)].start(_LEAST) is not None:
+            enough = next(n for n, search in searches.items() if search.start(_LEAST) is not None)
+        return enough
+
+
+def infeasible(request: Request) -> PlanError:
+    """Why nothing fits, and what would change that, cheapest first.
+
+    The tightest tier is the one that lacks least, were it alone to grow; of equals the cheaper one. Smaller micro-batches cost
+    nothing, then come disk, host memory and device memory. Each remedy is one with which a plan was found.
+    """
+    model, hardware = request.model, request.hardware
+    lacking = {tier: size for tier in _CHEAPEST_FIRST if (size := request.lacking(tier)) is not None}
+    remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]
+    smaller = request.smaller()
+    if smaller is not None:
+        what = "a batch" if hardware.shared_memory else f"micro_batches=({smaller * request.parts},), micro-batches"
+        remedies.insert(0, f"{what} {smaller} times smaller")
+    if lacking:
+        tier = min(lacking, key=lambda t: lacking[t])
+        short = lacking[tier]
+    else:
+        tier, short = _least_short(request)
+    return PlanError(
+        f"no plan fits model {model.name!r} on {hardware.name!r}, not with everything on the lowest tier and all activations "
+        f"recomputed: {_CHEAPEST_FIRST[tier]} lacks {format_bytes(short)}. Cheapest remedy: "
+        f"{'; else '.join(remedies) if remedies else 'smaller blocks'}.",
+        tier=tier.value,
+        shortfall_bytes=short,
+    )
+
+
+def _least_short(request: Request) -> tuple[Tier, int]:
+    """The tier that the plan which takes least memory lacks most of, and how much."""
+    search = request.search()
+    for _ in search.frugal():
+        pass
+    refusal = search.referee.refusal
+    return (Tier(refusal.tier), refusal.shortfall_bytes) if refusal is not None else (Tier.DEVICE, 0)
