@@ -12,7 +12,7 @@ from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
 from lightning_hetero.cli.plan import comparison, describe
 from lightning_hetero.cli.planning import Outcome
-from lightning_hetero.cli.simulate import lanes, tiers, waits
+from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -97,7 +97,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
     options = planning.stored_options(plan) if plan.name in planners else {}
     with working("simulating"):
         plan = judged(plan, part, hardware)
-        simulated = simulation(plan, part, hardware)
+        simulated = simulation(plan, part, hardware, keep_trace=True)
         influences = reasons.influences(plan, part, hardware)
         alternatives = reasons.alternatives(plan, part, hardware)
     with working("planning with the other planners"):
@@ -135,6 +135,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "tiers": e.use,
         "lanes": e.simulation.busy,
         "waits_s": e.simulation.waits,
+        "stalls": last_stalls(e.simulation),
         "binding": {"influences": e.influences, "full_tiers": full(e.use)},
         "alternatives": e.alternatives,
         "runner_ups": [outcome.to_json() for outcome in e.others],
@@ -153,6 +154,7 @@ def _print(e: Explanation) -> None:
     screen.print(lanes(e.simulation))
     if e.simulation.waits:
         screen.print(waits(e.simulation))
+        screen.print(longest(e.simulation, most=3))
     screen.print(_binding(e.influences, full(e.use), e.use), markup=False)
     this = Outcome(planner=e.plan.name, plan=e.plan)
     ranked = sorted([this, *e.others], key=lambda o: o.iteration_s)

@@ -10,6 +10,7 @@ from lightning_hetero.cli.output import console, pairs, percent, print_json, sec
 from lightning_hetero.cli.plan import describe
 from lightning_hetero.cli.planning import micro_batch
 from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.stalls import Stall, op_of_block, stalls
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
 
@@ -29,7 +30,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
     plan, request = load_plan(path, request)
     model, hardware = request.profiles()
     plan = plan.resolve(block.name for block in model.blocks)
-    simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=trace is not None or timeline is not None)
+    simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=True)
     if trace is not None:
         write_text(trace, simulation.trace.to_chrome())
     if timeline is not None:
@@ -43,6 +44,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
                 "predicted": simulation.prediction,
                 "busy": simulation.busy,
                 "waits_s": simulation.waits,
+                "stalls": last_stalls(simulation),
                 "memory": tiers(simulation, hardware),
                 "iterations_s": simulation.iterations_s,
                 "steady": simulation.steady,
@@ -64,6 +66,7 @@ def _print(simulation: Simulation, hardware: HardwareProfile, head: dict[str, st
     screen.print(lanes(simulation))
     if simulation.waits:
         screen.print(waits(simulation))
+        screen.print(longest(simulation))
     rows = [
         (
             tier,
@@ -91,6 +94,30 @@ def waits(simulation: Simulation) -> Table:
     ranked = sorted(simulation.waits.items(), key=lambda item: -item[1])
     rows = [(what, seconds(waited), percent(waited / total)) for what, waited in ranked]
     return table("Compute waits for", ("what", "time", "of the step"), rows, right=("time", "of the step"))
+
+
+def last_stalls(simulation: Simulation) -> list[Stall]:
+    """The waits from the last step's first forward to where the next one begins, longest first."""
+    return sorted((s for s in stalls(simulation.trace) if s.start_s >= simulation.begin_s), key=lambda s: -s.seconds)
+
+
+def longest(simulation: Simulation, *, most: int = 6) -> Table:
+    """The longest waits of a step, and what was done meanwhile that the wait was for."""
+    rows = [
+        (stall.at, seconds(stall.seconds), op_of_block(stall.waited_for), ", ".join(_parts(stall)))
+        for stall in last_stalls(simulation)[:most]
+    ]
+    return table("Longest waits of a step", ("before", "time", "for", "meanwhile"), rows, right=("time",))
+
+
+def _parts(stall: Stall) -> list[str]:
+    """The kinds of ops that a wait went by with, longest first."""
+    totals: dict[str, float] = {}
+    for name, waited in stall.chain:
+        kind = name.rpartition(" ")[0] or name
+        totals[kind] = totals.get(kind, 0.0) + waited
+    ranked = sorted(totals.items(), key=lambda item: -item[1])
+    return [f"{kind or 'other'} {seconds(waited)}" for kind, waited in ranked if waited >= 0.01 * stall.seconds]
 
 
 def tiers(simulation: Simulation, hardware: HardwareProfile) -> dict[str, dict[str, int]]:

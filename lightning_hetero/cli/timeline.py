@@ -74,8 +74,7 @@ class Bar:
 
 def window(simulation: Simulation) -> tuple[float, float]:
     """Begin and end of the step that is shown, on the trace's clock: the last one, of which the prediction and the memory speak."""
-    *before, last = simulation.iterations_s
-    return sum(before), sum(before) + last
+    return simulation.begin_s, simulation.begin_s + simulation.iterations_s[-1]
 
 
 def spans(simulation: Simulation) -> list[Span]:

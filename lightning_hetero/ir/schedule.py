@@ -156,6 +156,12 @@ class Op:
     after: tuple[int, ...] = ()
     carried: tuple[tuple[OpKind, int], ...] = ()
 
+    @property
+    def what(self) -> str:
+        """Its kind, and its payload where an op of the kind may move another one: ``"UPDATE"``, ``"SWAP_IN activations"``."""
+        plain = self.payload in (Payload.WEIGHTS, Payload.NONE) or self.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
+        return self.kind.value if plain else f"{self.kind.value} {self.payload.value}"
+
     def __str__(self) -> str:
         edges = "".join(f" after={i}" for i in self.after) + "".join(f" carried={k.value}:{b}" for k, b in self.carried)
         block = "" if self.block == NO_BLOCK else f":{self.block}"

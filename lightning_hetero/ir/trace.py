@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+WAIT = "wait "  # how the names of waits of compute begin; the anchor follows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -20,8 +22,11 @@ class Span:
         start_s: Seconds on the process's monotonic clock.
         end_s: The same.
         num_bytes: Bytes moved.
-        waited_for: For compute: the op it had to wait for; empty otherwise.
+        waited_for: Of a wait of compute, and of an op that did not start as it was issued: what it waited for; see
+            :func:`lightning_hetero.ir.stalls.with_reasons`. Empty: for nothing, or it is not known.
         order: Of ops: their place in the order of issue within the step, smaller first; -1 for anchors and waits.
+        issued_s: Of ops: when compute came to the anchor that issues them; ``None``: as they started.
+        after: Names of the ops that it must not start before.
     """
 
     step: int
@@ -32,6 +37,20 @@ class Span:
     num_bytes: int = 0
     waited_for: str = ""
     order: int = -1
+    issued_s: float | None = None
+    after: tuple[str, ...] = ()
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it is compute that waits."""
+        return self.name.startswith(WAIT)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting: all of a wait of compute; of an op from its issue to its start."""
+        if self.is_wait:
+            return self.end_s - self.start_s
+        return 0.0 if self.issued_s is None else max(0.0, self.start_s - self.issued_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +73,8 @@ class Trace:
                 "tid": lanes[s.lane],
                 "ts": s.start_s * 1e6,
                 "dur": (s.end_s - s.start_s) * 1e6,
-                "args": {"step": s.step, "bytes": s.num_bytes} | ({"waited_for": s.waited_for} if s.waited_for else {}),
+                "args": {"step": s.step, "bytes": s.num_bytes}
+                | ({"waited_for": s.waited_for, "waited_us": s.wait_s * 1e6} if s.waited_for else {}),
             }
             for s in self.spans
         ]

@@ -12,7 +12,7 @@ expect is served on demand, and the next step's schedule follows the order that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,19 @@ from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates, urgency
+from lightning_hetero.ir.schedule import (
+    NO_BLOCK,
+    Anchor,
+    Lane,
+    Op,
+    OpKind,
+    Payload,
+    Phase,
+    Schedule,
+    StepSignature,
+    Updates,
+    urgency,
+)  # fmt: skip
 from lightning_hetero.lowering import DeviceRoom, lower
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
@@ -237,7 +249,7 @@ class Executor:
     def backward_starts(self) -> None:
         """Backward writes gradients: whatever still reads those of the last step must be over."""
         self._in_backward = True
-        with self.recorder.waiting("V"):
+        with self.recorder.waiting("backward"):
             self._wait_in_flight()
             self.heap.backward_begins()
 
@@ -245,6 +257,7 @@ class Executor:
         """The last block has been left."""
         self._in_backward = False
         self._close_backward()
+        self.recorder.leave()
 
     def check_gradients(self) -> None:
         """A backward has succeeded: refuses gradients that no update can use, before clipping or a callback meets them."""
@@ -281,6 +294,8 @@ class Executor:
         if index is not None and self._schedule is not None:
             passed = self._schedule.anchors[self._cursor : index + 1]
             self._issue_through(index)
+            if self.recorder.enabled:
+                self.recorder.needs = self._names(passed[-1].needs, [key for anchor in passed for key in anchor.carried])
             self._cursor = index + 1
             for op in passed[-1].needs:
                 for ticket in self._tickets.get(op, ()):
@@ -316,6 +331,8 @@ class Executor:
             op = ops[self._issued]
             self._issued += 1
             after = [ticket for i in op.after for ticket in self._tickets[i]]
+            if self.recorder.enabled:
+                self.recorder.after = self._names(op.after, op.carried)
             tickets = self._issue(op, after)
             # What follows an op that did nothing follows what came before it. An opened update that waits for gradients is not
             # waited for: nothing may depend on when they come.
@@ -324,6 +341,15 @@ class Executor:
             if self.serial:
                 for ticket in tickets:
                     ticket.wait(DONE)
+
+        self.recorder.after = ()
+
+    def _names(self, ops: Iterable[int], carried: Iterable[tuple[OpKind, int]]) -> tuple[str, ...]:
+        """What the recorder calls ops of the schedule, and of earlier steps."""
+        assert self._schedule is not None
+        of_step = [self._schedule.ops[i] for i in ops]
+        named = [(op.what, op.block) for op in of_step] + [(kind.value, block) for kind, block in carried]
+        return tuple(f"{what} {'' if block == NO_BLOCK else self.blocks[block].name}" for what, block in named)
 
     def _issue(self, op: Op, after: Sequence[Ticket]) -> list[Ticket]:
         """Runs one op; an op that reality has overtaken does nothing."""
@@ -397,17 +423,20 @@ class Executor:
     # ---- residency --------------------------------------------------------------------------------------------------------
 
     def _fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
+        return self.recorder.watch("FETCH", block.name, self._start_fetch(block, after), lane=Lane.DISK_READ)
+
+    def _start_fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
         if block.resident:
             return []
         block.resident = True
         waits = [*after, *self._releases]
         first = urgency(OpKind.FETCH, Payload.WEIGHTS, block.index, lowest_first=self.plan.priority)
-        tickets = [self.store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
-        return self.recorder.watch("FETCH", block.name, tickets, lane=Lane.DISK_READ)
+        return [self.store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
 
     def release(self, block: Block) -> list[Ticket]:
         """Gives the block's weight memory back, unless it is in use."""
-        return [] if block.uses or not block.weights_on_disk else self._give_back(block)
+        tickets = [] if block.uses or not block.weights_on_disk else self._give_back(block)
+        return self.recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
 
     def _give_back(self, block: Block) -> list[Ticket]:
         if not block.resident:
@@ -419,7 +448,7 @@ class Executor:
         if self._poison:
             self._fill_with_nan(block, tickets)
         self._releases = [t for t in self._releases if not t.poll()] + tickets
-        return self.recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
+        return tickets
 
     def _fill_with_nan(self, block: Block, released: Sequence[Ticket]) -> None:
         for ticket in released:

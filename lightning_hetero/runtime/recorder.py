@@ -4,20 +4,29 @@
 FETCH state, UPDATE and STORE of a block are one task of the engine, which reads, computes and writes chunk by chunk. Of such a task
 the engine knows when it began, when its new weights were there (READY) and when all was written (DONE). So FETCH state lasts until
 READY, UPDATE from the gradients' arrival until READY, and STORE from there until DONE: their spans overlap, as the work does.
+
+[Note: What compute does]
+The runtime sees compute only at anchors, where it issues and waits. What lies between two of these stays is the compute of the
+first one's anchor. When a stay begins and ends is asked of :attr:`Recorder.now`: the host's clock, or where compute is a stream,
+the stream's, which is read once the stream has come that far.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
-from lightning_hetero.ir.trace import Span, Trace
-from lightning_hetero.runtime.lanes import OpEvent
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
+from lightning_hetero.ir.stalls import with_reasons
+from lightning_hetero.ir.trace import WAIT, Span, Trace
+from lightning_hetero.runtime.lanes import Event, Moment
+from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp, host_moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +40,19 @@ class _Watched:
     lane: Lane
     issued_s: float
     tickets: tuple[Ticket, ...]
+    after: tuple[str, ...]
+    queued: QueuedOp | None = None  # on a lane of a device
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
-    """An op on a lane of a device."""
+class _Stay:
+    """Compute at an anchor, in the runtime."""
 
     step: int
-    order: int
-    op: Op
-    block: str
-    end: OpEvent
+    anchor: str  # empty: the last anchor's compute has ended
+    begin: Moment
+    end: Moment
+    after: tuple[str, ...]
 
 
 class Recorder:
@@ -53,54 +64,85 @@ class Recorder:
 
     Attributes:
         waited_s: Seconds that compute has spent in the runtime, issuing and waiting, since the start; counted even while disabled.
+        now: What knows the moment that compute has come to; takes a name for profilers.
+        after: What the op that is being issued waits for, by name; set by who issues it.
+        needs: The same for compute at the anchor where it is.
     """
 
     def __init__(self, *, enabled: bool, steps: int = 16) -> None:
         self.enabled = enabled
         self.step = 0
         self.waited_s = 0.0
+        self.now: Callable[[str], Moment] = host_moment
+        self.after: tuple[str, ...] = ()
+        self.needs: tuple[str, ...] = ()
+        self._blocks: tuple[str, ...] = ()
         self._keep = steps
         self._spans: list[Span] = []
         self._watched: list[_Watched] = []
-        self._followed: list[_Followed] = []
+        self._stays: deque[_Stay] = deque()
         self._order = 0
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """A span on the compute lane for the time that compute spends issuing and waiting at an anchor."""
-        start = time.monotonic()
+        """A wait on the compute lane for the time that compute spends issuing and waiting at an anchor."""
+        start_s = time.monotonic()
+        begin = self.now("") if self.enabled else None
         try:
             yield
         finally:
-            end = time.monotonic()
-            self.waited_s += end - start
-            if self.enabled:
-                self._spans.append(
-                    Span(step=self.step, name=f"wait {name}", lane="compute", start_s=start, end_s=end, waited_for=name)
-                )
+            self.waited_s += time.monotonic() - start_s
+            if begin is not None:
+                self._stays.append(_Stay(self.step, name, begin, self.now(name), self.needs))
+                self.needs = ()
 
-    @contextmanager
-    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
-        """A span around a piece of compute."""
-        if not self.enabled:
-            yield
-            return
-        start = time.monotonic()
-        yield
-        self._spans.append(Span(step=self.step, name=name, lane=lane, start_s=start, end_s=time.monotonic()))
+    def leave(self) -> None:
+        """The compute of the last anchor has ended."""
+        if self.enabled and self._stays and self._stays[-1].anchor:
+            now = self.now("")
+            self._stays.append(_Stay(self.step, "", now, now, ()))
 
     def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane) -> list[Ticket]:
         """Remembers an op that has just been issued; its times are read once its tickets are done."""
         if self.enabled and tickets:
-            self._watched.append(_Watched(self.step, self._order, kind, block, lane, time.monotonic(), tuple(tickets)))
+            self._watched.append(_Watched(self.step, self._order, kind, block, lane, time.monotonic(), tuple(tickets), self.after))
             self._order += 1
         return tickets
 
-    def follow(self, op: Op, block: str, end: OpEvent) -> None:
-        """Remembers an op that has just been given to its lane."""
+    def observe(self, lanes: QueuedLanes, blocks: Sequence[str]) -> None:
+        """Follows what a device does, if enabled.
+
+        Args:
+            lanes: The device's lanes.
+            blocks: The names of the blocks.
+        """
         if self.enabled:
-            self._followed.append(_Followed(self.step, self._order, op, block, end))
-            self._order += 1
+            lanes.timed = True
+            lanes.observer = self._follow
+            self.now, self._blocks = lanes.now, tuple(blocks)
+
+    def _follow(self, queued: QueuedOp) -> None:
+        """Remembers an op that is being given to its lane."""
+        op, lane = queued.op, queued.op.lane
+        if op.kind is OpKind.RELEASE:
+            lane = Lane.COMPUTE  # it takes no time of the lane
+        elif op.kind is OpKind.COMMIT:
+            lane = Lane.DISK_WRITE  # whatever thread hands it over
+        block = "" if op.block == NO_BLOCK else self._blocks[op.block]
+        after = self.names(queued.after)
+        self._watched.append(_Watched(self.step, self._order, op.what, block, lane, queued.submitted_s, (), after, queued))
+        self._order += 1
+
+    def names(self, events: Iterable[Event]) -> tuple[str, ...]:
+        """What the ops that end with these events are called."""
+        names: list[str] = []
+        for event in events:
+            if isinstance(event, QueuedOp):
+                op = event.op
+                names.append(f"{op.what} {'' if op.block == NO_BLOCK else self._blocks[op.block]}")
+            else:
+                names += self.names(getattr(event, "events", ()))  # of an op that had nothing to do
+        return tuple(names)
 
     def end_step(self) -> None:
         """One optimizer step is over."""
@@ -113,9 +155,9 @@ class Recorder:
         self._spans = [s for s in self._spans if s.step >= oldest]
 
     def trace(self) -> Trace:
-        """What was recorded so far."""
+        """What was recorded so far, with reasons."""
         self._collect()
-        return Trace(spans=tuple(sorted(self._spans, key=lambda s: s.start_s)))
+        return Trace(spans=with_reasons(self._spans))
 
     def close(self) -> None:
         """The engine is about to go: tickets cannot be asked any more."""
@@ -128,49 +170,53 @@ class Recorder:
         self._watched = []
 
     def _collect(self) -> None:
-        waiting = []
-        for op in self._watched:
-            times = [ticket.times() for ticket in op.tickets]
-            if not all(t.done_ns for t in times):
-                waiting.append(op)
-                continue
-            ran = [t for t in times if t.started_ns]  # an update that was taken back may never have started
-            if not ran:
-                continue
-            start, end = min(t.started_ns for t in ran) / 1e9, max(t.done_ns for t in ran) / 1e9
-            moved = sum(t.bytes_read for t in ran), sum(t.bytes_written for t in ran)
-            if op.kind in ("UPDATE", "STORE"):
-                start = max(start, op.issued_s)
-            if op.kind in ("FETCH state", "UPDATE"):
-                end = max(t.ready_ns or t.done_ns for t in ran) / 1e9
-            self._spans.append(
-                Span(
-                    step=op.step,
-                    name=f"{op.kind} {op.block}",
-                    lane=op.lane.value,
-                    start_s=start,
-                    end_s=max(start, end),
-                    num_bytes={"FETCH": moved[0], "FETCH state": moved[0], "UPDATE": 0}.get(op.kind, moved[1]),
-                    order=op.order,
-                )
-            )
-        self._watched = waiting
-        self._followed = [f for f in self._followed if not self._ended(f)]
+        self._collect_compute()
+        self._watched = [op for op in self._watched if not self._ended(op)]
 
-    def _ended(self, followed: _Followed) -> bool:
-        op, times = followed.op, followed.end.times()
-        if times is None:
+    def _ended(self, op: _Watched) -> bool:
+        """Whether the op is over; it has become a span then."""
+        tickets: Sequence[Any] = op.tickets
+        since_s, num_bytes, lane_times = op.issued_s, 0, None
+        if op.queued is not None:
+            lane_times = op.queued.times()
+            if lane_times is None:
+                return op.queued.settled() and op.queued.error is not None
+            tickets, since_s, num_bytes = op.queued.tickets, lane_times[0], op.queued.op.num_bytes
+        times = [ticket.times() for ticket in tickets]
+        if not all(t.done_ns for t in times):
             return False
-        plain = op.payload in (Payload.WEIGHTS, Payload.NONE) or op.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
+        ran = [t for t in times if t.started_ns]  # an update that was taken back may never have started
+        if ran:
+            start_s, end_s = min(t.started_ns for t in ran) / 1e9, max(t.done_ns for t in ran) / 1e9
+            if op.kind in ("UPDATE", "STORE"):
+                start_s = max(start_s, since_s)
+            if op.kind in ("FETCH state", "UPDATE"):
+                end_s = max(t.ready_ns or t.done_ns for t in ran) / 1e9
+            moved = sum(t.bytes_read for t in ran), sum(t.bytes_written for t in ran)
+            num_bytes = {"FETCH": moved[0], "FETCH state": moved[0], "UPDATE": 0}.get(op.kind, moved[1])
+        elif lane_times is not None and op.kind != OpKind.COMMIT:  # one with nothing to commit is none
+            start_s, end_s = lane_times
+        else:
+            return True
         self._spans.append(
             Span(
-                step=followed.step,
-                name=f"{op.kind.value if plain else f'{op.kind.value} {op.payload.value}'} {followed.block}",
-                lane=op.lane.value,
-                start_s=times[0],
-                end_s=times[1],
-                num_bytes=op.num_bytes,
-                order=followed.order,
+                step=op.step, name=f"{op.kind} {op.block}", lane=op.lane.value, start_s=start_s, end_s=max(start_s, end_s),
+                num_bytes=num_bytes, order=op.order, issued_s=op.issued_s, after=op.after,
             )
-        )
+        )  # fmt: skip
         return True
+
+    def _collect_compute(self) -> None:
+        """Spans of stays, and of what compute did between them; the last one stays, for its compute has not ended."""
+        while len(self._stays) > 1:
+            stay, following = self._stays[0], self._stays[1]
+            begin_s, end_s, next_s = stay.begin(), stay.end(), following.begin()
+            if begin_s is None or end_s is None or next_s is None:
+                return
+            self._stays.popleft()
+            if stay.anchor:
+                wait = Span(
+                    step=stay.step, name=f"{WAIT}{stay.anchor}", lane=Lane.COMPUTE.value, start_s=begin_s, end_s=end_s,
+                    after=stay.after,
+                )  # fmt: skip
+                self._spans += (wait, replace(wait, name=stay.anchor, start_s=end_s, end_s=next_s, after=()))

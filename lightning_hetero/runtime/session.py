@@ -156,6 +156,7 @@ class Session:
         """The executor for a device with memory of its own."""
         assert self.store is not None
         lanes = EmulatedLanes(device, poison=self.options.poison)
+        self.recorder.observe(lanes, [block.name for block in self.blocks])
         weights = DeviceWeights(lanes)
         updater.device = DeviceSide(
             weights=weights,

@@ -11,13 +11,14 @@ from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction, Tier
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule
-from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Phase, Schedule
+from lightning_hetero.ir.stalls import with_reasons
+from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.sim.engine import Engine, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
 from lightning_hetero.sim.memory import Memory
-from lightning_hetero.sim.program import Program, Role
+from lightning_hetero.sim.program import Program, Role, Server
 
 _DISK = "disk"  # as a bottleneck, where reads and writes share one link
 _WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane in Lane}
@@ -43,6 +44,7 @@ class Simulation:
         waits: What compute waits for (``"UPDATE"``, ``"FETCH"``, ``"SWAP_IN activations"``), seconds of one iteration.
         memory: Peaks of the step and, if asked for, every change.
         iterations_s: Seconds of each step that was simulated.
+        begin_s: When the first forward of the last one began, on the trace's clock.
         steady: Whether steps repeat themselves.
     """
 
@@ -52,6 +54,7 @@ class Simulation:
     waits: Mapping[str, float]
     memory: Memory
     iterations_s: tuple[float, ...]
+    begin_s: float
     steady: bool
 
 
@@ -95,6 +98,7 @@ def simulate(
         waits=_waits(reported, program),
         memory=_memory(reported, hardware),
         iterations_s=tuple(s.iteration_s for s in engine.steps),
+        begin_s=engine.steps[-1].begin_s,
         steady=cycle > 0,
     )
 
@@ -147,7 +151,7 @@ def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
     for step in steps:
         for job, seconds in step.waits.items():
             source = program.jobs[job].source
-            what = _what(source) if isinstance(source, Op) else "compute"
+            what = source.what if isinstance(source, Op) else "compute"
             waits[what] = waits.get(what, 0.0) + seconds / len(steps)
     return waits
 
@@ -165,18 +169,13 @@ def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> Memory:
 # ---- the trace ------------------------------------------------------------------------------------------------------------
 
 
-def _what(op: Op) -> str:
-    """The op's kind, and its payload where an op of the kind may move another one."""
-    plain = op.payload in (Payload.WEIGHTS, Payload.NONE) or op.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
-    return op.kind.value if plain else f"{op.kind.value} {op.payload.value}"
-
-
 def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
     """Spans with the names and lanes that ``runtime.recorder`` gives them; an op in pieces is one span, once all are done."""
     spans: dict[tuple[int, int], Span] = {}
     waits: list[Span] = []
     jobs = program.jobs
     last = {job.group: index for index, job in enumerate(jobs)}
+    edges = _Edges(program, model)
     for number in sorted(engine.ended):
         step, index = divmod(number, len(jobs))
         job, began, ended = jobs[index], engine.began[number], engine.ended[number]
@@ -187,16 +186,43 @@ def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
             if key in spans:
                 began, ended = min(began, spans[key].start_s), max(ended, spans[key].end_s)
             lane = Lane.COMPUTE if op.kind is OpKind.RELEASE else op.lane
+            arrival = number - index + edges.arrival.get(job.group, program.last - len(jobs))
             spans[key] = Span(
                 step=step, name=_title(op, model), lane=lane.value, start_s=began, end_s=ended, num_bytes=op.num_bytes,
-                order=job.group,
+                order=job.group, issued_s=min(began, engine.ended.get(arrival, 0.0)), after=edges.after.get(job.group, ()),
             )  # fmt: skip
         elif isinstance(job.source, Anchor) and job.source.phase is not Phase.VERDICT:
             spans[step, job.group] = _compute(step, _title(job.source, model), began, ended)
-        if number in engine.arrived and engine.arrived[number][0] < began:
-            arrived, cause = engine.arrived[number]
-            waits.append(_compute(step, f"wait {_title(job.source, model)}", arrived, began, _title(jobs[cause].source, model)))
-    return Trace(spans=tuple(sorted([*spans.values(), *waits], key=lambda s: (s.start_s, s.end_s, s.lane, s.name))))
+    for number, (arrived, cause) in engine.arrived.items():
+        step, index = divmod(number, len(jobs))
+        began = engine.began.get(number, engine.steps[-1].end_s)  # the next step's first forward is where the simulation ends
+        if arrived < began:
+            name = f"{WAIT}{_title(jobs[index].source, model)}"
+            waits.append(_compute(step, name, arrived, began, _title(jobs[cause].source, model)))
+    return Trace(spans=with_reasons([*spans.values(), *waits]))
+
+
+class _Edges:
+    """What leads to ops, by their group.
+
+    Attributes:
+        arrival: The compute after which the op is issued; none for those that a step begins with.
+        after: Names of the ops that it waits for.
+    """
+
+    def __init__(self, program: Program, model: ModelProfile) -> None:
+        jobs = program.jobs
+        self.arrival: dict[int, int] = {}
+        self.after: dict[int, tuple[str, ...]] = {}
+        for index, job in enumerate(jobs):
+            for then in (*job.after, *job.next_step):
+                group = jobs[then].group
+                if group == job.group or not isinstance(jobs[then].source, Op):
+                    continue
+                if isinstance(job.source, Op):
+                    self.after[group] = (*self.after.get(group, ()), _title(job.source, model))
+                if job.server == Server.COMPUTE and then in job.after:
+                    self.arrival.setdefault(group, index)
 
 
 def _compute(step: int, name: str, start_s: float, end_s: float, waited_for: str = "") -> Span:
@@ -207,5 +233,5 @@ def _title(source: Op | Anchor | None, model: ModelProfile) -> str:
     """What and which block; the verdict, after which a step may wait for its updates, is ``"V"``."""
     if source is None or (isinstance(source, Anchor) and source.phase is Phase.VERDICT):
         return Phase.VERDICT.value
-    what = _what(source) if isinstance(source, Op) else source.phase.value
+    what = source.what if isinstance(source, Op) else source.phase.value
     return f"{what} {'' if source.block == NO_BLOCK else model.blocks[source.block].name}"

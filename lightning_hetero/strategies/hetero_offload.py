@@ -25,6 +25,7 @@ from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.stalls import describe, stalls
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.profiling.memory import OperatorMeasure
@@ -395,6 +396,12 @@ class HeteroOffload(_Base):
     def trace(self) -> Trace:
         """Spans of the latest steps, with ``trace=True``."""
         return self.session.recorder.trace() if self.session is not None else self._last_trace
+
+    def stall_report(self) -> str:
+        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
+        trace = self.trace
+        found = stalls(trace)
+        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
 
     def memory_report(self) -> dict[str, int]:
         """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far."""

@@ -159,7 +159,7 @@ def test_nothing_overlaps_while_a_batch_is_profiled(tmp_path: Path) -> None:
     strategy = HeteroOffloadStrategy(host_memory=budget, trace=True)
     run(Recipe(steps=2), strategy, tmp_path)
     spans = strategy.trace.spans
-    waits = [(s.start_s, s.end_s) for s in spans if s.lane == "compute" and s.waited_for]
+    waits = [(s.start_s, s.end_s) for s in spans if s.is_wait]
     updates = [s for s in spans if s.name.startswith("UPDATE") and s.step < 2]
     assert updates
     verdicts = [(s.start_s, s.end_s) for s in updates if not any(a <= s.start_s and s.end_s <= b + 1e-4 for a, b in waits)]

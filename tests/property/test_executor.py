@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, run
 
-from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
 from lightning_hetero.cost import Rates
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, ModelShape
-from lightning_hetero.ir.plan import UpdateOrder
+from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
+from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import Rooms
 from lightning_hetero.sim import simulate
@@ -58,7 +59,7 @@ class Notes(pl.Callback):
         self.blocks = {part.native: block.index for block in executor.blocks for part in block.parts}
 
 
-def ran(plan: Plan, recipe: Recipe, *, tight: bool = False) -> Ran:
+def ran(plan: Plan, recipe: Recipe, *, tight: bool = False, device: EmulatedDevice | None = None) -> Ran:
     notes = Notes()
     armed: list[tuple[Any, int]] = []
     whole = Engine.arm_update
@@ -71,7 +72,7 @@ def ran(plan: Plan, recipe: Recipe, *, tight: bool = False) -> Ran:
         patch.setattr(Engine, "arm_update", arm)
         cache = {"host_cache_bytes": 0} if tight else {}
         plan = Plan(**{**{f: getattr(plan, f) for f in Plan.__slots__}, **cache})
-        strategy = HeteroOffloadStrategy(plan=plan, trace=True)
+        strategy = HeteroOffloadStrategy(plan=plan, trace=True, device=device)
         run(recipe, strategy, Path(folder), callbacks=[notes])
     assert strategy.plan is not None
     rows = [(notes.blocks[native], priority) for native, priority in armed]
@@ -131,6 +132,23 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
         assert any(name.startswith("UPDATE ") for names in issued.values() for name in names)
 
 
+DEVICE = replace(HARDWARE, shared_memory=False, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=PLANS, swaps=st.booleans(), clip=st.sampled_from([None, 0.3]))
+def test_lanes_of_a_device_see_the_ops_in_the_predicted_order(plan: Plan, swaps: bool, clip: float | None) -> None:
+    saved = Saved.SWAP_HOST if swaps else Saved.KEEP
+    rows = [replace(r, saved=saved) if r.update is UpdateLane.CPU else r for r in plan.blocks]
+    rows = [r if r.state is not Tier.DEVICE or r.update is UpdateLane.DEVICE else replace(r, state=Tier.HOST) for r in rows]
+    plan = replace(plan, blocks=tuple(rows))
+    got = ran(plan, Recipe(steps=FIRST + 2, clip=clip), device=EmulatedDevice(memory="2MiB", seed=3))
+    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)
+    for step in range(FIRST, len(got.schedules)):
+        predicted = simulate([got.schedules[step]], got.plan, model, DEVICE, rooms=rooms, keep_trace=True)
+        assert got.trace.issued(step) == predicted.trace.issued(0)
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=PLANS, clip=st.sampled_from([None, 0.3]))
 def test_the_engine_ranks_updates_as_the_simulator_does(plan: Plan, clip: float | None) -> None:
@@ -168,3 +186,27 @@ def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_d
         stores = got.spans("STORE", step - 1)
         assert len(stores) > 12
         assert max(s.end_s for s in stores) <= first
+
+
+def test_the_trace_says_for_which_fetch_compute_waited() -> None:
+    """Without room for a second block, every use of one but the last waits for its own FETCH."""
+    got = ran(Plan(name="p", blocks=(ON_DISK, BlockPlan(name="*"))), Recipe(steps=FIRST + 1), tight=True)
+    found = {(s.at, s.waited_for) for s in stalls(got.trace) if s.step == FIRST}
+    blocks = [b.name for b in got.model.blocks if b.name.startswith("model.blocks.")]
+    assert len(blocks) > 2
+    for name in blocks[1:]:
+        assert (f"F {name}", f"FETCH {name}") in found
+    for name in blocks[:-1]:
+        assert (f"B {name}", f"FETCH {name}") in found
+    assert all(not at or waited_for.split(" ")[-1] == at.split(" ")[-1] for at, waited_for in found if waited_for)
+
+
+def test_compute_between_anchors_is_in_the_trace() -> None:
+    got = ran(Plan(name="p", blocks=(BlockPlan(name="*"),)), Recipe(steps=FIRST + 1))
+    spans = [s for s in got.trace.spans if s.lane == "compute" and s.step == FIRST and s.order < 0]
+    forwards = [s.name for s in spans if s.name.startswith("F ")]
+    backwards = [s.name for s in spans if s.name.startswith("B ")]
+    names = [b.name for b in got.model.blocks]
+    assert [name.removeprefix("F ") for name in forwards] == names
+    assert [name.removeprefix("B ") for name in backwards] == [b.name for b in reversed(got.model.blocks) if not b.pinned]
+    assert all(a.end_s <= b.start_s for a, b in pairwise(spans))

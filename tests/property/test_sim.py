@@ -14,7 +14,8 @@ from lightning_hetero.cost import Rates, Work, amount_of, backward_s
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase, Schedule
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Phase, Schedule
+from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.lowering import Rooms, needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
@@ -259,9 +260,7 @@ def _occurrences(case: Case, simulation: Simulation) -> list[dict[str, list[Span
 
 
 def _title(case: Case, op: Op) -> str:
-    plain = op.payload in (Payload.WEIGHTS, Payload.NONE) or op.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
-    block = "" if op.block == NO_BLOCK else case.model.blocks[op.block].name
-    return f"{op.kind.value if plain else f'{op.kind.value} {op.payload.value}'} {block}"
+    return f"{op.what} {'' if op.block == NO_BLOCK else case.model.blocks[op.block].name}"
 
 
 @given(cases(micro_batches=1))
@@ -305,6 +304,30 @@ def test_anchors_follow_each_other_and_compute_never_does_two_things(case: Case)
     spans = [s for s in simulation.trace.spans if s.lane == "compute" and s.name[:2] in ("F ", "B ")]
     assert [s.name for s in spans if s.step == 0] == expected
     assert all(a.end_s <= b.start_s * (1 + NEARLY) for a, b in pairwise(spans))
+
+
+@given(cases())
+def test_the_waits_of_the_trace_are_those_of_the_prediction_and_are_split_without_rest(case: Case) -> None:
+    simulation = case.simulate()
+    found = stalls(simulation.trace)
+    for stall in found:
+        assert sum(seconds for _, seconds in stall.chain) == pytest.approx(stall.seconds)
+        assert all(seconds > 0 for _, seconds in stall.chain)
+        assert stall.waited_for
+    if simulation.steady and simulation.prediction.iteration_s == simulation.iterations_s[-1]:
+        assert sum(s.seconds for s in found if s.start_s >= simulation.begin_s) == pytest.approx(
+            sum(simulation.waits.values()), rel=NEARLY, abs=NEARLY
+        )
+
+
+@given(cases())
+def test_what_an_op_waited_for_had_not_ended_as_it_was_issued(case: Case) -> None:
+    simulation = case.simulate()
+    spans = simulation.trace.spans
+    for span in (s for s in spans if s.waited_for and not s.is_wait):
+        ends = [o.end_s for o in spans if o.name == span.waited_for and o.start_s <= span.start_s * (1 + NEARLY)]
+        assert span.issued_s is not None
+        assert max(ends) > span.issued_s
 
 
 _RATES = [f.name for f in fields(HardwareProfile) if f.name.endswith("_per_s")]

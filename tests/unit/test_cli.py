@@ -17,11 +17,13 @@ from lightning_hetero import __version__
 from lightning_hetero.cli import doctor, output, planning, profile, reasons, system, timeline
 from lightning_hetero.cli.app import app
 from lightning_hetero.cli.options import Request, load_plan
+from lightning_hetero.cli.simulate import last_stalls, longest
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.ir.stalls import op_of_block
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.judge import simulation
@@ -532,7 +534,8 @@ def test_simulate_writes_a_chrome_trace_and_a_picture(plan_file: Path, tmp_path:
     got = _json("simulate", plan_file, "--trace", trace, "--timeline", picture)
     assert got["predicted"] == json.loads(plan_file.read_text(encoding="utf-8"))["predicted"]
     assert got["steady"] is True
-    assert got["waits_s"] is not None
+    assert sum(row["seconds"] for row in got["stalls"]) == pytest.approx(sum(got["waits_s"].values()))
+    assert all(row["waited_for"] for row in got["stalls"])
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert {"compute", "h2d"} <= {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert any(e["name"] == "F layers.5" for e in events)
@@ -573,16 +576,33 @@ def test_a_picture_shows_the_steady_step_with_what_crosses_its_ends() -> None:
     """Updates outlast backward: what the step finds at its begin is what it leaves at its end."""
     hardware = replace(HARDWARE, cpu_update_params_per_s=4e8)
     plan = planning.planners("zero_infinity")["zero_infinity"](MODEL, hardware)
+    plan = replace(plan, priority=True)
     simulated = simulation(plan, MODEL, hardware, keep_trace=True)
     assert simulated.steady
     begin, end = timeline.window(simulated)
     assert end - begin == pytest.approx(simulated.prediction.iteration_s)
+    begin, end = begin - 1e-6, end - 1e-6  # what ends exactly as the step does crosses it, too
     lanes = timeline.bars(timeline.spans(simulated), begin, end)
     bars = [(lane, bar) for lane, row in lanes.items() if lane is not Lane.COMPUTE for bar in row]
     found = {(lane, bar.kind, bar.label) for lane, bar in bars if bar.start_s == 0}
     left = {(lane, bar.kind, bar.label) for lane, bar in bars if bar.end_s == end - begin}
     assert found
     assert found == left
+
+
+def test_the_longest_waits_of_a_step_are_named_with_what_was_done_meanwhile() -> None:
+    hardware = replace(HARDWARE, cpu_update_params_per_s=4e8)
+    plan = planning.planners("zero_infinity")["zero_infinity"](MODEL, hardware)
+    simulated = simulation(plan, MODEL, hardware, keep_trace=True)
+    rows = last_stalls(simulated)
+    assert sum(row.seconds for row in rows) == pytest.approx(sum(simulated.waits.values()))
+    shown = longest(simulated, most=1)
+    before, time, waited_for, meanwhile = (str(next(iter(column.cells))) for column in shown.columns)
+    assert shown.row_count == 1
+    assert before == rows[0].at
+    assert time == output.seconds(rows[0].seconds)
+    assert waited_for == op_of_block(rows[0].waited_for)
+    assert "UPDATE" in meanwhile
 
 
 def test_bars_of_one_lane_that_overlap_get_their_own_tracks_and_are_cut_to_the_window() -> None:

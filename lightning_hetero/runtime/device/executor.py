@@ -43,15 +43,15 @@ class All:
     """Passes when all of some events have: the end of an op that had nothing to do."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._events = tuple(events)
+        self.events = tuple(events)
 
     def done(self) -> bool:
         """Whether all have passed."""
-        return all(event.done() for event in self._events)
+        return all(event.done() for event in self.events)
 
     def wait(self) -> None:
         """Waits for all."""
-        for event in self._events:
+        for event in self.events:
             event.wait()
 
 
@@ -232,7 +232,6 @@ class DeviceExecutor(Executor):
         elif block is not None and (op.kind, op.payload) == (OpKind.SWAP_OUT, Payload.STATE):
             self.side.updates.returning(block, end)
         self._ends[op.kind, op.block] = end
-        self.recorder.follow(op, "" if block is None else block.name, end)
         return end
 
     def _mark(self, at: int) -> Event:
@@ -273,12 +272,11 @@ class DeviceExecutor(Executor):
 
     def _fetch_weights(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
-            return self._fetch(block, ())
+            return self._start_fetch(block, ())
 
     def _open_state(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
-            self.updater.open(block, priority=self._urgency(block), after=())
-        return []  # its tickets end with the update, which is not waited for here
+            return self.updater.open(block, priority=self._urgency(block), after=())
 
     def _release_host(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
@@ -336,6 +334,8 @@ class DeviceExecutor(Executor):
             self._cursor = index + 1
             carried = [self._carried[key] for anchor in passed for key in anchor.carried if key in self._carried]
             needs = [self._events[i] for i in passed[-1].needs]
+            if self.recorder.enabled:
+                self.recorder.needs = self.recorder.names([*needs, *carried])
             self.lanes.compute_waits([*needs, *carried])
             self.activations.sweep(needs)
         if block.index in self._renewed or not self.weights.holds(block):

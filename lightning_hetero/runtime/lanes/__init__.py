@@ -6,7 +6,7 @@ with streams.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Lanes, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.inline import InlineLanes
 
@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "InlineLanes",
     "Lanes",
+    "Moment",
     "OpEvent",
     "Ticket",
     "passed_at",

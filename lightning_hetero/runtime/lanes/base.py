@@ -28,18 +28,23 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import DONE, READY
-from lightning_hetero.ir.schedule import Op, OpKind
+from lightning_hetero.ir.schedule import Op, OpKind, Payload
 
 _PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
 
 
-def passed_at(kind: OpKind) -> int:
-    """How far the native tickets of an op have to be: READY where its result is in memory then, else DONE.
+Moment = Callable[[], float | None]  # when it was, in seconds of time.monotonic; None as long as that is not known
 
-    A FETCH or an UPDATE has passed once the weights, or the state, are there. The write-back that belongs to the UPDATE is the
-    STORE, whose tickets are the UPDATE's.
+
+def passed_at(op: Op) -> int:
+    """How far the native tickets of an op have to be: READY where its result is in memory then, else DONE; 0 if they do not matter.
+
+    A FETCH or an UPDATE has passed once the weights are there. The write-back that belongs to the UPDATE is the STORE, whose
+    tickets are the UPDATE's. A FETCH of state opens an update, whose tickets wait for gradients: nothing may wait for them.
     """
-    return READY if kind in _PASSED_WHEN_READY else DONE
+    if (op.kind, op.payload) == (OpKind.FETCH, Payload.STATE):
+        return 0
+    return READY if op.kind in _PASSED_WHEN_READY else DONE
 
 
 class Ticket(Protocol):
@@ -142,6 +147,9 @@ class Lanes(Protocol):
 
     def mark(self) -> Event:
         """Compute has come this far: passes once all that compute was given so far is done."""
+
+    def now(self, name: str = "") -> Moment:
+        """The moment that compute has come to, for the trace; profilers of the device show it under ``name`` if there is one."""
 
     def compute_waits(self, events: Sequence[Event]) -> None:
         """What compute is given from now on comes after these events; blocks the host only as far as needed.

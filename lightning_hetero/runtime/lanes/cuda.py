@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import Event, Ticket
+from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
@@ -103,6 +103,17 @@ class CudaLanes(QueuedLanes):
         """Where compute's stream is."""
         return _Mark(self._record(self._compute_stream()))
 
+    def now(self, name: str = "") -> Moment:
+        """The moment that compute's stream will have come to, once it has."""
+        if name:
+            self._cuda.nvtx.mark(name)
+        event = self._record(self._compute_stream(), timed=True)
+
+        def seconds() -> float | None:
+            return self._on_host_clock(event) if event.query() else None
+
+        return seconds
+
     def compute_waits(self, events: Sequence[Event]) -> None:
         """Compute's stream waits; the host waits until what it waits for has been issued."""
         stream = self._compute_stream()
@@ -158,13 +169,16 @@ class CudaLanes(QueuedLanes):
                 queued.stream_times = partial(self._times, start, queued.moment)
 
     def _times(self, start: Any, end: Any) -> tuple[float, float]:
-        assert self._origin is not None, "timed ops follow the origin of their times"
+        return self._on_host_clock(start), self._on_host_clock(end)
+
+    def _on_host_clock(self, event: Any) -> float:
+        assert self._origin is not None, "what is timed follows the origin of its times"
         origin, origin_s = self._origin
-        return origin_s + origin.elapsed_time(start) / 1e3, origin_s + origin.elapsed_time(end) / 1e3
+        return float(origin_s + origin.elapsed_time(event) / 1e3)
 
     @contextmanager
     def _named(self, op: Op) -> Iterator[None]:
-        if not self._profiled:
+        if not (self._profiled or self._timed):
             yield
             return
         self._cuda.nvtx.range_push(f"{op.kind} {op.payload} {op.block}")

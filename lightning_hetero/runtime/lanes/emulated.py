@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane
-from lightning_hetero.runtime.lanes.base import Event, Ticket
+from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import Arena
 from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
 from lightning_hetero.units import parse_bytes
@@ -98,6 +98,12 @@ class EmulatedLanes(QueuedLanes):
         self._compute.pause()
         self._compute.resume()
         return super().mark()
+
+    def now(self, name: str = "") -> Moment:
+        """The moment that compute has come to, once it has taken its time."""
+        self._compute.pause()
+        self._compute.resume()
+        return super().now(name)
 
     def compute_waits(self, events: Sequence[Event]) -> None:
         """Compute takes its time, and waits."""

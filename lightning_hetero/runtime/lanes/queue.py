@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, Ticket, passed_at
 from lightning_hetero.runtime.lanes.memory import POISON
 
 _TICKET_SLICE_S = 0.2  # how late the wait for a ticket notices that the lanes are closed
@@ -24,6 +24,12 @@ _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign cod
 _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
 
 _T = TypeVar("_T")
+
+
+def host_moment(name: str = "") -> Moment:
+    """Now, where compute is the calling thread."""
+    now_s = time.monotonic()
+    return lambda: now_s
 
 
 class StreamEvent(Protocol):
@@ -65,6 +71,8 @@ class QueuedOp:
         keep: What must live until the stream is through with it.
         submitted_s: When it was submitted, in seconds of ``time.monotonic``.
         started_s: When it started; 0 before.
+        is_observed: Whether its tickets are kept, in :attr:`tickets`.
+        tickets: What ``run`` returned.
     """
 
     __slots__ = (
@@ -75,6 +83,7 @@ class QueuedOp:
         "_tickets",
         "_traceback",
         "after",
+        "is_observed",
         "keep",
         "moment",
         "number",
@@ -83,6 +92,7 @@ class QueuedOp:
         "started_s",
         "stream_times",
         "submitted_s",
+        "tickets",
     )
 
     def __init__(
@@ -94,6 +104,8 @@ class QueuedOp:
         self.keep: list[Tensor] = []
         self.submitted_s = time.monotonic()
         self.started_s = self._ended_s = 0.0
+        self.is_observed = False
+        self.tickets: tuple[Ticket, ...] = ()
         self._returned = threading.Event()
         self._tickets: tuple[Ticket, ...] = ()
         self._error: BaseException | None = None
@@ -107,6 +119,8 @@ class QueuedOp:
         try:
             self._check_open()
             self._tickets = tuple(work(self))
+            if self.is_observed:
+                self.tickets = self._tickets
         except BaseException as error:
             self._fail(error)
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
@@ -122,8 +136,8 @@ class QueuedOp:
         """Blocks until ``run`` has returned and its tickets have passed; what it gave to a stream may be under way."""
         self._returned.wait()
         self._check()
-        what = passed_at(self.op.kind)
-        for ticket in self._tickets:
+        what = passed_at(self.op)
+        for ticket in self._tickets if what else ():
             self._wait(ticket, what)
         self._tickets = ()
 
@@ -139,8 +153,8 @@ class QueuedOp:
         if not self._returned.is_set():
             return False
         self._check()
-        what = passed_at(self.op.kind)
-        if not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):
+        what = passed_at(self.op)
+        if what and not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):
             return False
         self._tickets = ()
         if self.moment is not None and not self._guarded(self.moment.query):
@@ -272,6 +286,7 @@ class QueuedLanes:
     def __init__(self, device: torch.device, memory: DeviceMemory, *, poison: bool) -> None:
         self.device = device
         self.timed = False
+        self.observer: Callable[[QueuedOp], None] | None = None  # told of every op as it is submitted
         self._memory = memory
         self._poison = poison
         self._failures = Failures()
@@ -287,6 +302,9 @@ class QueuedLanes:
         """Queues an op; see :meth:`Lanes.submit`."""
         queued = QueuedOp(op, run, after, number=self._number, failures=self._failures)
         self._number += 1
+        if self.observer is not None:
+            queued.is_observed = True
+            self.observer(queued)
         for _ in range(_TIDY):
             if not self._submitted or not self._submitted[0].settled():
                 break
@@ -304,6 +322,10 @@ class QueuedLanes:
     def mark(self) -> Event:
         """Where compute is; see :meth:`Lanes.mark`."""
         return Passed()
+
+    def now(self, name: str = "") -> Moment:
+        """The moment that compute has come to; see :meth:`Lanes.now`."""
+        return host_moment(name)
 
     def compute_waits(self, events: Sequence[Event]) -> None:
         """Compute waits; see :meth:`Lanes.compute_waits`."""
