@@ -13,7 +13,7 @@ from lightning_hetero.cli.output import change, console, count, pairs, percent, 
 from lightning_hetero.cli.plan import comparison, describe
 from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -41,7 +41,7 @@ class Explanation:
         alternatives: What another placement of one block brings.
         others: The other planners' plans, fastest first.
         planner: Who plans the what-ifs.
-        what_ifs: Other models and machines, and the plans for them.
+        what_ifs: Other models and machines, and the best plans for them: new ones, or this one kept.
     """
 
     plan: Plan
@@ -104,9 +104,10 @@ def explain(plan: Plan, request: Request) -> Explanation:
         rivals = {name: chosen for name, chosen in planners.items() if name != plan.name}
         others = planning.run(rivals, model, hardware, {})
     anew = reasons.Scenario(change="as it is, planned anew", model=model, hardware=hardware)
+    chosen = {planner: planners[planner]}
     with working("planning for other machines"):
         what_ifs = [
-            (scenario, planning.run({planner: planners[planner]}, scenario.model, scenario.hardware, options)[0])
+            (scenario, best_of_both(scenario, plan, planning.run(chosen, scenario.model, scenario.hardware, options)[0]))
             for scenario in (anew, *reasons.scenarios(request, model, hardware))
         ]
     return Explanation(
@@ -121,6 +122,17 @@ def explain(plan: Plan, request: Request) -> Explanation:
         planner=planner,
         what_ifs=what_ifs,
     )
+
+
+def best_of_both(scenario: reasons.Scenario, plan: Plan, found: Outcome) -> Outcome:
+    """What a planner found for a scenario, or the plan at hand if that is faster there: a search need not come upon it again."""
+    from lightning_hetero.planners.judge import judged
+
+    try:
+        kept = judged(plan, planning.micro_batch(scenario.model, plan), scenario.hardware)
+    except (PlanError, ConfigError):  # it does not fit, or the machine cannot do it
+        return found
+    return min(Outcome(planner=plan.name, plan=kept, kept=True), found, key=lambda outcome: outcome.iteration_s)
 
 
 def to_json(e: Explanation) -> dict[str, Any]:
@@ -140,7 +152,9 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "alternatives": e.alternatives,
         "runner_ups": [outcome.to_json() for outcome in e.others],
         "what_if_planner": e.planner,
-        "what_ifs": [{"change": s.change, "tokens": s.model.tokens, **outcome.to_json()} for s, outcome in e.what_ifs],
+        "what_ifs": [
+            {"change": s.change, "tokens": s.model.tokens, "kept": outcome.kept, **outcome.to_json()} for s, outcome in e.what_ifs
+        ],
     }
 
 
@@ -275,9 +289,11 @@ def _what_ifs(found: Sequence[tuple[reasons.Scenario, Outcome]], plan: Plan, mod
     rows = []
     for scenario, outcome in found:
         if outcome.error is not None:
-            rows.append((scenario.change, "no plan", "", _shortly(outcome.error)))
+            rows.append((scenario.change, "none", "", "", _shortly(outcome.error)))
             continue
         per_token = outcome.iteration_s / scenario.model.tokens
-        rows.append((scenario.change, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), change(before, per_token)))
-    columns = ("change", "step", "throughput", "against this plan")
-    return table(f"What if (planned by {planner})", columns, rows, right=columns[1:3])
+        effect = change(before, per_token)
+        what = "this one" if outcome.kept else "another"
+        rows.append((scenario.change, what, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), effect))
+    columns = ("change", "plan", "step", "throughput", "against this plan")
+    return table(f"What if (planned by {planner})", columns, rows, right=columns[2:4])

@@ -31,12 +31,14 @@ class Outcome:
         plan: The plan, with ``predicted``.
         error: The reason.
         planning_s: Seconds that it took, the solver loaded.
+        kept: It is a plan for another model or machine, which is kept.
     """
 
     planner: str
     plan: Plan | None = None
     error: HeteroError | None = None
     planning_s: float = 0.0
+    kept: bool = False
 
     @property
     def iteration_s(self) -> float:

@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 from lightning_hetero import __version__
 from lightning_hetero.cli import doctor, output, planning, profile, reasons, system, timeline
 from lightning_hetero.cli.app import app
+from lightning_hetero.cli.explain import best_of_both
 from lightning_hetero.cli.options import Request, load_plan
+from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.cli.simulate import last_stalls, longest
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -410,15 +412,29 @@ def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
     assert times[0] >= got["predicted"]["iteration_s"] * (1 - 1e-9)
     changes = {row["change"]: row for row in got["what_ifs"]}
     assert set(changes) == {"as it is, planned anew", "+32 GiB host memory", "+1 SSD", "2x batch", "2x link"}
-    # The search ends by the clock, so that another one may come out a little otherwise.
     iteration_s = got["predicted"]["iteration_s"]
-    assert changes["as it is, planned anew"]["predicted"]["iteration_s"] == pytest.approx(iteration_s, rel=0.1)
-    assert changes["2x link"]["predicted"]["iteration_s"] <= iteration_s * 1.1
+    for change in set(changes) - {"2x batch"}:
+        assert changes[change]["predicted"]["iteration_s"] <= iteration_s * (1 + 1e-9), change
     assert changes["2x batch"]["predicted"]["iteration_s"] > iteration_s * 1.1
     assert changes["2x batch"]["tokens"] == 2 * MODEL.tokens
     text = _run("explain", plan_file).stdout
     for words in ("What is where", "Why not otherwise", "Lanes", "Binding: ", "other planners", "What if (planned by holistic)"):
         assert words in text
+
+
+def test_a_plan_is_kept_where_the_planner_finds_nothing_better() -> None:
+    roomy = replace(HARDWARE, device_memory_bytes=8 * GIB)
+    plan = PLANNERS["full_recompute"](MODEL, roomy)
+    quicker = replace(roomy, device_update_params_per_s=2 * roomy.device_update_params_per_s)
+    scenario = reasons.Scenario(change="quicker", model=MODEL, hardware=quicker)
+    nothing = Outcome(planner="x", error=PlanError("no plan"))
+    kept = best_of_both(scenario, plan, nothing)
+    assert kept.kept
+    assert kept.iteration_s < Outcome(planner="x", plan=plan).iteration_s
+    faster = Outcome(planner="x", plan=PLANNERS["resident"](MODEL, quicker))
+    assert best_of_both(scenario, plan, faster) is faster
+    small = replace(scenario, hardware=replace(HARDWARE, device_memory_bytes=GIB // 8))
+    assert best_of_both(small, plan, nothing) is nothing
 
 
 def test_a_plan_of_a_person_is_compared_with_the_default_planners(tmp_path: Path, profiles: list[str]) -> None:
