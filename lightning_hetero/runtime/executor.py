@@ -99,6 +99,7 @@ class Executor:
         serial: Nothing overlaps: compute waits for whatever it issues to be done. For measuring compute alone.
         copies: What a device with memory of its own holds of the weights; ``None`` where the device is the host.
         watcher: Who looks on, if anybody does.
+        commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Executor:
         self.heap = heap
         self.serial = False
         self.copies: DeviceCopies | None = None
+        self.commits = True
         self.watcher: Watcher | None = None
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
@@ -277,7 +279,8 @@ class Executor:
             for block in self.blocks:  # what no op could update, or none speaks of
                 self._update(block, binding, self._in_flight if one_by_one else ())
         self.updater.cancel_opened(self.blocks)
-        self.recorder.watch("COMMIT", "", [t for t in (self.store.commit(),) if t is not None], lane=Lane.DISK_WRITE)
+        if self.commits:
+            self.commit()
         self.updater.begin_step()
         self.recorder.end_step()
         if self.serial:
@@ -285,6 +288,11 @@ class Executor:
             self.store.wait_for_commit()
         elif self.updater.waits or any(b.plan.update is UpdateLane.DEVICE and self._latest.get(b.index) for b in self.blocks):
             self._wait_in_flight()  # where the device is the host, its updates are part of the step
+
+    def commit(self, *, always: bool = False) -> None:
+        """Makes what was written a step; ``always``: even if no block has changed."""
+        ticket = self.store.commit(always=always)
+        self.recorder.watch("COMMIT", "", [ticket] if ticket is not None else [], lane=Lane.DISK_WRITE)
 
     # ---- anchors ----------------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,40 @@ class OptimizerBinding:
                     if isinstance(value, OffloadedTensor):
                         state[key] = value.source.take() if isinstance(value.source, StateSource) else value.clone()
 
+    def books(self) -> dict[str, Any]:
+        """What a commit record says of the optimizer: its groups, and the step count of each parameter that has one."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        counts = [self.optimizer.state.get(p, {}).get("step") for p in self.params()]
+        known = [c for c in counts if c is not None]
+        steps = iter(torch.stack(known).tolist() if known else [])
+        return {
+            "groups": groups,
+            "sizes": [len(group["params"]) for group in self.optimizer.param_groups],
+            "steps": [None if c is None else next(steps) for c in counts],
+        }
+
+    def take_over(self, books: dict[str, Any]) -> None:
+        """The store has the state already; the optimizer's books become what :meth:`books` gave.
+
+        Raises:
+            ConfigError: The optimizer has other groups.
+        """
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != books["sizes"]:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} has groups of {sizes} parameters, the store's optimizer {books['sizes']}. Resume "
+                f"with the optimizer that training began with."
+            )
+        numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+        groups = [{**group, "params": mine} for group, mine in zip(books["groups"], numbers, strict=True)]
+        self._original["load_state_dict"]({"state": {}, "param_groups": groups})
+        for param, count in zip(self.params(), books["steps"], strict=True):
+            if count is not None:
+                state: dict[str, Any] = {}
+                self._attach(state, *self._homes[param])
+                state["step"] = torch.tensor(count, dtype=torch.float32)
+                self.optimizer.state[param] = state
+
     def groups(self) -> dict[int, dict[str, Any]]:
         """Each parameter's group by the parameter's ``id``; read anew every step, schedulers change groups."""
         return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile, ModelShape
@@ -35,10 +36,13 @@ from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.placement import Placement, Placer, SessionOptions, StepRules, host_budget, least_bytes, native_state
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.steps import KeptSteps, commit_ring, part_names
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
+from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.mirrors import mirror_bytes
 from lightning_hetero.store.moves import move
 from lightning_hetero.store.partition import partition
 from lightning_hetero.store.tiers import TierStore, geometry_of
@@ -58,6 +62,7 @@ class Session:
         content: Weights in files for parameters on the meta device.
 
     Attributes:
+        steps: What keeps the steps of a fit, if anything does.
         profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
     """
 
@@ -77,22 +82,24 @@ class Session:
         self.executor: Executor | None = None
         self.store: TierStore | None = None
         self.profile: ModelProfile | None = None
+        self.steps: KeptSteps | None = None
         self._rules = StepRules()
         self._files: NativeSwapFiles | None = None
         self._default_root = Path()
-        self._started = False
+        self._started = self._resumes = False
         self._disk_bytes = 0
         self._final_report: dict[str, int] = {}
 
     # ---- start ------------------------------------------------------------------------------------------------------------
 
-    def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path) -> None:
+    def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False) -> None:
         """Places the model and starts the engine; the weights of blocks on disk leave memory as far as the budget asks.
 
         Args:
             optimizers: The optimizers of a fit; ``None`` to evaluate. A parked session then keeps the optimizers that it has.
             rules: How gradients are used.
             default_root: Where files go by default.
+            resume: ``disk_path`` holds an earlier run's store: weights and state are those of its last step.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -102,7 +109,7 @@ class Session:
         """
         if optimizers is not None:
             self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
-        self._rules = rules
+        self._rules, self._resumes = rules, resume
         placer = self._placer()
         parked = self.executor
         plans = self.options.plans
@@ -114,15 +121,22 @@ class Session:
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.rule = rule
         self._default_root = default_root
+        self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options) if optimizers is not None else None
         if self.store is None:
-            num_blocks = 8 * sum(len(b.parts) for b in self.blocks) + 64  # unfreezing, and state known to its optimizer, take files
+            ring = commit_ring(self.root, self.blocks, kept=self.keeps_steps)
+            directory = self._directory(placement, layout={**ring, "parts": part_names(self.blocks)}, resume=resume)
+            if directory is not None:
+                ring = {key: directory.layout.get(key, size) for key, size in ring.items()}
             self.store = TierStore(
                 replace(self.options.engine, staging_bytes=placement.staging_bytes),
-                directory=self._directory(placement),
-                num_blocks=num_blocks,
+                directory=directory,
                 chunk_bytes_max=placer.chunk_bytes,
+                resume=resume,
+                **ring,
             )
             self.store.on_patched = self.options.on_patched
+        if self.steps is not None:
+            self.steps.begin(self.store, resume=resume)
         rules = placement.rules
         updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         updater.own(self.bindings)
@@ -137,11 +151,14 @@ class Session:
             self.executor = Executor(self.blocks, **common)
         else:
             self.executor = self._on_device(self.options.device, placement, updater, common)
+        self.executor.commits = self.steps is None or not self.steps.kept
         if parked is None or optimizers is not None:
-            self._open(placement)
+            self._open(placement, resume=resume)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
             for binding in self.bindings:
                 binding.place(self.store, homes)
+        if self.steps is not None:
+            self.steps.placed()
         self.store.commit()
         if isinstance(self.executor, DeviceExecutor):
             self.executor.rest()
@@ -208,7 +225,7 @@ class Session:
         for block, placed in sorted(moves, key=lambda m: _growth(m[0], m[1], placer.model)):  # what gives memory back goes first
             self._move(block, placed, placement)
         self.executor.rest()
-        if not placement.uses_disk:
+        if not placement.uses_disk and not self.keeps_steps:
             self.store.detach()
         if placement.staging_bytes != self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
@@ -301,7 +318,7 @@ class Session:
         if not (same_weights and same_state):
             self.executor.bring(block, force=True)
             for part in block.parts:
-                move(self.store, part, placement.geometries.get(part))
+                move(self.store, part, placement.geometries.get(part), self._settled)
         block.plan = placed
         if not same_state:
             for part in block.parts:
@@ -312,6 +329,14 @@ class Session:
         else:
             self._restore(block)
 
+    def _settled(self, part: Part) -> list[NativeBlock]:
+        return [] if self.steps is None else self.steps.settled(part)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether every step of this fit can be resumed from."""
+        return self.steps is not None and self.steps.kept
+
     def _make_disk_ready(self, placement: Placement) -> None:
         """Room for the plan's files, before anything moves."""
         assert self.store is not None
@@ -320,12 +345,12 @@ class Session:
             if directory is not None:
                 self.store.attach(directory)
             return
+        self._disk_bytes = placement.disk_bytes + self._mirror_bytes(placement)
         limits = DiskLimits(
-            needed_bytes=placement.disk_bytes + placement.later_bytes, capacity_bytes=self.options.disk_capacity,
+            needed_bytes=self._disk_bytes + placement.later_bytes, capacity_bytes=self.options.disk_capacity,
             allow_tmpfs=True, allow_rotational=True,
         )  # fmt: skip  # the directory is in use already
         self.store.directory.check_room(limits)
-        self._disk_bytes = placement.disk_bytes
 
     @property
     def on_disk(self) -> bool:
@@ -339,26 +364,41 @@ class Session:
         wanted = (self.options.disk_path or self._default_root).expanduser().absolute()
         return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
-    def _directory(self, placement: Placement) -> StoreDirectory | None:
-        self._disk_bytes = placement.disk_bytes
-        if not placement.uses_disk:
+    def _mirror_bytes(self, placement: Placement) -> int:
+        """Bytes of files for what the plan keeps in memory."""
+        if not self.keeps_steps:
+            return 0
+        parts = [part for block in self.blocks for part in block.parts]
+        return 2 * sum(mirror_bytes(part, placement.geometries.get(part)) for part in parts)
+
+    def _directory(
+        self, placement: Placement, *, layout: dict[str, Any] | None = None, resume: bool = False
+    ) -> StoreDirectory | None:
+        self._disk_bytes = placement.disk_bytes + self._mirror_bytes(placement)
+        if not placement.uses_disk and not self.keeps_steps:
             return None
         # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
         rows = [
             {"block": b.name, "params": {n: [str(p.dtype), list(p.shape)] for n, p in b.spec.params.items()}} for b in self.blocks
         ]
         manifest = {"model": type(self.root).__name__, "blocks": rows}
-        return self._make_directory(self.options.disk_path, manifest, placement.disk_bytes + placement.later_bytes)
+        path = self.options.disk_path if self.bindings or self.steps is not None else self._scratch_path()
+        return self._make_directory(path, manifest, self._disk_bytes + placement.later_bytes, layout=layout, resume=resume)
 
-    def _make_directory(self, path: Path | None, manifest: dict[str, Any], needed_bytes: int) -> StoreDirectory:
+    def _make_directory(self, path: Path | None, manifest: dict[str, Any], needed_bytes: int, **more: Any) -> StoreDirectory:
         self._default_root.mkdir(parents=True, exist_ok=True)
         return StoreDirectory.create_or_adopt(
             path, default_root=self._default_root, manifest=manifest, needed_bytes=needed_bytes,
             capacity_bytes=self.options.disk_capacity, allow_tmpfs=self.options.allow_tmpfs,
-            allow_rotational=self.options.allow_rotational,
+            allow_rotational=self.options.allow_rotational, **more,
         )  # fmt: skip
 
-    def _open(self, placement: Placement) -> None:
+    def _scratch_path(self) -> Path | None:
+        """Evaluation leaves a store alone that training has left at ``disk_path``."""
+        path = self.options.disk_path
+        return None if path is not None and (path / MANIFEST).exists() else path
+
+    def _open(self, placement: Placement, *, resume: bool) -> None:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget."""
         assert self.store is not None
         assert self.executor is not None
@@ -370,7 +410,11 @@ class Session:
             self._take_over(block)
             self.executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
-                self._open_part(part, placement.geometries.get(part))
+                if resume and self.steps is not None:
+                    self.steps.adopt(part)
+                    move(self.store, part, placement.geometries.get(part), self._settled)
+                else:
+                    self._open_part(part, placement.geometries.get(part))
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
                 self.executor.hide(block)
@@ -457,6 +501,8 @@ class Session:
         geometry = geometry_of(part, self.store.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state)
         self.store.open(part, geometry)
         self.store.flush(part)
+        if self.steps is not None:
+            self.steps.reopened(part)
 
     @contextmanager
     def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -502,9 +548,14 @@ class Session:
             self.executor.drain()
 
     def commit(self) -> None:
-        """Makes what was written by loading a checkpoint a step of its own."""
+        """Makes what was written by loading a checkpoint last."""
         if self.store is not None:
             self.store.commit()
+
+    def keep_step(self, state: str) -> None:
+        """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included."""
+        if self.steps is not None and self.executor is not None:
+            self.steps.keep(self.executor, state)
 
     # ---- stop ---------------------------------------------------------------------------------------------------------------
 
@@ -587,7 +638,7 @@ class Session:
             self._final_report = self.memory_report()
             self.recorder.close()
             store, self.store = self.store, None
-            store.close(self.blocks, remove=None if self._started else True)
+            store.close(self.blocks, remove=None if self._started or self._resumes else True)
         if not self._started:
             for block in self.blocks:
                 self._restore(block)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.tiers import WEIGHTS, TierStore
 
 
@@ -85,6 +86,8 @@ class WeightSource:
         if self.part.block.resident:
             if self.part.block.weights_on_disk:
                 self.store.barrier(self.part)  # the last update's write may still read this memory
+            for ticket in writes_of(self.part):
+                ticket.wait()  # and so may that of a mirror
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
             self.part.master_versions = -1  # no version counter has seen this write

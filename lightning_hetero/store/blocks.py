@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.units import round_up
+
+if TYPE_CHECKING:
+    from lightning_hetero.store.mirrors import Mirror
 
 PAGE = 4096
 
@@ -58,6 +61,9 @@ class Part:
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
         state_home: Who has the state arrays, if not the engine.
+        updated: The latest rewrite of memory by the engine.
+        mirrors: Slots on disk for what lives in memory, in a store that keeps every step.
+        mirrored_versions: Sum of the version counters when the mirrors were last written; -1: anything may have changed.
     """
 
     block: Block
@@ -78,6 +84,9 @@ class Part:
     master_versions: int = -1
     patches: list[tuple[int, Tensor]] = field(default_factory=list)
     state_home: StateHome | None = None
+    updated: Ticket | None = None
+    mirrors: dict[str, Mirror] = field(default_factory=dict)
+    mirrored_versions: int = -1
 
     @property
     def weight_bytes(self) -> int:

@@ -11,18 +11,28 @@ import stat
 import tempfile
 import uuid
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
-from lightning_hetero.store.manifest import MANIFEST, check_same_store, lock_manifest, read_manifest, write_manifest
+from lightning_hetero.store.manifest import (
+    MANIFEST,
+    check_same_store,
+    identity_of,
+    layout_of,
+    lock_manifest,
+    read_manifest,
+    write_manifest,
+)
 from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume
 from lightning_hetero.units import format_bytes
 
 PREFIX = "lightning-hetero-"
 
 _OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab]|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
+_BLOCK = re.compile(r"block-([0-9]{5,})\.[ab]")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,9 @@ class DiskLimits:
 class StoreDirectory:
     """A locked, private directory with a manifest; made by :meth:`create_or_adopt`.
 
+    Attributes:
+        layout: ``num_blocks`` and ``user_bytes`` of the commit ring, and the names of each part's parameters.
+
     Contract: one process uses it until :meth:`close`. It touches only names of its own, through a file descriptor of the
     directory, and follows no symbolic link. The native store opens and locks the block files in it by itself.
     """
@@ -59,11 +72,13 @@ class StoreDirectory:
         manifest_fd: int,
         identity: uuid.UUID,
         *,
+        layout: dict[str, Any],
         temporary: bool,
         made: bool,
         in_memory: bool,
     ) -> None:
         self._path = path
+        self.layout = layout
         self._uuid = identity
         self._temporary = temporary
         self._in_memory = in_memory
@@ -83,6 +98,8 @@ class StoreDirectory:
         capacity_bytes: int | None = None,
         allow_tmpfs: bool = False,
         allow_rotational: bool = False,
+        layout: dict[str, Any] | None = None,
+        resume: bool = False,
     ) -> StoreDirectory:
         """Makes the directory of a store, or takes over the one that an earlier run with the same blocks left.
 
@@ -95,6 +112,8 @@ class StoreDirectory:
             capacity_bytes: The user's ``disk_capacity``.
             allow_tmpfs: Accept a file system in memory.
             allow_rotational: Accept a disk with moving heads.
+            layout: What a resume has to know to open the files, as JSON-able data; see :attr:`layout`.
+            resume: Keep the files that are there, and their uuid and layout, instead of starting anew.
 
         Raises:
             ConfigError: The path, its file system or what it holds is refused.
@@ -110,12 +129,12 @@ class StoreDirectory:
         _check_capacity(place, limits)
         try:
             if path is not None:
-                return cls._open_path(place, geometry, limits, temporary=False)
+                return cls._open_path(place, geometry, limits, layout or {}, temporary=False, resume=resume)
             remove_leftovers(place)
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
             try:
                 made.chmod(0o700)  # whatever the umask
-                return cls._open_path(made, geometry, limits, temporary=True)
+                return cls._open_path(made, geometry, limits, layout or {}, temporary=True, resume=False)
             except BaseException:
                 _remove_directory(made)
                 raise
@@ -125,7 +144,9 @@ class StoreDirectory:
             raise StoreError(f"disk_path {str(place)!r}: {error}. Choose another disk_path.") from error
 
     @classmethod
-    def _open_path(cls, path: Path, geometry: dict[str, Any], limits: DiskLimits, *, temporary: bool) -> StoreDirectory:
+    def _open_path(
+        cls, path: Path, geometry: dict[str, Any], limits: DiskLimits, layout: dict[str, Any], *, temporary: bool, resume: bool
+    ) -> StoreDirectory:
         made = _make_private(path)
         with contextlib.ExitStack() as undo:
             if made:
@@ -134,23 +155,34 @@ class StoreDirectory:
             undo.callback(os.close, directory_fd)
             _check_owner(path, directory_fd)
             old_fd = lock_manifest(path, directory_fd)
+            identity = uuid.uuid4()
             if old_fd is None:
+                if resume:
+                    raise ConfigError(f"disk_path {str(path)!r} holds no store to resume from. Start without ckpt_path.")
                 _check_empty(path, directory_fd)
             else:
                 undo.callback(os.close, old_fd)
-                check_same_store(path, read_manifest(path, old_fd), geometry)
+                old = read_manifest(path, old_fd)
+                check_same_store(path, old, geometry)
+                if resume:
+                    identity, layout = identity_of(path, old), layout_of(path, old)
             volume = _check_volume(path, directory_fd, limits)
-            if old_fd is not None:
+            if old_fd is not None and not resume:
                 _remove_files(directory_fd)
-                log.info("disk_path %r: took over an earlier run's store; its files are written anew", str(path))
-            identity = uuid.uuid4()
-            manifest_fd = write_manifest(path, directory_fd, identity, geometry, temporary=temporary, replace=old_fd is not None)
+                log.warning(
+                    "disk_path %r: an earlier run's store is taken over, and what it held is given up. To go on with it instead, "
+                    "pass its path as ckpt_path.", str(path),
+                )  # fmt: skip
+            manifest_fd = write_manifest(
+                path, directory_fd, identity, geometry, layout=layout, temporary=temporary, replace=old_fd is not None
+            )
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)
         in_memory = volume.filesystem in MEMORY_FILESYSTEMS
         return cls(
-            path, directory_fd, manifest_fd, identity, temporary=temporary, made=made or temporary, in_memory=in_memory
+            path, directory_fd, manifest_fd, identity, layout=layout, temporary=temporary, made=made or temporary,
+            in_memory=in_memory,
         )  # fmt: skip
 
     @property
@@ -181,6 +213,13 @@ class StoreDirectory:
         """
         _check_capacity(self._path, limits)
         _check_volume(self._path, self._held.directory_fd, limits)
+
+    def remove_blocks_but(self, identifiers: Collection[int]) -> None:
+        """Removes files of blocks that no record names: a process died after it had closed them."""
+        for name in _own_names(self._held.directory_fd):
+            found = _BLOCK.fullmatch(name)
+            if found and int(found[1]) not in identifiers:
+                _unlink(self._held.directory_fd, name)
 
     def remove_block(self, identifier: int) -> None:
         """Removes the closed files of one block."""

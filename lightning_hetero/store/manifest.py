@@ -85,8 +85,42 @@ def read_manifest(path: Path, manifest_fd: int) -> dict[str, Any]:
     raise ConfigError(f"disk_path {str(path)!r} holds a file {MANIFEST} that is not a store's. Choose another disk_path.")
 
 
+def identity_of(path: Path, manifest: dict[str, Any]) -> uuid.UUID:
+    """The uuid in a manifest.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        return uuid.UUID(hex=manifest["uuid"])
+    raise ConfigError(f"{str(path / MANIFEST)!r} has uuid {manifest.get('uuid')!r}; allowed: 32 hexadecimal digits.")
+
+
+def layout_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the commit ring and the parts, checked.
+
+    Raises:
+        ConfigError: It says nothing, or nothing possible.
+    """
+    layout = manifest.get("layout")
+    if isinstance(layout, dict) and isinstance(layout.get("parts"), list):
+        numbers = (layout.get("num_blocks"), layout.get("user_bytes"))
+        names = [name for part in layout["parts"] if isinstance(part, list) for name in part]
+        lists = all(isinstance(part, list) for part in layout["parts"])
+        if lists and all(isinstance(n, str) for n in names) and all(type(n) is int and 0 <= n < 2**26 for n in numbers):
+            return layout
+    raise ConfigError(f"{str(path / MANIFEST)!r} does not say how its files are laid out: it was not made for a run that resumes.")
+
+
 def write_manifest(
-    path: Path, directory_fd: int, identity: uuid.UUID, geometry: dict[str, Any], *, temporary: bool, replace: bool
+    path: Path,
+    directory_fd: int,
+    identity: uuid.UUID,
+    geometry: dict[str, Any],
+    *,
+    layout: dict[str, Any],
+    temporary: bool,
+    replace: bool,
 ) -> int:
     """Writes, syncs and locks the manifest, then gives it its name; ``replace`` when the caller holds the old one."""
     manifest = {
@@ -97,6 +131,7 @@ def write_manifest(
         "temporary": temporary,
         "fingerprint": _fingerprint(geometry),
         "geometry": geometry,
+        "layout": layout,
     }
     name = f"{MANIFEST}.{identity.hex}"
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)

@@ -7,7 +7,7 @@ written in one rewrite, it would hold all of the part's state: beyond ``_IN_TRAN
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -21,30 +21,44 @@ from lightning_hetero.units import MIB
 _IN_TRANSIT_BYTES = 256 * MIB
 
 
-def move(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
+def move(
+    store: TierStore, part: Part, geometry: BlockGeometry | None, settle: Callable[[Part], list[NativeBlock]] = lambda _: []
+) -> None:
     """Brings weights and state to where ``geometry`` has them; its ``id`` does not count.
 
-    The weights are in memory before and after; no update of the part is under way or open.
+    The weights are in memory before and after; no update of the part is under way or open. Whatever moment the process dies at, the
+    last record names either the old place or the new one, and that one is whole.
 
     Args:
         store: The tiers, with a directory if ``geometry`` has a section in a file.
         part: The part.
         geometry: The new one; ``None``: the engine has nothing to do with the part any more.
+        settle: Called once the part is whole in its new place, before that is committed; returns blocks to close after it.
 
     Raises:
         StoreError: A transfer failed, which stops the engine.
     """
+    if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
+        return
+    with store.moving():
+        old = _exchange(store, part, geometry)
+        store.barrier(part)
+        gone = settle(part)
+        store.commit()
+        for native in [n for n in (*gone, old) if n is not None]:  # mirrors lie over the old home's memory
+            store.close_home(native)
+
+
+def _exchange(store: TierStore, part: Part, geometry: BlockGeometry | None) -> NativeBlock | None:
+    """Gives the part its new native block, with everything in it; returns the old one, still open."""
     if part.native is None:
         if geometry is not None:
             store.open(part, replace(geometry, id=store.next_id()))
             store.flush(part)
-        return
+        return None
     if geometry is None:
         store.flush(part)
-        store.discard(part)
-        return
-    if replace(part.native.geometry, id=geometry.id) == geometry:
-        return
+        return store.take_home(part)
     store.flush(part)
     stepped = part.stepped
     new = store.new_home(part, replace(geometry, id=store.next_id()))  # a full disk refuses it while the old one is whole
@@ -56,9 +70,7 @@ def move(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
         part.stepped = True
     else:
         store.flush(part)
-    store.barrier(part)
-    store.commit()
-    store.close_home(old)
+    return old
 
 
 def _copy_state(store: TierStore, old: NativeBlock, part: Part) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,13 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Engine, EngineStats, Hyper, Patch, Segment, Store, Ticket
-from lightning_hetero.errors import HeteroError, OffloadedAccessError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, StoreCorruptError
 from lightning_hetero.ir.plan import Tier
+from lightning_hetero.store import mirrors
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.capacity import available_cores
 from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.record import PartEntry
 from lightning_hetero.units import KIB, MIB, round_up
 
 NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
@@ -107,13 +109,34 @@ class TierStore:
             when the store cannot be opened.
         num_blocks: Largest number of block files.
         chunk_bytes_max: Largest staged chunk.
+        user_bytes: Largest user blob of a commit record.
+        resume: The directory's files are those of an earlier run; :attr:`recovered` is its last record.
+
+    Attributes:
+        describe: Makes a record's user blob.
+        recovered: The user blob of the record that was resumed from.
+        written: Something was written since the last commit, or since :meth:`commit_step` was last called, that is no move.
     """
 
-    def __init__(self, options: EngineOptions, *, directory: StoreDirectory | None, num_blocks: int, chunk_bytes_max: int) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        directory: StoreDirectory | None,
+        num_blocks: int,
+        chunk_bytes_max: int,
+        user_bytes: int = 256,
+        resume: bool = False,
+    ) -> None:
         self.options = options
         self.directory = directory
         self.chunk_bytes_max = chunk_bytes_max
         self.step = 0
+        self.describe: Callable[[], bytes] = self._describe
+        self.recovered = b""
+        self.written = False
+        self._moving = False
+        self._mirrored = False  # a mirror was written since the last commit
         self._ids: set[int] = set()
         self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
         self._free_ids: set[int] = set()
@@ -124,13 +147,15 @@ class TierStore:
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
-        self._num_blocks = num_blocks
+        self._num_blocks, self._user_bytes = num_blocks, user_bytes
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
         with ExitStack() as undo:
             if directory is not None:
-                undo.callback(directory.close, remove=True)
-                self._store = _open_store(directory, options, num_blocks)
+                undo.callback(directory.close, remove=not resume)
+                self._store = _open_store(directory, options, num_blocks, user_bytes, create=not resume)
                 undo.callback(self._store.close)
+                if resume:
+                    self.step, self.recovered = self._store.recover()
             self.engine = Engine(
                 io_backend=options.io_backend,
                 io_threads=options.io_threads,
@@ -155,7 +180,7 @@ class TierStore:
         assert self.directory is None, "one directory at a time"
         with ExitStack() as undo:
             undo.callback(directory.close, remove=True)
-            self._store = _open_store(directory, self.options, self._num_blocks)
+            self._store = _open_store(directory, self.options, self._num_blocks, self._user_bytes, create=True)
             undo.pop_all()
         self.directory = directory
 
@@ -183,8 +208,11 @@ class TierStore:
 
     def new_home(self, part: Part, geometry: BlockGeometry) -> NativeBlock:
         """A native block for the part, beside the one that it may have."""
+        return self._new_block(geometry, part.arena.address)
+
+    def _new_block(self, geometry: BlockGeometry, address: int) -> NativeBlock:
         self.wait_for_commit()
-        native = NativeBlock(self._store if _has_file(geometry) else None, geometry, part.arena.address)
+        native = NativeBlock(self._store if _has_file(geometry) else None, geometry, address)
         if _has_file(geometry):  # the numbers of others mean nothing
             self._ids.add(geometry.id)
             self._free_ids.discard(geometry.id)
@@ -225,6 +253,73 @@ class TierStore:
             self._blobs.remove(part)
         return native
 
+    # ---- what a resume finds, and mirrors -------------------------------------------------------------------------------
+
+    def reserve_ids(self, identifiers: Iterable[int]) -> None:
+        """Numbers of files that a record names; their blocks are not open yet."""
+        self._ids.update(identifiers)
+        if self.directory is not None:
+            self.directory.remove_blocks_but(self._ids)
+
+    def adopt(self, part: Part, entry: PartEntry) -> None:
+        """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
+        tickets = []
+        if entry.home is not None:
+            part.native = self._new_block(entry.home, part.arena.address)
+            part.on_disk = _has_file(entry.home)
+            part.dirty = False
+            if entry.home.weights_on_disk_file:
+                tickets.append(self.engine.fetch(part.native))
+        part.stepped = entry.stepped
+        for kind, geometry in ((mirrors.WEIGHTS, entry.weights), (mirrors.STATE, entry.state)):
+            if geometry is not None:
+                address, num_bytes = mirrors.spans(part)[kind]
+                if geometry.num_elements != num_bytes:
+                    raise StoreCorruptError(
+                        f"block {geometry.id}: the commit record gives it {geometry.num_elements} bytes; {num_bytes} are needed "
+                        f"for the {kind} of {part.names[0]!r}."
+                    )
+                native = self._new_block(geometry, address)
+                part.mirrors[kind] = mirrors.Mirror(native, part.native)
+                if kind == mirrors.WEIGHTS or entry.stepped:
+                    tickets.append(self.engine.fetch(native))
+        for ticket in tickets:
+            ticket.wait()
+        self.master_is_current(part)
+        part.mirrored_versions = versions(part)
+
+    def arrange_mirrors(self, part: Part) -> list[NativeBlock]:
+        """Gives the part the mirrors that it needs where it is now; :meth:`write_mirrors` and a commit have to follow.
+
+        Returns:
+            Mirrors that it does not need any more, to be closed by :meth:`close_home` after that commit.
+        """
+        wanted = mirrors.spans(part)
+        gone = {kind: m for kind, m in part.mirrors.items() if kind not in wanted or not mirrors.is_current(part, kind)}
+        for kind in gone:
+            del part.mirrors[kind]
+        for kind, (address, num_bytes) in wanted.items():
+            if kind not in part.mirrors:
+                geometry = mirrors.geometry_of_mirror(self.next_id(), num_bytes)
+                part.mirrors[kind] = mirrors.Mirror(self._new_block(geometry, address), part.native)
+                part.mirrored_versions = -1
+        return [m.native for m in gone.values()]
+
+    def write_mirrors(self, part: Part) -> None:
+        """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them."""
+        now = versions(part)
+        if not part.mirrors or part.mirrored_versions == now:
+            return
+        part.mirrored_versions = now
+        after = [part.updated] if part.updated is not None else []
+        for kind, mirror in part.mirrors.items():
+            if kind == mirrors.STATE and not part.stepped:
+                continue
+            mirror.ticket = self.engine.store(
+                mirror.native, [], weights_from_memory=True, step=self.step + 1, priority=-1, after=after
+            )
+            self._mirrored = True
+
     def close_home(self, native: NativeBlock) -> None:
         """Closes what :meth:`take_home` gave, and removes its files."""
         self.wait_for_commit()
@@ -262,9 +357,14 @@ class TierStore:
             for block in blocks:
                 if any(part.last_write is not None and _has_failed(part.last_write) for part in block.parts):
                     block.resident = False  # memory holds half of what should have come
+            if self._last_commit is not None and not _has_failed(self._last_commit):  # the engine closes without what has not begun
+                self._last_commit = None
             self.engine.close()
         finally:
             for part in [p for b in blocks for p in b.parts] + self._blobs:
+                for mirror in part.mirrors.values():
+                    mirror.native.close()
+                part.mirrors.clear()
                 if part.native is not None and part.on_disk:
                     part.native.close()  # others go with the last tensor that looks at their state
                 self._forget(part)
@@ -274,7 +374,8 @@ class TierStore:
                 self.directory.close(remove)
 
     def _forget(self, part: Part) -> None:
-        part.native = part.last_write = part.opened = None
+        part.native = part.last_write = part.opened = part.updated = None
+        part.mirrored_versions = -1
         part.on_disk = part.stepped = part.dirty = part.uncommitted = False
         part.patches.clear()
         self._patched.pop(part, None)
@@ -358,6 +459,7 @@ class TierStore:
         self.flush(part)
         if part.on_disk:
             self._begin_write(part)
+        after = [*after, *mirrors.writes_of(part)]
         part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority, after=after)
         self._opened.add(part)
         return part.opened
@@ -377,8 +479,8 @@ class TierStore:
         ticket, part.opened = part.opened, None
         self._opened.discard(part)
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.step + 1, priority=priority, keep=keep)
-        part.last_write = ticket
-        part.stepped = True
+        part.last_write = part.updated = ticket
+        part.stepped = self.written = True
         return ticket
 
     def cancel_update(self, part: Part) -> None:
@@ -425,23 +527,39 @@ class TierStore:
             patch = Patch(offset=0, numel=1, data=out.data_ptr(), array=WEIGHTS)
             self.engine.read(part.native, [patch], keep=[out]).wait()
 
-    def commit(self) -> Ticket | None:
-        """Makes everything written so far one step that survives; returns at once."""
+    def commit(self, *, always: bool = False) -> Ticket | None:
+        """Makes everything written so far one step that survives; returns at once.
+
+        Args:
+            always: Write a record even where no block has changed since the last one.
+        """
         for part in list(self._opened):  # a commit follows every write before it, and nobody knows when these will be armed
             self.cancel_update(part)
         for part in list(self._patched):
             self.flush(part)
-        if not self._uncommitted or self._store is None:
+        if self._store is None or not (always or self._uncommitted or self._mirrored):
             return None
+        self._mirrored = False
         for part in self._uncommitted:
             part.uncommitted = False
         self._uncommitted.clear()
         self.step += 1
         self._free_ids |= self._closed_ids  # free once this record is there, which `next_id` waits for
         self._closed_ids = set()
-        user = json.dumps({"step": self.step}).encode()
-        self._last_commit = self.engine.commit(self._store, self.step, user, priority=-2)
+        self._last_commit = self.engine.commit(self._store, self.step, self.describe(), priority=-2)
         return self._last_commit
+
+    def _describe(self) -> bytes:
+        return json.dumps({"step": self.step}).encode()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """What is written in the context was there before: it only moves."""
+        before, self._moving = self._moving, True
+        try:
+            yield
+        finally:
+            self._moving = before
 
     def _begin_write(self, part: Part) -> None:
         if part.uncommitted:
@@ -462,6 +580,7 @@ class TierStore:
         self.cancel_update(part)
         if part.on_disk:
             self._begin_write(part)
+        self.written |= not self._moving
         patches, keep = [], []
         for array, offset, value in runs:
             start, numel = self._run(part, offset, value)
@@ -469,7 +588,12 @@ class TierStore:
             keep.append(value)
         part.stepped |= state
         stamp = self.step + 1 if part.stepped else 0  # 0: state reads as zeros, none is written
-        ticket = self.engine.store(part.native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, keep=keep)
+        after = mirrors.writes_of(part)
+        ticket = self.engine.store(
+            part.native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, after=after, keep=keep
+        )
+        if not part.on_disk:
+            part.updated, part.mirrored_versions = ticket, -1
         return ticket
 
     def _run(self, part: Part, offset: int, value: Tensor) -> tuple[int, int]:
@@ -486,16 +610,16 @@ def _has_failed(ticket: Ticket) -> bool:
     return False
 
 
-def _open_store(directory: StoreDirectory, options: EngineOptions, num_blocks: int) -> Store:
+def _open_store(directory: StoreDirectory, options: EngineOptions, num_blocks: int, user_bytes: int, *, create: bool) -> Store:
     return Store(
         os.fspath(directory.path),
         uuid=directory.uuid,
-        create=True,
+        create=create,
         direct_io=options.direct_io and not directory.in_memory,
         durability={"none": 0, "process": 1, "power": 2}[options.durability],
         verify_digests=options.verify_digests,
         num_blocks=num_blocks,
-        user_bytes=256,
+        user_bytes=user_bytes,
     )
 
 

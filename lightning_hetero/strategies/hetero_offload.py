@@ -38,7 +38,9 @@ from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.resume import as_checkpoint, go_on, is_store, load_buffers, read_state
 from lightning_hetero.strategies.rules import step_rules
+from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -149,6 +151,10 @@ class HeteroOffload(_Base):
         self._stepped = False
         self._failed = False
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
+        self._state: TrainingState | None = None  # takes it for every step that is kept
+        self._step_ended = False
+        self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
+        self._in_place = False  # it is the one at disk_path
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
 
@@ -182,6 +188,9 @@ class HeteroOffload(_Base):
         self.accelerator.setup(trainer)
         self._failed = False
         fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
+        resuming = fitting and self._resumed is not None and self._in_place
+        if resuming:
+            self._drop_session()
         if self.session is not None and self.session.root is self.lightning_module and self.session.has_model():
             session = self.session  # parked: the model was too large to come back into memory
             if fitting:
@@ -202,7 +211,12 @@ class HeteroOffload(_Base):
             self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self.namespace, self.autoplan)
             trainer.callbacks.insert(0, self._callback)
-        session.start(self.optimizers if fitting else None, rules, default_root=root)
+        session.start(self.optimizers if fitting else None, rules, default_root=root, resume=resuming)
+        if fitting and session.keeps_steps:
+            self._state = TrainingState(trainer, self.namespace)
+            self._state.attach(self._batch_ends)
+        if resuming and self._resumed is not None:
+            load_buffers(self.lightning_module, self._resumed["buffers"])
         self._imported = weakref.ref(self.lightning_module)
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
@@ -267,9 +281,30 @@ class HeteroOffload(_Base):
             self._executor.backward_ends()
             self._executor.check_gradients()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Takes note of a training dataloader before its iterator is made."""
+        if self._state is not None and self._state.is_training:
+            self._state.loader_seen(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Goes on where the store's last step ended."""
+        super().on_train_start()
+        if self._resumed is not None and self.lightning_module is not None:
+            state, self._resumed = self._resumed, None
+            go_on(self.lightning_module.trainer, state, self.namespace)
+            if self._state is not None:
+                self._state.resume(state["data"])
+
+    def _batch_ends(self) -> None:
+        """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
+        if self._step_ended and self._state is not None and self.session is not None:
+            self._step_ended = False
+            self.session.keep_step(self._state.take([b.books() for b in self.session.bindings]))
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
-        self._stepped = True
+        self._stepped = self._step_ended = True
         if self.session is None or self._executor is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._executor.arm(self.session.binding_of(optimizer))
@@ -314,6 +349,16 @@ class HeteroOffload(_Base):
     def checkpoint_io(self, io: Any) -> None:
         self._checkpoint_io = io
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
+        self._resumed = None
+        if not is_store(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        path, own = Path(checkpoint_path), self.options.disk_path
+        self._in_place = own is not None and own.exists() and path.samefile(own)
+        self._resumed = read_state(path)
+        return as_checkpoint(self._resumed, self.precision_plugin)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights on disk appear as lazy tensors."""
         if self.session is not None:
@@ -323,6 +368,8 @@ class HeteroOffload(_Base):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
         assert self.lightning_module is not None
+        if self._resumed is not None and self._in_place:
+            return
         if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._waiting_checkpoint = (checkpoint, strict)
             return
@@ -335,6 +382,10 @@ class HeteroOffload(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State goes to the tier that the plan chose; nothing is moved to a device."""
+        if self._resumed is not None and self._in_place and self.session is not None:
+            for binding, books in zip(self.session.bindings, checkpoint["optimizer_states"], strict=True):
+                binding.take_over(books)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
@@ -417,6 +468,9 @@ class HeteroOffload(_Base):
     def teardown(self) -> None:
         """Gives the model back, or leaves it on disk where it does not fit."""
         self._last_plan = self.plan
+        if self._state is not None:
+            self._state.detach()
+        self._state = self._resumed = None
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._callback in trainer.callbacks:
             trainer.callbacks.remove(self._callback)

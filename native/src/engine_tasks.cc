@@ -165,7 +165,9 @@ Status CommitTask::Admit() {
 
 Status CommitTask::Start(int64_t* num_units) {
   *num_units = 1;
-  return AllocatePages(store_->record_bytes(), &bytes_);
+  // What lies behind the record's own end in its place of the ring means nothing.
+  num_bytes_ = RecordBytes(store_->options().num_blocks, static_cast<int32_t>(user_.size()));
+  return AllocatePages(num_bytes_, &bytes_);
 }
 
 void CommitTask::Reads(Unit*, Transfers* transfers) {
@@ -191,14 +193,14 @@ Status CommitTask::Compute(Unit*) {
     record_.blocks[static_cast<size_t>(block->id())] = {newest.rewrite.step, newest.rewrite.write_id, newest.rewrite.slot,
                                                         newest.has_state ? 1 : 0};
   }
-  EncodeRecord(record_, store_->record_bytes(), bytes_.get());
+  EncodeRecord(record_, num_bytes_, bytes_.get());
   return Status::Ok();
 }
 
 void CommitTask::Writes(Unit*, Transfers* transfers) {
   if (store_->options().durability == HETERO_DURABILITY_NONE) return;
   const int64_t place = record_.sequence % kRingRecords * store_->record_bytes();
-  AddTransfer(transfers, IoKind::kWrite, store_->ring(), bytes_.get(), store_->record_bytes(), place);
+  AddTransfer(transfers, IoKind::kWrite, store_->ring(), bytes_.get(), num_bytes_, place);
   transfers->back()->dsync = store_->options().durability == HETERO_DURABILITY_POWER;
 }
 

@@ -123,7 +123,9 @@ Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* we
     if (store->blocks()[static_cast<size_t>(geometry.id)] != nullptr)
       return Fail(HETERO_ESTATE, "block %d of this store is open already", geometry.id);
     block->store_ = store;
-    HETERO_RETURN_IF_ERROR(block->OpenFiles(store->options().create != 0));
+    // A recovered store has the files of blocks that its record names; those of others are new.
+    const bool fresh = store->has_record() && store->committed().blocks[static_cast<size_t>(geometry.id)].slot < 0;
+    HETERO_RETURN_IF_ERROR(block->OpenFiles(store->options().create != 0 || fresh));
     if (store->has_record()) HETERO_RETURN_IF_ERROR(block->Apply(store->committed().blocks[static_cast<size_t>(geometry.id)]));
     store->Attach(block.get());
   }
@@ -147,7 +149,9 @@ Block::~Block() {
 
 Status Block::OpenFiles(bool create) {
   for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
-    const Status status = OpenFile(SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes()), &files_[slot]);
+    FileSpec spec = SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes());
+    spec.create = create;
+    const Status status = OpenFile(spec, &files_[slot]);
     if (!status.ok() && create && slot == 1) unlinkat(store_->directory().fd(), SlotName(id(), 0).c_str(), 0);
     HETERO_RETURN_IF_ERROR(status);
   }

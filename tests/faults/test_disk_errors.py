@@ -153,10 +153,10 @@ def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(
         train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory=budget, disk_path=store), looks)
     assert seen == [files()]
     step, content = read_store(store, ("model.blocks.",))
-    assert step == 1 + 2  # the layout is a commit of its own
+    assert step == 1 + 1  # the layout is a commit of its own; the second step was not committed when the disk broke
     torch.manual_seed(7)
     plain = LitModel(RECIPE)
-    trainer = quiet_trainer(strategy="auto", max_steps=2, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer = quiet_trainer(strategy="auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
     trainer.fit(plain, data())
     for name, param in plain.named_parameters():
         state = trainer.optimizers[0].state[param]

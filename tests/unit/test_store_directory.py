@@ -91,7 +91,7 @@ def test_taking_over_is_said_and_removes_only_names_of_ours(root: Path, caplog: 
         (path / name).write_bytes(b"x")
     with caplog.at_level(logging.INFO, logger=module.__name__):
         store = _open(path, root)
-    assert "took over" in caplog.text
+    assert "taken over" in caplog.text
     assert str(path) in caplog.text
     assert sorted(os.listdir(path)) == ["MANIFEST", "block-0.c", "notes.txt"]
     store.close(remove=True)

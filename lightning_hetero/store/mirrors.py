@@ -1,0 +1,83 @@
+"""Mirrors: slots on disk for arrays whose home is memory, so that a committed step is whole whatever the plan.
+
+[Note: Mirrors]
+A mirror is a block of plain bytes over the very memory that holds a part's weights, or its state arrays. Committing a step
+writes it from there, without a copy, to the slot that the last record does not name. Until it is written, no update of the part
+may change that memory: the part's next update waits for the ticket. Nothing reads a mirror before a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero._native import U8, BlockGeometry, Ticket
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero.store.blocks import PAGE, Part
+from lightning_hetero.store.record import PartEntry
+from lightning_hetero.units import KIB, round_up
+
+WEIGHTS, STATE = "weights", "state"
+_CHUNK = 4096 * KIB  # nothing is staged: it only cuts what one transfer and one digest cover
+
+
+@dataclass(eq=False, slots=True)
+class Mirror:
+    """One mirror of a part.
+
+    Attributes:
+        native: The block of bytes.
+        home: The part's native block when the mirror was made: state arrays move with it.
+        ticket: The latest write; ``None`` if there was none.
+    """
+
+    native: NativeBlock
+    home: NativeBlock | None
+    ticket: Ticket | None = None
+
+
+def spans(part: Part) -> dict[str, tuple[int, int]]:
+    """The memory that needs a mirror, page-aligned: address and bytes by what it holds."""
+    found = {}
+    native = part.native
+    if native is None or not native.geometry.weights_on_disk_file:
+        found[WEIGHTS] = (part.arena.address, part.weight_bytes)
+    if native is not None and native.geometry.num_state and not native.geometry.state_on_disk_file:
+        first, last = native.state_address(0), native.state_address(native.geometry.num_state - 1)
+        assert first is not None
+        assert last is not None
+        begin = first // PAGE * PAGE
+        found[STATE] = (begin, round_up(last + 4 * native.geometry.num_elements, PAGE) - begin)
+    return found
+
+
+def geometry_of_mirror(identifier: int, num_bytes: int) -> BlockGeometry:
+    """The native geometry of a mirror of ``num_bytes``, whole pages."""
+    return BlockGeometry(
+        id=identifier, weight_dtype=U8, num_elements=num_bytes, num_state=0, weights_on_disk_file=True, state_on_disk_file=False,
+        num_slots=2, chunk_elements=min(_CHUNK, num_bytes),
+    )  # fmt: skip
+
+
+def mirror_bytes(part: Part, home: BlockGeometry | None) -> int:
+    """Bytes of memory that a part with this home would have mirrored, heads and both slots left out; written at every step."""
+    weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
+    state = 0 if home is None or home.state_on_disk_file else home.num_state * round_up(4 * home.num_elements, PAGE)
+    return weights + state
+
+
+def is_current(part: Part, kind: str) -> bool:
+    """Whether the part's mirror of this kind lies over the memory that it has now."""
+    mirror = part.mirrors.get(kind)
+    return mirror is not None and (kind == WEIGHTS or mirror.home is part.native)
+
+
+def entry_of(part: Part) -> PartEntry:
+    """Where the part's arrays are now."""
+    mirrors = {kind: mirror.native.geometry for kind, mirror in part.mirrors.items()}
+    home = None if part.native is None else part.native.geometry
+    return PartEntry(home, part.stepped, mirrors.get(WEIGHTS), mirrors.get(STATE))
+
+
+def writes_of(part: Part) -> list[Ticket]:
+    """Writes that still read the part's memory, maybe: its next change waits for them."""
+    return [m.ticket for m in part.mirrors.values() if m.ticket is not None]

@@ -1,0 +1,142 @@
+"""What a commit record of ours says beside the slots: where every part's arrays are, and the training state that belongs to them.
+
+[Note: Resumable records]
+A record stands for a step if it has a ``state``: the training loop's, written at the end of the batch that made the step. Moves
+of a part between tiers commit too; the contents do not change, so they repeat the last state. Any other commit (weights were
+loaded, nothing was trained yet, a batch wrote the same block twice) has no state, and says ``why``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.encoding import loads
+
+VERSION = 1
+_GEOMETRY_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PartEntry:
+    """Where one part's arrays are.
+
+    Attributes:
+        home: Its native block; ``None`` where the engine has none, and the weights are in memory.
+        stepped: The state is no longer all zeros.
+        weights: The mirror of weights in memory; ``None`` where they live in the home's files.
+        state: The same for state arrays.
+    """
+
+    home: BlockGeometry | None
+    stepped: bool
+    weights: BlockGeometry | None
+    state: BlockGeometry | None
+
+    def to_json(self) -> str:
+        """As it stands in a record."""
+        return json.dumps([_to_list(self.home), self.stepped, _to_list(self.weights), _to_list(self.state)], separators=(",", ":"))
+
+    @property
+    def files(self) -> list[BlockGeometry]:
+        """The blocks of the part that have files."""
+        blocks = (self.home, self.weights, self.state)
+        return [b for b in blocks if b is not None and (b.weights_on_disk_file or b.state_on_disk_file)]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record that was read back.
+
+    Attributes:
+        parts: One entry for each part, in the order of the manifest.
+        state: The training state as text, see ``store.encoding``; empty where the record stands for no step.
+        why: Why it does not.
+    """
+
+    parts: tuple[PartEntry, ...]
+    state: str
+    why: str
+
+
+def compose(parts: Sequence[str], state: str, why: str) -> bytes:
+    """The user blob of a record.
+
+    Args:
+        parts: Each part's :meth:`PartEntry.to_json`.
+        state: The training state; empty if there is none.
+        why: Why there is none.
+    """
+    head = json.dumps({"version": VERSION, "why": why})[:-1]
+    return f'{head},"parts":[{",".join(parts)}],"state":{state or "null"}}}'.encode()
+
+
+def parse(blob: bytes) -> Record:
+    """Reads a user blob; nothing in it is trusted.
+
+    Raises:
+        ConfigError: It is not one of this version.
+    """
+    try:
+        value = json.loads(blob)
+        if value["version"] != VERSION:
+            raise ConfigError(f"the commit record has version {value['version']!r}; this package reads {VERSION}.")
+        parts = tuple(_entry(row) for row in value["parts"])
+        why, state = value["why"], value["state"]
+        if not isinstance(why, str) or not isinstance(state, dict | None):
+            raise ValueError("fields of another type")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the commit record cannot be read ({error}); it was written by another program or version.") from error
+    ids = [block.id for part in parts for block in part.files]
+    if len(ids) != len(set(ids)):
+        raise ConfigError("the commit record gives the same files to two parts; it was written by another program.")
+    return Record(parts, "" if state is None else json.dumps(state), why)
+
+
+def state_of(record: Record, path: str) -> dict[str, Any]:
+    """The training state of a record.
+
+    Args:
+        record: The record.
+        path: The store, for messages.
+
+    Raises:
+        ConfigError: The record stands for no step, or its state cannot be read.
+    """
+    if not record.state:
+        raise ConfigError(f"store {path!r} cannot be resumed from: {record.why}. Load a checkpoint, or start without ckpt_path.")
+    state: dict[str, Any] = loads(record.state)
+    return state
+
+
+def _to_list(geometry: BlockGeometry | None) -> list[int] | None:
+    if geometry is None:
+        return None
+    g = geometry
+    on_file = (int(g.weights_on_disk_file), int(g.state_on_disk_file))
+    return [g.id, g.weight_dtype, g.num_elements, g.num_state, *on_file, g.num_slots, g.chunk_elements]
+
+
+def _entry(row: Any) -> PartEntry:
+    home, stepped, weights, state = row
+    if not isinstance(stepped, bool):
+        raise ValueError("an entry of another type")
+    return PartEntry(_geometry(home), stepped, _geometry(weights), _geometry(state))
+
+
+def _geometry(row: Any) -> BlockGeometry | None:
+    if row is None:
+        return None
+    if not isinstance(row, list) or len(row) != _GEOMETRY_FIELDS or any(type(v) is not int for v in row):
+        raise ValueError("a geometry of another type")
+    number, dtype, num_elements, num_state, weights, state, slots, chunk = row
+    return BlockGeometry(
+        id=number, weight_dtype=dtype, num_elements=num_elements, num_state=num_state, weights_on_disk_file=bool(weights),
+        state_on_disk_file=bool(state), num_slots=slots, chunk_elements=chunk,
+    )  # fmt: skip

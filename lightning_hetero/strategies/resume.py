@@ -1,0 +1,164 @@
+"""``ckpt_path`` as a store: reads its last record, and lets Lightning's loops go on as if the process had never ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero._native import Store
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.store import record
+from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
+from lightning_hetero.strategies.training_state import generators, set_random_state, validation_loaders
+
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def is_store(path: Any) -> bool:
+    """Whether a ``ckpt_path`` is a store's directory."""
+    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The training state of a store's last step.
+
+    Args:
+        path: The store; no living process uses it.
+
+    Raises:
+        ConfigError: It is no store of this version, or its last record stands for no step.
+        StoreBusyError: A process uses it.
+        StoreCorruptError: It has no valid record.
+        StoreError: A file cannot be read.
+    """
+    manifest_fd = os.open(path / MANIFEST, _FLAGS)
+    try:
+        manifest = read_manifest(path, manifest_fd)
+    finally:
+        os.close(manifest_fd)
+    layout = layout_of(path, manifest)
+    with Store(
+        path, uuid=identity_of(path, manifest).bytes, create=False, direct_io=False, durability=1, verify_digests=False,
+        num_blocks=layout["num_blocks"], user_bytes=layout["user_bytes"],
+    ) as store:  # fmt: skip
+        _, blob = store.recover()
+    return record.state_of(record.parse(blob), str(path))
+
+
+def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:
+    """A training state in the form of a Lightning checkpoint without weights and optimizer state."""
+    checkpoint = {
+        "epoch": state["epoch"],
+        "global_step": state["global_step"],
+        "pytorch-lightning_version": state["version"],
+        "state_dict": {},
+        "loops": {"fit_loop": state["fit_loop"]},
+        "callbacks": state["callbacks"],
+        "optimizer_states": state["optimizers"],
+        "lr_schedulers": state["lr_schedulers"],
+        **state["hyper_parameters"],
+    }
+    if state["precision"]:
+        checkpoint[type(precision).__qualname__] = state["precision"]
+    if state["datamodule"]:
+        name, content = state["datamodule"]
+        checkpoint[name] = content
+    return checkpoint
+
+
+def load_buffers(module: Any, buffers: dict[str, torch.Tensor]) -> None:
+    """Gives the model its persistent buffers.
+
+    Raises:
+        ConfigError: The model has no such buffer.
+    """
+    for name, value in buffers.items():
+        prefix, _, key = name.rpartition(".")
+        try:
+            owner = module.get_submodule(prefix)
+        except AttributeError:
+            owner = None
+        if owner is None or key not in owner._buffers:
+            raise ConfigError(f"the store has a buffer {name!r}; this model has none of that name. Resume with the same model.")
+        there = owner._buffers[key]
+        if there is not None and there.shape == value.shape and there.dtype == value.dtype:
+            there.copy_(value)
+        else:
+            owner._buffers[key] = value
+
+
+def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
+    """Brings loops, data and random numbers to where they were when the last batch had ended.
+
+    Lightning has restored the loops' progress. Left to itself it would not run the validation that was due after that batch, and
+    would begin the epoch's data anew; see [Note: Data]. Called when every ``on_train_start`` hook has run.
+    """
+    loop = trainer.fit_loop
+    epoch_loop, fetcher = loop.epoch_loop, loop._data_fetcher
+    loops = importlib.import_module(f"{namespace}.loops.evaluation_loop")
+    _forward(trainer, state["data"], epoch_loop.batch_progress.current.ready, namespace)
+    if state["validation"]:
+        _restore_validation(trainer, state["validation"])
+    if epoch_loop._should_check_val_fx(fetcher):
+        epoch_loop.val_loop._restart_stage = loops.RestartStage.RESTARTED_MID_EVALUATION
+        epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch
+    else:
+        epoch_loop._batches_that_stepped += 1
+    loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
+    # The data has been brought to the right place; Lightning cannot know.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+    try:
+        set_random_state(state["random"][str(trainer.global_rank)])
+    except KeyError as error:
+        raise ConfigError(
+            f"the store has no random numbers of rank {trainer.global_rank}; resume with as many processes."
+        ) from error
+
+
+def _forward(trainer: Any, data: dict[str, Any], num_batches: int, namespace: str) -> None:
+    """Makes the epoch's iterator as it was made, and drops the batches that were used."""
+    loop = trainer.fit_loop
+    loaders = loop._combined_loader.flattened
+    stateful = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._Stateful
+    if all(isinstance(loader, stateful) for loader in loaders):
+        return
+    _set_generators(loaders, data["generators"])
+    set_random_state(data["random"])
+    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
+    for loader in loaders:
+        set_epoch(loader, loop.epoch_progress.current.processed)
+    fetcher = iter(loop._data_fetcher)
+    for number in range(num_batches):
+        try:
+            next(fetcher)
+        except StopIteration:
+            raise ConfigError(
+                f"the dataloader ends after {number} batches of the epoch; {num_batches} had been used when the last step was "
+                f"committed. Resume with the data that training began with."
+            ) from None
+    fetcher.fetched -= num_batches  # the epoch's loop adds them when it begins
+
+
+def _restore_validation(trainer: Any, contents: list[torch.Tensor]) -> None:
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if loop._combined_loader is None:
+        trainer.validating = True
+        loop.setup_data()
+        trainer.training = True
+    _set_generators(validation_loaders(trainer), contents)
+
+
+def _set_generators(loaders: list[Any], contents: list[torch.Tensor]) -> None:
+    found = generators(loaders)
+    if len(found) != len(contents):
+        raise ConfigError(
+            f"the dataloaders draw from {len(found)} generators of their own, those of the store from {len(contents)}; resume with "
+            f"the dataloaders that training began with."
+        )
+    for generator, content in zip(found, contents, strict=True):
+        generator.set_state(content)

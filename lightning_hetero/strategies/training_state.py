@@ -1,0 +1,252 @@
+"""What a training run is beside weights and optimizer state, taken at the end of a batch: what a commit record carries.
+
+[Note: What is carried]
+Carried: the loops' progress, the optimizers' groups and step counts, schedulers, the precision plugin's state, what callbacks
+and the datamodule return from ``state_dict``, hyper-parameters, persistent buffers, the random number generators of torch,
+NumPy and Python by rank, and how the data was iterated. Not carried: what ``on_save_checkpoint`` hooks would add, metrics of an
+epoch that is not over, loggers.
+
+[Note: Data]
+A dataloader with ``state_dict`` is asked for it. Any other is replayed: the record has the generators as they were when the
+epoch's iterator was made, and a resume draws again, and drops, the batches that were used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.encoding import dumps
+from lightning_hetero.units import MIB, format_bytes
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES_MAX = 4 * MIB  # they travel with every record
+_WORDS = 625  # of Python's generator: 624 and an index
+
+
+class TrainingState:
+    """Takes the state of one fit.
+
+    Args:
+        trainer: The Trainer.
+        namespace: Whose Trainer it is.
+    """
+
+    def __init__(self, trainer: Any, namespace: str) -> None:
+        self._trainer = trainer
+        self._calls = importlib.import_module(f"{namespace}.trainer.call")
+        self._is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
+        self._version = importlib.import_module(namespace).__version__
+        self._hooked: list[str] = []
+        self._warned: set[str] = set()
+        self._hyper_parameters: str | None = None
+        self._loaders: list[Any] = []
+        self._epoch: dict[str, Any] = {}
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------------
+
+    def attach(self, after_batch: Callable[[], None]) -> None:
+        """Calls ``after_batch`` when the last hook of a training batch has run, until :meth:`detach`."""
+        module = self._trainer.lightning_module
+        for name, then in (("on_train_batch_end", after_batch), ("on_train_epoch_start", self._epoch_starts)):
+            self._hook(module, name, then)
+        for owner in (module, *self._trainer.callbacks):
+            if self._is_overridden("on_save_checkpoint", owner):
+                self._warn(f"what {type(owner).__name__}.on_save_checkpoint adds to checkpoints is not kept with the steps")
+
+    def _hook(self, module: Any, name: str, then: Callable[[], None]) -> None:
+        # The module's own hook comes after those of all callbacks, and Lightning offers nothing after that.
+        hook = getattr(module, name)
+
+        @functools.wraps(hook)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            then()
+            return result
+
+        vars(module)[name] = wrapped
+        self._hooked.append(name)
+
+    def detach(self) -> None:
+        """Takes the hooks off."""
+        module = self._trainer.lightning_module
+        for name in self._hooked:
+            if module is not None:
+                vars(module).pop(name, None)
+        self._hooked.clear()
+
+    # ---- how the data is iterated -----------------------------------------------------------------------------------------
+
+    @property
+    def is_training(self) -> bool:
+        """Whether dataloaders that are made now are those of training."""
+        return bool(self._trainer.training)
+
+    def loader_seen(self, loader: Any) -> None:
+        """A training dataloader has been made; its iterator comes next."""
+        self._loaders.append(loader)
+        self._epoch_begins()
+
+    def _epoch_starts(self) -> None:
+        loop = self._trainer.fit_loop
+        if self._trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:  # else there is an iterator
+            self._loaders = list(loop._combined_loader.flattened)
+            self._epoch_begins()
+
+    def _epoch_begins(self) -> None:
+        self._epoch = {"random": random_state(), "generators": [g.get_state() for g in generators(self._loaders)]}
+
+    def resume(self, epoch: dict[str, Any]) -> None:
+        """The epoch goes on that another process began."""
+        self._epoch = epoch
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------
+
+    def take(self, steps: list[dict[str, Any]]) -> str:
+        """The state as text (see ``store.encoding``), as it is when the hooks of a training batch have run.
+
+        Args:
+            steps: Each optimizer's step counts.
+
+        Returns:
+            The text; empty, with a warning, where something that a resume needs has no safe form.
+        """
+        trainer = self._trainer
+        try:
+            fields = {
+                "version": dumps(self._version, "version"),
+                "epoch": dumps(trainer.current_epoch, "epoch"),
+                "global_step": dumps(trainer.global_step, "global_step"),
+                "fit_loop": dumps(_after_batch(trainer.fit_loop.state_dict()), "loops"),
+                "optimizers": dumps(steps, "optimizers"),
+                "lr_schedulers": dumps([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
+                "precision": dumps(trainer.precision_plugin.state_dict(), "precision"),
+                "buffers": dumps(self._buffers(), "buffers"),
+                "random": dumps({str(trainer.global_rank): random_state()}, "random"),
+                "data": dumps(self._epoch, "data"),
+                "validation": dumps([g.get_state() for g in generators(validation_loaders(trainer))], "validation"),
+            }
+        except ConfigError as error:
+            self._warn(f"{error} Steps of this run cannot be resumed from")
+            return ""
+        fields["callbacks"] = self._callbacks()
+        fields["datamodule"] = self._datamodule()
+        fields["hyper_parameters"] = self._hyper()
+        return "{" + ",".join(f'"{key}":{text}' for key, text in fields.items()) + "}"
+
+    def _buffers(self) -> dict[str, Tensor]:
+        buffers = dict(persistent_buffers(self._trainer.lightning_module))
+        size = sum(b.nbytes for b in buffers.values())
+        if size > _BUFFER_BYTES_MAX:
+            raise ConfigError(
+                f"the model's persistent buffers have {format_bytes(size)}; a record holds {format_bytes(_BUFFER_BYTES_MAX)}. "
+                f"Register those that never change with persistent=False."
+            )
+        return buffers
+
+    def _callbacks(self) -> str:
+        fields = {}
+        for key, state in self._calls._call_callbacks_state_dict(self._trainer).items():
+            fields[key] = self._optional(state, f"the state of callback {key}")
+        return "{" + ",".join(f"{dumps(k, 'key')}:{text}" for k, text in fields.items() if text) + "}"
+
+    def _datamodule(self) -> str:
+        module = self._trainer.datamodule
+        state = None if module is None else self._calls._call_lightning_datamodule_hook(self._trainer, "state_dict")
+        return self._optional([type(module).__qualname__, state], "the datamodule's state") or "null" if state else "null"
+
+    def _hyper(self) -> str:
+        if self._hyper_parameters is None:
+            fields: dict[str, Any] = {}
+            for owner in (self._trainer.lightning_module, self._trainer.datamodule):
+                if owner is not None and owner.hparams:
+                    fields[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+                    if hasattr(owner, "_hparams_name"):
+                        fields[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+            self._hyper_parameters = self._optional(fields, "hyper_parameters") or "{}"
+        return self._hyper_parameters
+
+    def _optional(self, value: Any, what: str) -> str:
+        try:
+            return dumps(value, what)
+        except ConfigError as error:
+            self._warn(f"{error} It is not kept with the steps")
+            return ""
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s.", text)
+
+
+def _after_batch(loops: dict[str, Any]) -> dict[str, Any]:
+    """The loops' state once the batch counts as completed, which Lightning does right after its hooks."""
+    progress = loops["epoch_loop.batch_progress"]
+    counts = {key: {**progress[key], "completed": progress[key]["completed"] + 1} for key in ("total", "current")}
+    return {**loops, "epoch_loop.batch_progress": {**progress, **counts}}
+
+
+def persistent_buffers(module: Any) -> Iterable[tuple[str, Tensor]]:
+    """The buffers that a ``state_dict`` has, by name."""
+    for prefix, owner in module.named_modules():
+        for name, value in owner._buffers.items():
+            if value is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def generators(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that dataloaders draw from, beside the global ones."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found.setdefault(id(generator), generator)
+    return list(found.values())
+
+
+def validation_loaders(trainer: Any) -> list[Any]:
+    """The dataloaders of the validation inside training; empty before there was one."""
+    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def random_state() -> dict[str, Any]:
+    """The global random number generators."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, struct.pack(f"<{_WORDS}I", *words), gauss]}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets what :func:`random_state` gave.
+
+    Raises:
+        ConfigError: It does not fit this process.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, struct.unpack(f"<{_WORDS}I", words), gauss))
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            importlib.import_module("numpy").random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+    except (KeyError, ValueError, TypeError, RuntimeError, struct.error) as error:
+        raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error

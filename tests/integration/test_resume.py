@@ -1,0 +1,266 @@
+"""``ckpt_path`` is a store: training goes on from its last step as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCorruptError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+RECIPE = Recipe(steps=12, shape=Shape(layers=3, dropout=0.1), clip=1.0, schedule="onecycle", validate=True, groups=True)
+BATCHES = 4
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="model.blocks.0", weights=Tier.HOST, state=Tier.DISK),
+        BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.HOST),
+        BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST),
+    ),
+)
+
+
+class Ends(Exception):
+    """Stands for the end of the process: nothing is saved on the way out."""
+
+
+class EndsAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Ends
+
+
+class Model(LitModel):
+    """Draws random numbers where a resume could lose them, and changes weights after the step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.rand(())
+        with torch.no_grad():
+            self.model.position.clamp_(-0.25, 0.25)
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(3)
+
+
+def train(root: Path, strategy: Any, recipe: Recipe = RECIPE, *, stop: int | None = None, store: Path | None = None) -> Outcome:
+    torch.manual_seed(7)
+    module = Model(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
+        precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
+        callbacks=[] if stop is None else [EndsAt(stop)],
+    )  # fmt: skip
+    loaders = (data(BATCHES), data(2, seed=1) if recipe.validate else None)
+    if stop is None:
+        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
+        return outcome(trainer, module)
+    with pytest.raises(Ends):
+        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
+    return Outcome(module.losses, {}, [])
+
+
+def offload(plan: Any, store: Path, **options: Any) -> Any:
+    return HeteroOffloadStrategy(plan=plan, disk_path=store, **options)
+
+
+def after(expected: Outcome, losses: int) -> Outcome:
+    return Outcome(expected.losses[-losses:], expected.weights, expected.state)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(tmp_path_factory.mktemp("plain"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stop"),
+    [("disk", "disk", 1), ("disk", "host", 6), ("host", "disk", 4), (MIXED, MIXED, 7), ("resident", MIXED, 9)],
+    ids=["disk", "disk-host", "host-disk-at-the-end-of-an-epoch", "mixed", "resident-mixed"],
+)
+def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int) -> None:
+    store = tmp_path / "store"
+    before = train(tmp_path, offload(first, store, verify=True), stop=stop)
+    got = train(tmp_path, offload(second, store, verify=True), store=store)
+    assert_same(got, after(plain, len(got.losses)))
+    validated = stop // BATCHES - (stop % BATCHES == 0)  # what followed the step itself had not begun
+    assert len(got.losses) == len(plain.losses) - stop - 2 * validated
+    assert len(before.losses) == stop + 2 * (stop // BATCHES)
+
+
+def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload("disk", store), stop=2)
+    for stop in (3, 4, 5, 8, 10):
+        train(tmp_path, offload("disk", store), stop=stop, store=store)
+    got = train(tmp_path, offload("disk", store), store=store)
+    assert_same(got, after(plain, len(got.losses)))
+    assert len(train(tmp_path, offload("disk", store), store=store).losses) == 0  # all steps are done
+
+
+def test_accumulated_batches_without_a_step_are_done_again(tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, accumulate=2, shape=Shape(dropout=0.1))
+    plain = train(tmp_path, "auto", recipe)
+    store = tmp_path / "store"
+    train(tmp_path, offload("disk", store), recipe, stop=2)
+    got = train(tmp_path, offload("disk", store), recipe, store=store)
+    assert_same(got, after(plain, 4))
+
+
+def test_16_bit_weights_keep_their_masters(tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, precision="bf16-true")
+    whole = train(tmp_path, offload("host", tmp_path / "whole"), recipe)
+    store = tmp_path / "store"
+    train(tmp_path, offload("host", store), recipe, stop=2)
+    assert_same(train(tmp_path, offload("disk", store), recipe, store=store), after(whole, 2))
+
+
+def test_it_goes_on_with_a_smaller_budget(tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, shape=Shape(layers=6, width=64))
+    plain = train(tmp_path, "auto", recipe)
+    store = tmp_path / "store"
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory=1), recipe)
+    train(tmp_path, offload("disk", store), recipe, stop=2)
+    got = train(tmp_path, offload("disk", store, host_memory=refusal.value.needed_bytes), recipe, store=store)
+    assert_same(got, after(plain, 2))
+
+
+def test_evaluation_leaves_the_store_alone(tmp_path: Path, plain: Outcome) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload("disk", store), stop=5)
+    torch.manual_seed(7)
+    trainer = quiet_trainer(strategy=offload("disk", store), default_root_dir=tmp_path)
+    trainer.validate(Model(RECIPE), data(2, seed=1), verbose=False)
+    got = train(tmp_path, offload("disk", store), store=store)
+    assert_same(got, after(plain, len(got.losses)))
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    train(tmp_path, offload("disk", tmp_path / "store"), stop=0)
+    with pytest.raises(ConfigError, match="no step has been committed yet"):
+        train(tmp_path, offload("disk", tmp_path / "store"), store=tmp_path / "store")
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload("disk", store), stop=1)
+
+    def refused(match: str, **options: Any) -> None:
+        recipe = Recipe(**{**vars(RECIPE), **options})
+        with pytest.raises(ConfigError, match=match):
+            train(tmp_path, offload("disk", store), recipe, store=store)
+
+    refused("changed model", shape=Shape(layers=2, dropout=0.1))
+    refused("grouped in another way", shape=Shape(layers=3, dropout=0.1, half_frozen=True))
+    refused("groups of", groups=False)
+    refused("would not keep its steps", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
+    with pytest.raises(ConfigError, match="would not keep its steps"):
+        train(tmp_path, offload("disk", store, durability="none"), store=store)
+
+
+def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe(steps=1, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    train(tmp_path, offload("disk", tmp_path / "store"), recipe)
+    assert "Steps are not kept: optimizer SGD" in caplog.text
+
+
+class Odd(pl.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"odd": nn.Identity()}
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: Any = (0, torch.zeros(2, dtype=torch.float64))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen = (self.seen[0] + 1, self.seen[1] + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_callbacks_and_hyper_parameters_travel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = tmp_path / "store"
+    loaded: list[dict[str, Any]] = []
+
+    class Module(LitModel):
+        def __init__(self, recipe: Recipe, rate: float = 0.5) -> None:
+            super().__init__(recipe)
+            self.save_hyperparameters("rate")
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            loaded.append(copy.deepcopy(checkpoint["hyper_parameters"]))
+
+    def run(steps: int, ckpt_path: str | None = None) -> Counts:
+        counts = Counts()
+        trainer = quiet_trainer(
+            strategy=offload("disk", store),
+            max_steps=steps,
+            limit_val_batches=0,
+            default_root_dir=tmp_path,
+            callbacks=[Odd(), counts],
+        )
+        trainer.fit(Module(RECIPE), data(BATCHES), ckpt_path=ckpt_path)
+        return counts
+
+    run(2)
+    assert "the state of callback Odd" in caplog.text
+    assert "not kept" in caplog.text
+    count, vector = run(5, str(store)).seen
+    assert count == 5
+    assert torch.equal(vector, torch.full((2,), 5.0, dtype=torch.float64))
+    assert loaded == [{"rate": 0.5}]
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+def test_a_flipped_bit_is_named_when_it_is_resumed(tmp_path: Path, plan: str) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload(plan, store, verify=True), stop=3)
+    for path in store.glob("block-*"):
+        with open(path, "r+b") as file:
+            file.seek(4096)  # behind the head
+            byte = file.read(1)
+            file.seek(4096)
+            file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(StoreCorruptError, match=r"block-\d+\.[ab] at offset \d+: block \d+, chunk \d+: the .*digest differs"):
+        train(tmp_path, offload(plan, store, verify=True), store=store)
+
+
+def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_path: Path) -> None:
+    class Clamps(LitModel):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.clamp_(-0.05, 0.05)
+
+    def run(strategy: Any, steps: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        module = Clamps(Recipe(shape=Shape(layers=2)))
+        trainer = quiet_trainer(strategy=strategy, max_steps=steps, limit_val_batches=0, default_root_dir=tmp_path)
+        trainer.fit(module, data(BATCHES), ckpt_path=ckpt_path)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    expected = run("auto", 4)
+    store = tmp_path / "store"
+    run(offload("disk", store), 2)
+    got = run(offload("disk", store), 4, str(store))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
