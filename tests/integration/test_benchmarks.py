@@ -99,3 +99,16 @@ def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_p
         ("wide", "host"): {"error": 0.2},
     }
     assert log_of(file, {"rounds": 4, "sizes": (1, 2)}).results == {("wide", "host"): {"error": 0.3}}
+
+
+def test_ablation_simulates_and_measures_the_same_variants(tmp_path: Path) -> None:
+    small = ("--layers", "2", "--width", "64", "--seq", "16", "--steps", "1")
+    result, output = run("ablation.py", "--dir", tmp_path, "--experiments", "priority", *small, cwd=tmp_path)
+    found = result["experiments"]["priority"]
+    assert found["same_bits"]
+    assert found["simulated_s"].keys() == found["measured_s"].keys() == {"without priority", "with priority"}
+    assert found["emulated"]["upload"] == pytest.approx(found["paper"]["upload"])
+    assert [row["measured, emulated"] > 0 for row in found["rows"]] == [True, True]
+    assert found["rows"][1]["simulated, paper's machine"] > 1  # the direction of the paper's effect
+    assert "| with priority | 1.24 |" in output
+    assert list(tmp_path.iterdir()) == []
