@@ -2,12 +2,15 @@
 
 * ``plain``: Lightning's default strategy with ``AdamW(fused=True)``; ``compute``: the same without an optimizer.
 * ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under ``HeteroOffloadStrategy``.
+* ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host, with links without limit.
+* ``traced``: the plan ``host`` with ``trace=True``.
 * ``io``: the update's transfers through the engine in the same directory, with nothing to compute: the bandwidth at hand.
 * with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer (see deepspeed_peer.py).
 
 Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round:
 
 * ``resident_vs_plain``, ``host_vs_plain``: step time / that of plain Lightning; below 1 is faster.
+* ``device_vs_plain``, ``traced_vs_host``: what the lanes of a device cost, and what recording costs.
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
 * ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
 
@@ -34,10 +37,12 @@ from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
 from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
 
-from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+from lightning_hetero.ir.stalls import blame, op_of_block, stalls
 from lightning_hetero.ir.trace import Trace
 
-PLANS = ("resident", "host", "disk")
+PLANS = ("resident", "host", "disk", "device", "traced")
+OF = {"device": "resident", "traced": "host"}  # the plan that such a contestant runs
 PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
 
 
@@ -81,11 +86,12 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
     """Lightning under a plan."""
     torch.manual_seed(0)
     strategy = HeteroOffloadStrategy(
-        plan=plan,
+        plan=OF.get(plan, plan),
+        device=EmulatedDevice(memory=args.device_memory) if plan == "device" else None,
         host_memory=args.host_memory if plan == "disk" else None,
         io_backend=args.io_backend,
         update_threads=args.update_threads,
-        trace=args.trace is not None,
+        trace=args.trace is not None or plan == "traced",
     )
 
     def drain() -> None:
@@ -112,13 +118,9 @@ def show_trace(trace: Trace, path: Path, plan: str) -> None:
     trace.save(path)
     steps = len({s.step for s in trace.spans}) or 1
     lanes = ", ".join(f"{lane} {busy / steps:.3f} s" for lane, busy in sorted(trace.busy_s().items()))
-    waits: dict[str, float] = defaultdict(float)
-    for span in trace.spans:
-        if span.waited_for:
-            waits[span.name] += (span.end_s - span.start_s) / steps
-    longest = sorted(waits.items(), key=lambda item: -item[1])[:5]
-    print(f"{plan}: {path}; busy per step: {lanes} (compute: time in hooks)")
-    print(f"{plan}: longest waits per step: {', '.join(f'{name} {s:.3f} s' for name, s in longest)}", flush=True)
+    longest = list(blame(stalls(trace)).items())[:5]
+    print(f"{plan}: {path}; busy per step: {lanes} (compute: with its waits)")
+    print(f"{plan}: longest waits per step: {', '.join(f'{op_of_block(n)} {s / steps:.3f} s' for n, s in longest)}", flush=True)
 
 
 def transfers(baton: Baton, args: argparse.Namespace) -> None:
@@ -180,6 +182,8 @@ def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "resident_vs_plain": ratio("resident", "plain"),
         "host_vs_plain": ratio("host", "plain"),
+        "device_vs_plain": ratio("device", "plain"),
+        "traced_vs_host": ratio("traced", "host"),
         "disk_vs_limit": None,
         "disk_vs_plain": ratio("disk", "plain"),
         "disk_speedup_vs_deepspeed": ratio("deepspeed_nvme", "disk"),
@@ -217,6 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--peer", choices=("deepspeed",))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
     parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")
+    parser.add_argument("--device-memory", default="8GiB", help="of the emulated device")
     parser.add_argument("--trace", type=Path, help="write Chrome traces to FILE-<plan> and print busy seconds; costs a little")
     parser.add_argument("--io-backend", choices=("auto", "io_uring", "pool"), default="auto")
     parser.add_argument("--io-threads", type=int, default=3)

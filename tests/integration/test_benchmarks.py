@@ -43,9 +43,16 @@ def test_step_compares_the_plans_and_says_what_is_missing(tmp_path: Path) -> Non
     disk.mkdir()
     peer = [] if DEEPSPEED_INSTALLED else ["--peer", "deepspeed"]
     result, output = run("step.py", *TINY_STEP, *peer, "--dir", disk, "--trace", trace, cwd=tmp_path)
-    assert result["seconds_per_step"].keys() == {"plain", "compute", "resident", "host", "disk", "io"}
+    assert result["seconds_per_step"].keys() == {"plain", "compute", "resident", "host", "disk", "device", "traced", "io"}
     assert all(seconds > 0 for seconds in result["seconds_per_step"].values())
-    for key in ("resident_vs_plain", "host_vs_plain", "disk_vs_limit", "bandwidth_bytes_per_s"):
+    for key in (
+        "resident_vs_plain",
+        "host_vs_plain",
+        "device_vs_plain",
+        "traced_vs_host",
+        "disk_vs_limit",
+        "bandwidth_bytes_per_s",
+    ):
         assert result[key] > 0, key
     # Adam in fp32: weights and both moments are written, both moments are read.
     assert result["bytes_per_step"] >= 20 * result["parameters"]
