@@ -14,13 +14,24 @@ if TYPE_CHECKING:
     from lightning_hetero.convert.exporting import export_weights
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
     from lightning_hetero.runtime.lanes import EmulatedDevice
-    from lightning_hetero.strategies import HeteroOffloadStrategy
+    from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BlockPlan", "EmulatedDevice", "HeteroError", "HeteroOffloadStrategy", "Plan", "Tier", "UpdateLane", "export_weights"]
+__all__ = [
+    "BlockPlan",
+    "EmulatedDevice",
+    "HeteroError",
+    "HeteroOffloadStrategy",
+    "HeteroParallelStrategy",
+    "Plan",
+    "Tier",
+    "UpdateLane",
+    "export_weights",
+]
 
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
-_HOMES |= {"EmulatedDevice": "lightning_hetero.runtime.lanes", "HeteroOffloadStrategy": "lightning_hetero.strategies"}
+_HOMES |= dict.fromkeys(("HeteroOffloadStrategy", "HeteroParallelStrategy"), "lightning_hetero.strategies")
+_HOMES["EmulatedDevice"] = "lightning_hetero.runtime.lanes"
 _HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 
 

@@ -18,8 +18,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-NAMES = ("hetero_offload", "hetero")  # `fabric run --strategy` drops names that contain "offload": hence the alias
-_DESCRIPTION = "Trains models that do not fit memory, out of core: lightning_hetero.HeteroOffloadStrategy"
+_OFFLOAD = "Trains models that do not fit memory, out of core: lightning_hetero.HeteroOffloadStrategy"
+# Name: (its maker in lightning_hetero.strategies, what `Trainer --help` and the like say).
+NAMES = {
+    "hetero_offload": ("make", _OFFLOAD),
+    "hetero": ("make", _OFFLOAD),  # `fabric run --strategy` drops names that contain "offload"
+    "hetero_parallel": (
+        "make_parallel",
+        "Data parallelism over devices of different speed: lightning_hetero.HeteroParallelStrategy",
+    ),
+}
 
 # Module: (its registry, the Trainer's namespace; None for Fabric).
 _REGISTRIES: dict[str, tuple[str, str | None]] = {
@@ -74,19 +82,20 @@ def _register(module: ModuleType) -> None:
     try:
         registry_name, namespace = _REGISTRIES[module.__name__]
         registry: Any = getattr(module, registry_name)
-        for name in NAMES:
+        for name, (maker, description) in NAMES.items():
             if name not in registry:
-                factory = functools.partial(_refuse_fabric, name) if namespace is None else functools.partial(_make, namespace)
-                registry.register(name, factory, description=_DESCRIPTION)
+                refuse = functools.partial(_refuse_fabric, name)
+                factory = refuse if namespace is None else functools.partial(_make, namespace, maker)
+                registry.register(name, factory, description=description)
     except Exception as error:
         with contextlib.suppress(Exception):  # `-W error` must not reach the importing module
-            warnings.warn(f"lightning_hetero could not register {NAMES[0]!r} with {module.__name__}: {error!r}", stacklevel=2)
+            warnings.warn(f"lightning_hetero could not register its strategies with {module.__name__}: {error!r}", stacklevel=2)
 
 
-def _make(namespace: str, **options: Any) -> Any:
+def _make(namespace: str, maker: str, /, **options: Any) -> Any:
     from lightning_hetero import strategies
 
-    return strategies.make(namespace, **options)
+    return getattr(strategies, maker)(namespace, **options)
 
 
 def _refuse_fabric(name: str, **_: Any) -> Any:

@@ -10,6 +10,10 @@ from lightning_hetero.errors import ConfigError
 
 # Whose Trainer, and under which name the class is found in ``lightning_hetero.strategies`` (configs and pickles need one).
 NAMESPACES = {"lightning.pytorch": "HeteroOffloadStrategy", "pytorch_lightning": "PytorchLightningHeteroOffloadStrategy"}
+PARALLEL_NAMESPACES = {
+    "lightning.pytorch": "HeteroParallelStrategy",
+    "pytorch_lightning": "PytorchLightningHeteroParallelStrategy",
+}
 
 
 def make(namespace: str, **options: Any) -> Any:
@@ -22,6 +26,16 @@ def make(namespace: str, **options: Any) -> Any:
     return strategy_class(namespace)(**options)
 
 
+def make_parallel(namespace: str, **options: Any) -> Any:
+    """Creates the strategy for ``Trainer(strategy="hetero_parallel")``.
+
+    Args:
+        namespace: As in :func:`make`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallelStrategy`.
+    """
+    return parallel_class(namespace)(**options)
+
+
 @functools.cache
 def strategy_class(namespace: str) -> type[Any]:
     """The strategy class that subclasses the given namespace's ``SingleDeviceStrategy``.
@@ -29,14 +43,26 @@ def strategy_class(namespace: str) -> type[Any]:
     Raises:
         ConfigError: Unknown namespace.
     """
-    if namespace not in NAMESPACES:
-        raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(NAMESPACES)}.")
     from lightning_hetero.strategies import hetero_offload
 
-    base = importlib.import_module(f"{namespace}.strategies").SingleDeviceStrategy
-    body = {
-        "namespace": namespace,
-        "__module__": "lightning_hetero.strategies",
-        "__doc__": hetero_offload.HeteroOffload.__doc__,
-    }
-    return type(NAMESPACES[namespace], (hetero_offload.HeteroOffload, base), body)
+    return _class(hetero_offload.HeteroOffload, "SingleDeviceStrategy", NAMESPACES, namespace)
+
+
+@functools.cache
+def parallel_class(namespace: str) -> type[Any]:
+    """The strategy class that subclasses the given namespace's ``DDPStrategy``.
+
+    Raises:
+        ConfigError: Unknown namespace.
+    """
+    from lightning_hetero.strategies import hetero_parallel
+
+    return _class(hetero_parallel.HeteroParallel, "DDPStrategy", PARALLEL_NAMESPACES, namespace)
+
+
+def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str) -> type[Any]:
+    if namespace not in names:
+        raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(names)}.")
+    parent = getattr(importlib.import_module(f"{namespace}.strategies"), base)
+    body = {"namespace": namespace, "__module__": "lightning_hetero.strategies", "__doc__": engine.__doc__}
+    return type(names[namespace], (engine, parent), body)

@@ -19,6 +19,7 @@ STUB = """
 import sys, types
 stub = types.ModuleType("lightning_hetero.strategies")
 stub.make = lambda namespace, **options: ("made", namespace, options)
+stub.make_parallel = lambda namespace, **options: ("parallel", namespace, options)
 def put_stub():
     import lightning_hetero
     sys.modules["lightning_hetero.strategies"] = stub
@@ -57,9 +58,10 @@ import {namespace} as pl
 from {namespace}.strategies import StrategyRegistry
 assert "lightning_hetero.strategies" not in sys.modules, "something heavy was imported"
 put_stub()
-print(StrategyRegistry.get("hetero_offload"), StrategyRegistry.get("hetero"))
+print(*map(StrategyRegistry.get, ("hetero_offload", "hetero", "hetero_parallel")))
 """
-    assert _python(code, tmp_path) == f"('made', '{namespace}', {{}}) ('made', '{namespace}', {{}})"
+    made = f"('made', '{namespace}', {{}})"
+    assert _python(code, tmp_path) == f"{made} {made} ('parallel', '{namespace}', {{}})"
 
 
 BOTH = """

@@ -1,0 +1,213 @@
+"""``Trainer(strategy="hetero_parallel")``: data parallelism over devices that differ, batches cut by their speed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
+from lightning_hetero.parallel.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object  # the namespace's class comes second among the bases (strategies.factory)
+
+log = logging.getLogger(__name__)
+
+
+class HeteroParallel(_Base):
+    """Data parallelism for devices of different speed: batches are cut by speed, gradients weighted by samples.
+
+    A step trains on ``batch_size`` samples times the number of devices, as with DDP, but a rank that is twice as fast gets twice as
+    many of them. The gradient is that of the mean over all samples of the step, whoever computed them: that of one process with the
+    whole batch, but for the order of additions. Samples come in the order of one
+    :class:`~torch.utils.data.DistributedSampler` over all of them. A last batch that is not full is cut like any other, nothing is
+    repeated. The loss has to be a mean over the samples of its batch.
+
+    Validation and testing are DDP's.
+
+    Args:
+        speeds: Relative speed of each rank, by rank, such as ``[1, 1, 3]``. Default: equal at first, then as measured.
+        rebalance_every: Training batches between two looks at the speeds; 0: ``speeds`` stay.
+        rebalance_drift: By how much, relatively, other shares must shorten a step before they come into force.
+        ddp: Everything else is given to :class:`~lightning.pytorch.strategies.DDPStrategy`.
+    """
+
+    namespace = "lightning.pytorch"
+    strategy_name = "hetero_parallel"
+
+    def __init__(
+        self,
+        *,
+        speeds: Sequence[float] | None = None,
+        rebalance_every: int = 20,
+        rebalance_drift: float = 0.05,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(**ddp)
+        if speeds is not None and not all(isinstance(s, int | float) and 0 < s < float("inf") for s in speeds):
+            raise ConfigError(f"speeds={speeds!r}; allowed: a positive number for each rank.")
+        if isinstance(rebalance_every, bool) or not isinstance(rebalance_every, int) or rebalance_every < 0:
+            raise ConfigError(f"rebalance_every={rebalance_every!r}; allowed: a whole number of batches, 0 for never.")
+        if not isinstance(rebalance_drift, int | float) or not 0 <= rebalance_drift < float("inf"):
+            raise ConfigError(f"rebalance_drift={rebalance_drift!r}; allowed: a number of at least 0.")
+        self._speeds = None if speeds is None else tuple(map(float, speeds))
+        self._every, self._drift = rebalance_every, float(rebalance_drift)
+        self._batches: SharedBatches | None = None
+        self._taken = Taken(1, 1.0)
+        self._since = 0  # training batches since the last look
+        self.stopwatch: Stopwatch | None = None
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of each rank in a full batch; ``None`` before training has begun."""
+        return None if self._batches is None else self._batches.shares
+
+    # ---- setup --------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Sets DDP up, and watches gradients to time them."""
+        super().setup(trainer)
+        if self._is_fitting() and self._every:
+            self.stopwatch = Stopwatch(self.root_device, window=max(self._every // 2, 1))
+            assert self.lightning_module is not None
+            self.stopwatch.watch(self.lightning_module.parameters())
+
+    def teardown(self) -> None:
+        """Takes the hooks off the parameters."""
+        if self.stopwatch is not None:
+            self.stopwatch.stop_watching()
+        super().teardown()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For training one sampler over everything, the same on all ranks; else DDP's."""
+        return {"num_replicas": 1, "rank": 0} if self._is_training() else super().distributed_sampler_kwargs
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Cuts the batches of the training data by the shares.
+
+        Raises:
+            UnsupportedError: Their samples cannot be cut: an iterable dataset, batches of the user's own, several loaders.
+            ConfigError: ``speeds`` are not one for each rank.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if not self._is_training():
+            return dataloader
+        self._check(dataloader)
+        copied = copy.copy(dataloader)
+        # DataLoader forbids to assign it, since workers may run; those of a copy do not.
+        vars(copied)["batch_sampler"] = self._batches = SharedBatches(
+            dataloader.sampler,
+            batch=dataloader.batch_size * self.world_size,
+            seconds=self._seconds(),
+            rank=self.global_rank,
+            drop_last=dataloader.drop_last,
+        )
+        return copied
+
+    def _seconds(self) -> tuple[float, ...]:
+        """Of one sample on each rank: as measured before, as given, or equal."""
+        if self._batches is not None and len(self._batches.seconds) == self.world_size:
+            return self._batches.seconds
+        speeds = self._speeds or (1.0,) * self.world_size
+        if len(speeds) != self.world_size:
+            raise ConfigError(f"speeds has {len(speeds)} numbers for {self.world_size} ranks; give one for each.")
+        return tuple(1 / s for s in speeds)
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise UnsupportedError(f"strategy {self.strategy_name!r} got {what}; its batches cannot be cut by speed. {remedy}")
+
+    def _check(self, dataloader: Any) -> None:
+        if not isinstance(dataloader, DataLoader):
+            self._refuse(f"{type(dataloader).__name__} as training data", "Pass one torch DataLoader.")
+        if isinstance(dataloader.dataset, IterableDataset):
+            self._refuse("an IterableDataset", "Use a dataset with __getitem__ and __len__.")
+        if type(dataloader.batch_sampler) is not BatchSampler:
+            self._refuse(f"batch_sampler={type(dataloader.batch_sampler).__name__}", "Pass batch_size and, if need be, a sampler.")
+        sampler = dataloader.sampler
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != 1:
+            self._refuse("a sampler for one of several ranks", "Pass one over all samples, or none.")
+
+    def on_train_start(self) -> None:
+        """Refuses several loaders at once: each would have its own shares."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        data = self.lightning_module.trainer.train_dataloader
+        if not isinstance(data, DataLoader):
+            self._refuse(f"{type(data).__name__} of loaders as training data", "Pass one torch DataLoader.")
+
+    # ---- steps --------------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Looks up what this rank has of the batch; every so often, looks at the speeds."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self._batches is not None
+        self._taken = self._batches.next_taken()
+        self._since += 1
+        if self._every and self._since > self._every:
+            self._since = 0
+            self._rebalance()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Times the step from here on."""
+        if self.stopwatch is not None:
+            self.stopwatch.start()
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward of the loss, weighted by this rank's part of the samples ([Note: Weights] in parallel/shares.py)."""
+        weight = self._taken.weight
+        out = super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
+        if self.stopwatch is not None:
+            self.stopwatch.stop(self._taken.samples)
+        return out
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    def _rebalance(self) -> None:
+        """Asks all ranks for their speed, and cuts batches anew where that makes a step faster; all come here at the same batch."""
+        assert self.stopwatch is not None
+        assert self._batches is not None
+        own = self.stopwatch.seconds_per_sample()
+        report = torch.tensor([own or 0.0, self._batches.given], dtype=torch.float64, device=self.root_device)
+        reports = [torch.empty_like(report) for _ in range(self.world_size)]
+        torch.distributed.all_gather(reports, report)
+        seconds = [float(r[0]) for r in reports]
+        if not all(seconds):  # somebody has not measured enough yet
+            return
+        before, batch = self._batches.shares, self._batches.batch
+        after = cut(batch, seconds, least=1)
+        slowest_before = max(n * s for n, s in zip(before, seconds, strict=True))
+        slowest_after = max(n * s for n, s in zip(after, seconds, strict=True))
+        if after == before or slowest_after > (1 - self._drift) * slowest_before:
+            return
+        # Loaders read ahead: the first batch that no rank has begun to load.
+        self._batches.change(seconds, start=max(int(r[1]) for r in reports))
+        self.stopwatch.reset()
+        if self.is_global_zero:
+            log.info("Batches of %d samples are shared out anew: %s instead of %s.", batch, after, before)
+
+    # ---- states -------------------------------------------------------------------------------------------------------------
+
+    def _is_fitting(self) -> bool:
+        states = importlib.import_module(f"{self.namespace}.trainer.states")
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.state.fn == states.TrainerFn.FITTING
+
+    def _is_training(self) -> bool:
+        assert self.lightning_module is not None
+        return self._is_fitting() and bool(self.lightning_module.trainer.training)

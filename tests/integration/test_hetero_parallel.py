@@ -1,0 +1,99 @@
+"""Three processes with uneven batches train as one process with all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import parallel_train
+from support.scripts import run_script
+
+RANKS = 3
+SCRIPT = Path(str(parallel_train.__file__))
+Results = dict[str, Any]
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _train(out: Path, *, world: int, rank: int, port: int, checkpoint: str = "") -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    ranks = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    arguments = [out, *([checkpoint] if checkpoint else [])]
+    done = run_script(SCRIPT, *arguments, cwd=out, env={**os.environ, **address, **ranks}, timeout_s=300)
+    assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Results], Results]:
+    """Of one process, of every rank of three, and of one that goes on where the three were after an epoch."""
+    out = tmp_path_factory.mktemp("parallel")
+    together, alone = _port(), _port()
+    with ThreadPoolExecutor(RANKS + 1) as pool:
+        runs = [pool.submit(_train, out, world=RANKS, rank=r, port=together) for r in range(RANKS)]
+        runs.append(pool.submit(_train, out, world=1, rank=0, port=alone))
+        for run in runs:
+            run.result()
+    _train(out, world=1, rank=0, port=alone, checkpoint=str(out / "rebalanced-3" / "step=4.ckpt"))
+
+    def load(name: str) -> Results:
+        found: Results = torch.load(out / name, weights_only=False)
+        return found
+
+    return load("world1-rank0.pt"), [load(f"world3-rank{r}.pt") for r in range(RANKS)], load("resumed.pt")
+
+
+def assert_close(a: Results, b: Results) -> None:
+    assert a["weights"].keys() == b["weights"].keys()
+    for name, expected in a["weights"].items():
+        torch.testing.assert_close(b["weights"][name], expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(a["state"], b["state"], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scenario", ["clipped", "accumulated", "rebalanced"])
+def test_uneven_batches_train_as_one_process(scenario: str, results: tuple[Results, list[Results], Results]) -> None:
+    alone, ranks, _ = results
+    for rank in ranks:
+        assert_close(alone[scenario], rank[scenario])
+    assert [sum(sizes) for sizes in zip(*(r[scenario]["sizes"] for r in ranks), strict=True)] == alone[scenario]["sizes"]
+
+
+def test_batches_are_cut_by_speed(results: tuple[Results, list[Results], Results]) -> None:
+    _, ranks, _ = results
+    assert [r["clipped"]["sizes"] for r in ranks] == [[3] * 3, [5] * 3, [4] * 3]
+    assert [r["accumulated"]["sizes"][3] for r in ranks] == [2, 3, 2]  # the last batch of the epoch has 7 samples
+
+
+def test_batches_are_cut_anew_when_speeds_drift(results: tuple[Results, list[Results], Results]) -> None:
+    _, ranks, _ = results
+    for rank in ranks:
+        changes = list(dict.fromkeys(rank["rebalanced"]["shares"]))
+        assert changes == [(4, 4, 4), (2, 5, 5), (6, 5, 1)]
+    assert [r["rebalanced"]["sizes"][-2] for r in ranks] == [6, 5, 1]
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(results: tuple[Results, list[Results], Results]) -> None:
+    alone, _, resumed = results
+    assert len(resumed["resumed"]["sizes"]) == 8  # two of three epochs
+    assert_close(alone["rebalanced"], resumed["resumed"])
+
+
+def test_an_epoch_is_logged_as_the_mean_of_its_samples(results: tuple[Results, list[Results], Results]) -> None:
+    alone, ranks, _ = results
+    expected = alone["accumulated"]["epoch_loss"]
+    torch.testing.assert_close(ranks[0]["accumulated"]["epoch_loss"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_one_rank_trains_bit_for_bit_as_plain_lightning(results: tuple[Results, list[Results], Results]) -> None:
+    alone, _, _ = results
+    for name, expected in alone["one_plain"]["weights"].items():
+        assert torch.equal(alone["one_rank"]["weights"][name], expected)
