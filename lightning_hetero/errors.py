@@ -85,3 +85,7 @@ class StoreBusyError(StoreError):
 
 class StoreCorruptError(StoreError):
     """Bytes read back are not those that were written: names block, chunk, file and offset."""
+
+
+class VerificationError(HeteroError, AssertionError):
+    """``verify=N`` found a tensor that is not the reference's: names step, tensor, index and both values."""

@@ -425,9 +425,9 @@ class Session:
                     for part in block.parts:
                         self.store.barrier(part)
         self._initializer.set_buffers()
-        for name, param in later:  # [Note: Meta initialization]
-            self._initializer.fill(name, param)
-        if later:
+        if later and not resume:  # [Note: Meta initialization]
+            for name, param in later:
+                self._initializer.fill(name, param)
             self._initializer.read_buffers()
         self._unset = set()
 

@@ -41,6 +41,7 @@ from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.resume import as_checkpoint, go_on, is_store, load_buffers, read_state
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.verification import Verifier
 from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ class HeteroOffload(_Base):
         io_threads: Threads of the ``"pool"`` back end.
         update_threads: Threads that run updates; default half of the processors that the process may use.
         durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
-        verify: Check digests of everything read from disk.
+        verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
+            raises :class:`~lightning_hetero.errors.VerificationError`.
+        verify_digests: Check digests of everything read from disk.
         hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
             ``LIGHTNING_HETERO_HARDWARE`` names, else micro-benchmarks, which run once per machine.
         replan_drift: By how much, relatively, the batch, the budget or the time of a step may differ from what the plan was made
@@ -107,7 +110,8 @@ class HeteroOffload(_Base):
         io_threads: int = 3,
         update_threads: int | None = None,
         durability: str = "process",
-        verify: bool = False,
+        verify: int = 0,
+        verify_digests: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
         replan_drift: float | None = 0.5,
         trace: bool = False,
@@ -138,10 +142,12 @@ class HeteroOffload(_Base):
                 io_threads=_count("io_threads", io_threads),
                 update_threads=0 if update_threads is None else _count("update_threads", update_threads),
                 durability=_one_of("durability", durability, ("none", "process", "power")),
-                verify_digests=verify,
+                verify_digests=verify_digests,
             ),
         )
         self.session: Session | None = None
+        self._verify = _steps("verify", verify)
+        self._verifier: Verifier | None = None
         self._weights = weights
         self._imported: weakref.ref[nn.Module] | None = None  # the model that has got them
         self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
@@ -207,6 +213,7 @@ class HeteroOffload(_Base):
         root = Path(trainer.default_root_dir)
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
+        self._verifier = Verifier(self.lightning_module, self._verify) if fitting and self._verify else None
         if fitting and self.autoplan is not None:
             self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self.namespace, self.autoplan)
@@ -243,10 +250,16 @@ class HeteroOffload(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that trains."""
+        if self._verifier is not None and self.session is not None:
+            self.session.drain()
+            self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
         self._began_s = time.monotonic()
         self._begin_step(training=True)
         with nullcontext() if self._profiler is None else self._profiler.forward():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self._verifier is not None:
+            self._verifier.batch_ended(output)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
@@ -309,9 +322,17 @@ class HeteroOffload(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._executor.arm(self.session.binding_of(optimizer))
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._executor.arm(None)
+        if self._verifier is not None:
+            began_s = time.monotonic()
+            self.session.drain()
+            self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
+            if not self._verifier.steps_left:
+                self._verifier = None
+            self._began_s += time.monotonic() - began_s  # no part of the step
+        return output
 
     def take_step_seconds(self) -> float | None:
         """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
@@ -474,6 +495,7 @@ class HeteroOffload(_Base):
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._callback in trainer.callbacks:
             trainer.callbacks.remove(self._callback)
+        self._verifier = None
         if self.session is not None:
             try:
                 parked = self.session.stop()
@@ -505,7 +527,7 @@ class HeteroOffload(_Base):
         return None if self.session is None else self.session.executor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "session": None, "_imported": None}
+        return {**super().__getstate__(), "session": None, "_imported": None, "_verifier": None}
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
@@ -543,6 +565,14 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
 def _count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
         raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
+    return value
+
+
+def _steps(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(
+            f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
+        )
     return value
 
 

@@ -131,7 +131,7 @@ def test_with_verify_changed_contents_are_named(tmp_path: Path, budget: int, whe
         return (size // 2 if where == "state" else PAGE * 2) // PAGE * PAGE
 
     pattern = r"block 2\b.*chunk 0\b.*block-00002\.[ab].*offset \d+|block-00002\.[ab].*offset \d+.*block 2\b.*chunk 0\b"
-    fails(StoreCorruptError, pattern, overwrite(middle), tmp_path, budget, verify=True)
+    fails(StoreCorruptError, pattern, overwrite(middle), tmp_path, budget, verify_digests=True)
 
 
 def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(

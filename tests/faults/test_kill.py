@@ -133,7 +133,7 @@ def callback_of(call: Any) -> Any:
 def strategy_of(path: Path | None, **options: Any) -> Any:
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(plan="disk", disk_path=path, verify=True, **options)
+    return HeteroOffloadStrategy(plan="disk", disk_path=path, verify_digests=True, **options)
 
 
 def content(trainer: Any, module: Any) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 )
 def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int) -> None:
     store = tmp_path / "store"
-    before = train(tmp_path, offload(first, store, verify=True), stop=stop)
-    got = train(tmp_path, offload(second, store, verify=True), store=store)
+    before = train(tmp_path, offload(first, store, verify_digests=True), stop=stop)
+    got = train(tmp_path, offload(second, store, verify_digests=True), store=store)
     assert_same(got, after(plain, len(got.losses)))
     validated = stop // BATCHES - (stop % BATCHES == 0)  # what followed the step itself had not begun
     assert len(got.losses) == len(plain.losses) - stop - 2 * validated
@@ -234,7 +234,7 @@ def test_callbacks_and_hyper_parameters_travel(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("plan", ["disk", "host"])
 def test_a_flipped_bit_is_named_when_it_is_resumed(tmp_path: Path, plan: str) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload(plan, store, verify=True), stop=3)
+    train(tmp_path, offload(plan, store, verify_digests=True), stop=3)
     for path in store.glob("block-*"):
         with open(path, "r+b") as file:
             file.seek(4096)  # behind the head
@@ -242,7 +242,7 @@ def test_a_flipped_bit_is_named_when_it_is_resumed(tmp_path: Path, plan: str) ->
             file.seek(4096)
             file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(StoreCorruptError, match=r"block-\d+\.[ab] at offset \d+: block \d+, chunk \d+: the .*digest differs"):
-        train(tmp_path, offload(plan, store, verify=True), store=store)
+        train(tmp_path, offload(plan, store, verify_digests=True), store=store)
 
 
 def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ STEPS = 3
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store after three steps, with digests."""
     root = tmp_path_factory.mktemp("made")
-    strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path=root / "store", verify=True)
+    strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path=root / "store", verify_digests=True)
     run(Recipe(steps=STEPS, shape=Shape(frozen=(1,)), precision="bf16-true"), strategy, root)
     return root / "store"
 

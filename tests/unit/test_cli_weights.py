@@ -36,7 +36,7 @@ def parsed(*arguments: Any, code: int = 0) -> Any:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a store and the checkpoint of the same run."""
     root = tmp_path_factory.mktemp("trained")
-    strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path=root / "store", verify=True)
+    strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path=root / "store", verify_digests=True)
     trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=root, limit_val_batches=0)
     trainer.fit(LitModel(Recipe()), batches())
     trainer.save_checkpoint(root / "x.ckpt")
@@ -67,8 +67,8 @@ def test_inspect_shows_a_stores_step_blocks_and_parameters(trained: Path) -> Non
     assert got["facts"]["model"] == "LitModel"
     assert {row["name"]: tuple(row["shape"]) for row in got["tensors"]}["model.blocks.0.up.weight"] == (51, 24)
     assert all(row["has_digests"] for row in got["blocks"])
-    assert {row["weights"] for row in got["blocks"]} == {"float32", None}
-    assert {row["state_arrays"] for row in got["blocks"]} == {2}
+    assert {row["weights"] for row in got["blocks"]} == {"float32", "bytes", None}  # bytes: of weights in memory
+    assert {row["state_arrays"] for row in got["blocks"]} == {2, 0}
     text = call("inspect", trained / "store")
     assert "model.blocks.*.up.weight" in text
     assert "Blocks that the last record names" in text

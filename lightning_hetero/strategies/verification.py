@@ -1,0 +1,313 @@
+"""``verify=N``: the first N optimizer steps are computed a second time, by plain Lightning's arithmetic, and compared bit by bit.
+
+[Note: Replay]
+The reference is a copy of the module with everything in ordinary memory, and an ordinary optimizer (torch's fused Adam where the
+engine's kernels run; fp32 masters where weights have 16 bits). It takes weights and optimizer state over as the first batch
+begins, and from then on goes its own way. The batches of a step are kept with the random numbers' state at which they
+began. When the step is over the reference runs them: training steps, backwards, clipping, update; then losses, weights,
+buffers and optimizer state are compared. So whatever goes wrong on the way is found: a stale weight, a lost gradient, a torn
+update. What callbacks do to weights or gradients is not repeated, and shows as a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError, VerificationError
+from lightning_hetero.optim import adam
+from lightning_hetero.optim.reference import MasterWeightOptimizer
+from lightning_hetero.runtime.door import materialize
+from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One training batch as it began."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: int
+    state: dict[str, Any]
+
+
+class Verifier:
+    """Replays optimizer steps of one fit, and compares.
+
+    Contract: made before a session hooks into the module; :meth:`batch_begins` and :meth:`batch_ended` around every training step,
+    :meth:`check` when the optimizer's step is over. The training run is the same with it and without.
+
+    Args:
+        module: The LightningModule, as the user has made it.
+        steps: How many steps are replayed.
+
+    Raises:
+        UnsupportedError: The module optimizes manually, or cannot be copied.
+        OutOfMemoryBudgetError: The machine has no memory for the reference: says how much is needed.
+    """
+
+    def __init__(self, module: Any, steps: int) -> None:
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                "verify=N replays steps of automatic optimization, and optimization is manual. Leave verify out."
+            )
+        self.steps_left = steps
+        self._step = 0
+        self._batches: list[_Batch] = []
+        self._losses: list[Tensor | None] = []
+        self._filled = False
+        self._optimizer: Any = None
+        self._scaler: Any = None
+        # Parameters have no memory until the first batch begins: a checkpoint may be loaded before.
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
+        }
+        try:
+            self._module: Any = copy.deepcopy(module, memo)
+        except Exception as error:  # whatever the module's attributes are
+            raise UnsupportedError(
+                f"verify=N copies the module, and {type(module).__name__} cannot be copied: {error!r}. Leave out of it what cannot "
+                f"be copied (open files, locks, iterators), or leave verify out."
+            ) from error
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        params = {id(p): p for p in self._module.parameters()}.values()
+        needed = sum(p.nbytes for p in params)
+        # Gradients, both moments, and masters of 16-bit weights.
+        needed += sum(p.nbytes + 4 * p.numel() * (3 if p.dtype in adam.MASTERED else 2) for p in params if p.requires_grad)
+        free = available_memory_bytes()
+        if needed > free:
+            raise OutOfMemoryBudgetError(
+                f"verify=N needs {format_bytes(needed)} for a reference of the model in memory, without its activations; "
+                f"{format_bytes(free)} are free. Verify a smaller model of the same kind, or leave verify out.",
+                needed_bytes=needed,
+            )
+
+    def batch_begins(
+        self, module: Any, optimizer: Optimizer, precision: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Keeps what a training batch begins with.
+
+        Args:
+            module: The LightningModule; no update of it is under way.
+            optimizer: Its optimizer.
+            precision: The precision plugin.
+            args: What its training step is called with.
+            kwargs: The same, by name.
+        """
+        if not self._filled:
+            self._fill(module, optimizer, precision)
+        number = module.trainer.fit_loop.epoch_loop.batch_idx
+        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, _random_state()))
+
+    def batch_ended(self, output: Any) -> None:
+        """Keeps the loss in what the training step has returned."""
+        loss = _loss(output)
+        self._losses.append(None if loss is None else loss.detach().clone())
+
+    def check(self, module: Any, optimizer: Optimizer, precision: Any) -> None:
+        """Replays the step that has just ended, and compares.
+
+        Args:
+            module: The LightningModule; no update of it is under way.
+            optimizer: Its optimizer.
+            precision: The precision plugin.
+
+        Raises:
+            VerificationError: Names the first tensor that differs, and how.
+            UnsupportedError: The optimizer's parameters are no longer those of the first step.
+        """
+        self._step += 1
+        before = _random_state()
+        try:
+            self._replay(module.trainer, optimizer, precision)
+        finally:
+            _set_random_state(before)
+        self._compare(module, optimizer)
+        self.steps_left -= 1
+        self._batches, self._losses = [], []
+        if not self.steps_left:
+            log.info("verify: losses, weights and optimizer state of %d steps are bitwise those of the reference.", self._step)
+
+    # ---- the reference ------------------------------------------------------------------------------------------------------
+
+    def _fill(self, module: Any, optimizer: Optimizer, precision: Any) -> None:
+        """Gives the reference the module's content as it is now."""
+        self._filled = True
+        twins: dict[int, nn.Parameter] = {}
+        for ours, theirs in zip(module.modules(), self._module.modules(), strict=True):
+            theirs.training = ours.training
+            for key, param in ours._parameters.items():
+                if param is not None:
+                    if id(param) not in twins:
+                        content = materialize(param.detach()).clone().to(param.device)
+                        twins[id(param)] = nn.Parameter(content, requires_grad=param.requires_grad)
+                    theirs._parameters[key] = twins[id(param)]
+            for key, buffer in ours._buffers.items():
+                theirs._buffers[key] = None if buffer is None else buffer.detach().clone()
+        self._module._trainer = module._trainer
+        for name in ("log", "log_dict"):
+            setattr(self._module, name, _no_log)
+        self._optimizer = _twin_optimizer(optimizer, twins)
+        self._scaler = copy.deepcopy(getattr(precision, "scaler", None))
+
+    def _replay(self, trainer: Any, optimizer: Optimizer, precision: Any) -> None:
+        module, twin = self._module, self._optimizer
+        self._copy_numbers(optimizer)
+        module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
+        for batch, ours in zip(self._batches, self._losses, strict=True):
+            _set_random_state(batch.state)
+            with precision.train_step_context():
+                loss = _loss(module.training_step(*batch.args, **batch.kwargs))
+            if loss is not None and ours is not None:
+                self._same("the loss", ours, loss.detach())
+                loss = loss / trainer.accumulate_grad_batches
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            module.on_after_backward()
+        if self._scaler is not None:
+            self._scaler.unscale_(twin)
+        module.on_before_optimizer_step(twin)
+        module.configure_gradient_clipping(
+            twin, gradient_clip_val=trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+        )
+        if self._scaler is None:
+            twin.step()
+        else:
+            self._scaler.step(twin)
+            self._scaler.update()
+
+    def _copy_numbers(self, optimizer: Optimizer) -> None:
+        """Learning rates and the like of this step: schedulers and callbacks change those of the real optimizer."""
+        for ours, theirs in zip(optimizer.param_groups, self._optimizer.param_groups, strict=False):
+            theirs.update({k: v for k, v in ours.items() if k not in ("params", "fused", "foreach")})
+        counts = [[len(g["params"]) for g in o.param_groups] for o in (optimizer, self._optimizer)]
+        if counts[0] != counts[1]:
+            raise UnsupportedError(
+                f"verify=N: the optimizer's groups had {counts[1]} parameters and now have {counts[0]}. Verify steps before "
+                f"parameters are added to it, or leave verify out."
+            )
+
+    # ---- the comparison -----------------------------------------------------------------------------------------------------
+
+    def _compare(self, module: Any, optimizer: Optimizer) -> None:
+        for (name, ours), (_, theirs) in zip(module.named_parameters(), self._module.named_parameters(), strict=True):
+            self._same(name, ours.detach(), theirs.detach())
+        for (name, ours), (_, theirs) in zip(module.named_buffers(), self._module.named_buffers(), strict=True):
+            self._same(name, ours, theirs)
+        names = {id(p): name for name, p in module.named_parameters()}
+        for group, other in zip(optimizer.param_groups, self._optimizer.param_groups, strict=True):
+            for param, twin in zip(group["params"], other["params"], strict=True):
+                ours, theirs = optimizer.state.get(param, {}), self._optimizer.state.get(twin, {})
+                if ours.keys() != theirs.keys():
+                    raise self._error(names[id(param)], f"has optimizer state {sorted(ours)}, the reference {sorted(theirs)}")
+                for key, value in theirs.items():
+                    if isinstance(value, Tensor):
+                        self._same(f"{key} of {names[id(param)]}", ours[key], value)
+
+    def _same(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        got, wanted = materialize(ours).cpu(), theirs.cpu()
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+            raise self._error(name, f"is {tuple(got.shape)} {got.dtype}, the reference's {tuple(wanted.shape)} {wanted.dtype}")
+        if torch.equal(got, wanted):
+            return
+        differ = (_bits(got) != _bits(wanted)).flatten()
+        if not differ.any():
+            return  # not a number in the same places
+        at = int(differ.nonzero()[0])
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape)) if got.ndim else ()
+        a, b = got.flatten()[at], wanted.flatten()[at]
+        ulp = f", {_ulp_distance(a, b)} units in the last place apart" if a.is_floating_point() else ""
+        count = f"{int(differ.sum())} of {got.numel()} elements differ"
+        raise self._error(name, f"is {a.item()!r} at {list(index)}, the reference's {b.item()!r}{ulp}; {count}")
+
+    def _error(self, name: str, what: str) -> VerificationError:
+        return VerificationError(
+            f"verify: in step {self._step}, {name} {what}. What was compared before is the same. If no callback changes weights or "
+            f"gradients, and the module computes the same twice, this is a fault of this package: report it with strategy.plan."
+        )
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """The reference logs nothing."""
+
+
+def _loss(output: Any) -> Tensor | None:
+    """The loss in what a training step returns."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _twin_optimizer(optimizer: Optimizer, twins: dict[int, nn.Parameter]) -> Optimizer:
+    """An ordinary optimizer of the twins, with the same state."""
+    groups = [{**g, "params": [twins[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
+    native = adam.supports(optimizer)
+    if native:
+        groups = [{**g, "fused": True, "foreach": None} for g in groups]
+    state = pytree.tree_map_only(Tensor, lambda t: materialize(t).clone(), optimizer.state_dict())
+    if native:
+        for group in state["param_groups"]:
+            group.update(fused=True, foreach=None)
+    make = partial(_like, optimizer)
+    if any(p.dtype in adam.MASTERED for g in groups for p in g["params"]):
+        twin: Optimizer = MasterWeightOptimizer(groups, make)
+    else:
+        twin = make(groups)
+    twin.load_state_dict(state)
+    # Only where an optimizer leaves unscaling to the scaler can gradients be clipped in between.
+    vars(twin)["_step_supports_amp_scaling"] = False
+    return twin
+
+
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class, made as unpickling makes one: constructors differ."""
+    new = type(optimizer).__new__(type(optimizer))
+    new.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
+    return new
+
+
+def _random_state() -> dict[str, Any]:
+    """The generators that a training step draws from, those of the processor."""
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if state["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _ulp_distance(a: Tensor, b: Tensor) -> int:
+    """How many numbers of their dtype lie between two, plus one."""
+
+    def rank(value: Tensor) -> int:
+        bits = int(_bits(value))
+        return bits if bits >= 0 else -(bits + (1 << (8 * value.element_size() - 1)))
+
+    return abs(rank(a) - rank(b))
