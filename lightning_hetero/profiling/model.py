@@ -3,8 +3,8 @@
 Several batches are looked at (ProTrain section 3.2): one with a recorder of operators, for FLOP and memory; those after it with
 nothing but a clock at the blocks' anchors, for seconds, because recording slows a step, and a process's first step is slow anyway.
 Of each figure the median over these counts: caches and memory take a batch or two to settle, and a machine stalls now and then.
-Meanwhile nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed alone, and
-static memory stays on the tiers where the plan in force has it. None of it changes a bit of what is computed.
+While they are timed nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed
+alone. Static memory stays on the tiers where the plan in force has it. None of it changes a bit of what is computed.
 
 The seconds of all blocks, forward and backward, add up to those of a timed batch: what runs outside every block belongs to the
 block that follows, the loss to the last one, and what follows backward (the optimizer's step but for updates, the loop, callbacks)
@@ -58,9 +58,9 @@ class BatchProfiler:
         self._left: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:
-        """From now on nothing overlaps."""
+        """From now on nothing overlaps if blocks are timed."""
         self._executor.rest()
-        self._executor.serial = True
+        self._executor.serial = self._recorder is None
         self._executor.watcher = self._timeline
         if self._recorder is not None:
             for block in self._session.blocks:
