@@ -119,3 +119,17 @@ def test_ablation_simulates_and_measures_the_same_variants(tmp_path: Path) -> No
     assert found["rows"][1]["simulated, paper's machine"] > 1  # the direction of the paper's effect
     assert "| with priority | 1.24 |" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_step_runs_on_an_emulated_device(tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--seq", "16", "--batch", "1", "--precision", "32-true", "--steps", "1", "--rounds", "1")
+    only = ("--cap", "256MiB", "--only", "zero_infinity", "fsdp2")
+    result, _ = run("gpu_step.py", "--device", "emulated", *small, *only, "--dir", tmp_path, cwd=tmp_path)
+    (at_cap,) = result["caps"]
+    rows = at_cap["contestants"]
+    assert rows.keys() == {"zero_infinity", "fsdp2"}
+    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+    assert 0 < rows["zero_infinity"]["device_peak_bytes"] <= at_cap["cap_bytes"]
+    assert rows["zero_infinity"]["prediction_error"] is not None
+    assert at_cap["peak_seconds_per_step"] is None
+    assert list(tmp_path.iterdir()) == []
