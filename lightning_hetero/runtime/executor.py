@@ -513,7 +513,7 @@ class Executor:
         if part.last_write is not None:
             part.last_write.wait(READY)
             part.last_write = None
-        if not part.block.weights_on_disk:
+        if not self.is_away(part.block):
             for param in part.params:
                 if type(param) is OffloadedParameter:
                     restore(param)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.models import Outcome, assert_same, outcome, quiet_trainer
 from torch import Tensor, nn
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.convert import safetensors
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -40,6 +41,12 @@ def directory(tmp_path: Path) -> Path:
 def test_training_goes_as_if_transformers_had_loaded_the_model(plan: str, directory: Path, tmp_path: Path) -> None:
     expected = fit(llama.from_directory(directory), "auto", tmp_path)
     assert_same(fit(llama.on_meta(), hetero(plan=plan, weights=directory), tmp_path), expected)
+
+
+def test_weights_reach_a_device(directory: Path, tmp_path: Path) -> None:
+    expected = fit(llama.from_directory(directory), "auto", tmp_path)
+    strategy = hetero(plan="host", weights=directory, device=EmulatedDevice(memory="64MiB"))
+    assert_same(fit(llama.on_meta(), strategy, tmp_path), expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])

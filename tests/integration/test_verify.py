@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
 from lightning_hetero.optim import adam
 from lightning_hetero.strategies import HeteroOffloadStrategy, verification
@@ -43,6 +44,13 @@ def test_right_steps_pass_and_training_is_the_same(name: str, tmp_path: Path, ca
     with caplog.at_level("INFO", logger="lightning_hetero"):
         assert_same(run(recipe, hetero(plan=plan), tmp_path), expected)
     assert "of 2 steps are bitwise" in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["disk", "zero_offload"])
+def test_steps_on_a_device_are_verified_from_outside(plan: str, tmp_path: Path) -> None:
+    """Between two steps the weights are read through the door, wherever they are."""
+    strategy = hetero(plan=plan, verify=3, device=EmulatedDevice(memory="64MiB"))
+    assert_same(run(Recipe(clip=0.05), strategy, tmp_path), run(Recipe(clip=0.05), "auto", tmp_path))
 
 
 class Overflows(LitModel):
