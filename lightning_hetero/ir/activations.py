@@ -25,26 +25,27 @@ class SavedBytes:
     recomputed: int
 
 
-_NOTHING = dict.fromkeys(Saved, 0)
-
-
 def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedBytes:
     """Splits ``block.activation_bytes``: the input follows ``boundary``, each operator its own policy, the rest ``saved``."""
-    totals = _NOTHING.copy()
-    totals[placed.boundary] += block.boundary_bytes
+    totals = [(placed.boundary, block.boundary_bytes)]
     rest = block.activation_bytes - block.boundary_bytes
-    for operator in block.operators:
+    for operator in block.operators if placed.operators else ():
         policy = placed.operators.get(operator.name, placed.saved)
         taken = min(operator.bytes, rest)
-        totals[policy] += taken
+        totals.append((policy, taken))
         rest -= taken
-    totals[placed.saved] += rest
-    return SavedBytes(
-        kept=totals[Saved.KEEP],
-        to_host=totals[Saved.SWAP_HOST],
-        to_disk=totals[Saved.SWAP_DISK],
-        recomputed=totals[Saved.RECOMPUTE],
-    )
+    totals.append((placed.saved, rest))
+    kept = to_host = to_disk = recomputed = 0
+    for policy, size in totals:
+        if policy is Saved.KEEP:
+            kept += size
+        elif policy is Saved.RECOMPUTE:
+            recomputed += size
+        elif policy is Saved.SWAP_HOST:
+            to_host += size
+        else:
+            to_disk += size
+    return SavedBytes(kept=kept, to_host=to_host, to_disk=to_disk, recomputed=recomputed)
 
 
 def recomputed_share(block: BlockProfile, placed: BlockPlan) -> float:

@@ -12,7 +12,7 @@ of all. Activations have one chain per use of a block, see ``lowering.activation
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
+from enum import IntEnum
 
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
 from lightning_hetero.lowering.placement import Placement
@@ -20,7 +20,7 @@ from lightning_hetero.lowering.placement import Placement
 Carried = tuple[OpKind, int]
 
 
-class Chain(Enum):
+class Chain(IntEnum):
     """Which copies of a block's bytes an op works on."""
 
     DEVICE = 0  # weights on the device

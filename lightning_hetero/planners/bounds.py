@@ -101,7 +101,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
     # A CPU update writes the weights in host memory, whatever their tier.
     on_host = placed.weights is Tier.HOST or (alone and on_cpu and placed.weights is Tier.DEVICE)
     read, saved = placed.state is Tier.DISK, saved_bytes(block, placed)
-    taken: dict[Use, float] = {
+    taken: dict[Use, float] = {  # in the order of Use
         Use.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
         Use.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
         Use.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
@@ -123,7 +123,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Use.HOST_SAVED: saved.to_host,
         Use.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
     }
-    return np.array([taken[use] for use in Use], dtype=np.float64)
+    return np.fromiter(taken.values(), np.float64, len(Use))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,10 @@ _ONE_MEMORY: tuple[Placed, ...] = (
 
 def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, ...]:
     """The placements that a machine allows for a block, those that move least first."""
-    able = _able(hardware)
+    return _allowed(block, hardware, _able(hardware))
+
+
+def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Work]) -> tuple[Placed, ...]:
     trained, shared = block.num_trainable_params > 0, hardware.shared_memory
 
     def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
@@ -125,32 +128,36 @@ def columns(segments: Sequence[Segment], model: ModelProfile, hardware: Hardware
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
     """
+    able, allowed = _able(hardware), policies(hardware)
     for index, segment in enumerate(segments):
-        yield from _placed(index, segment, model, hardware, micro_batches)
-        yield from _saved(index, segment, model, hardware, micro_batches)
+        for placed in _allowed(segment.block, hardware, able):
+            yield _placed(index, segment, placed, model, hardware, micro_batches)
+        yield from _saved(index, segment, allowed, model, hardware, micro_batches)
 
 
-def _placed(index: int, segment: Segment, model: ModelProfile, hardware: HardwareProfile, m: int) -> Iterator[Column]:
+def _placed(index: int, segment: Segment, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:
     block, count, shared = segment.block, len(segment), hardware.shared_memory
     weights_bytes, gradient_bytes = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
-    for weights, state, update in placements(block, hardware):
-        rule = BlockPlan(name=block.name, weights=weights, state=state, update=update)
-        moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
-        on_host = update is UpdateLane.CPU or shared
-        yield Column(
-            segment=index,
-            what=None,
-            choice=(weights, state, update),
-            taken=count * uses(block, rule, model, hardware, m),
-            moving_bytes=moves * min(count, DEVICE_STATES) * block.num_trainable_params * model.state_itemsize,
-            passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
-            waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
-            fetched_bytes=weights_bytes * (weights is Tier.DISK),
-        )
+    weights, state, update = placed
+    moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
+    on_host = update is UpdateLane.CPU or shared
+    rule = BlockPlan(name=block.name, weights=weights, state=state, update=update)
+    return Column(
+        segment=index,
+        what=None,
+        choice=placed,
+        taken=count * uses(block, rule, model, hardware, m),
+        moving_bytes=moves * min(count, DEVICE_STATES) * block.num_trainable_params * model.state_itemsize,
+        passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
+        waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
+        fetched_bytes=weights_bytes * (weights is Tier.DISK),
+    )
 
 
-def _saved(index: int, segment: Segment, model: ModelProfile, hardware: HardwareProfile, m: int) -> Iterator[Column]:
+def _saved(
+    index: int, segment: Segment, allowed: Sequence[Saved], model: ModelProfile, hardware: HardwareProfile, m: int
+) -> Iterator[Column]:
     block, count = segment.least, len(segment)
     kept = uses(block, BlockPlan(name=block.name), model, hardware, m)
-    for what, policy, rule in saved_rules(block, policies(hardware)):
+    for what, policy, rule in saved_rules(block, allowed):
         yield Column(segment=index, what=what, choice=policy, taken=count * (uses(block, rule, model, hardware, m) - kept))

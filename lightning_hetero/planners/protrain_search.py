@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -35,6 +35,14 @@ class Configuration:
     checkpoint_blocks: int
 
 
+class Timing(NamedTuple):
+    """The chunks' seconds while some blocks are swapped; eq. 3 for 0, 1, ... N persistent chunks; and :meth:`Space.returns`."""
+
+    times: ChunkTimes
+    forward: tuple[float, ...]
+    returns: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """All configurations of one model on one machine: what each costs, and which are allowed.
@@ -45,6 +53,7 @@ class Space:
         chunk_params: Elements of one chunk.
         device_bytes_allowed: Device memory that a configuration may use; less than the machine has, by the fragmentation factor.
         host_bytes_allowed: The same for host memory.
+        timings: What :meth:`timing` has worked out; copies that differ in memory alone share it.
     """
 
     model: ModelProfile
@@ -52,6 +61,7 @@ class Space:
     chunk_params: int
     device_bytes_allowed: int
     host_bytes_allowed: int
+    timings: dict[int, Timing] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -239,6 +249,13 @@ class Space:
             cpu_update=tuple(_seconds(t, h.cpu_update_params_per_s) for t in self._trained),
         )
 
+    def timing(self, swap: int) -> Timing:
+        """What the search needs of :meth:`times`, worked out once."""
+        if swap not in self.timings:
+            times = self.times(swap)
+            self.timings[swap] = Timing(times, _forwards(times), self.returns(swap))
+        return self.timings[swap]
+
     def iteration_s(self, config: Configuration) -> float:
         """Seconds of one step (eq. 2)."""
         return formulas.iteration_s(
@@ -374,9 +391,7 @@ class _Swaps:
 
     def __init__(self, space: Space, swap: int, best: Best | None) -> None:
         self.space, self.swap, self.best = space, swap, best
-        self.times = space.times(swap)
-        self.forward = _forwards(self.times)
-        self.returns = space.returns(swap)
+        self.times, self.forward, self.returns = space.timing(swap)
         self.room, self.free = space.rooms_and_order(swap)
         self.chunk_of = {block: number for number, chunk in enumerate(space.chunks) for block in chunk}
         states = [0] * (len(space.chunks) + 1) if space.hardware.shared_memory else space.persistent_bytes
