@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_hetero.convert.exporting import export_weights
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
     from lightning_hetero.runtime.lanes import EmulatedDevice
-    from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelStrategy
+    from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelFsdpStrategy, HeteroParallelStrategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "EmulatedDevice",
     "HeteroError",
     "HeteroOffloadStrategy",
+    "HeteroParallelFsdpStrategy",
     "HeteroParallelStrategy",
     "Plan",
     "Tier",
@@ -30,7 +31,8 @@ __all__ = [
 ]
 
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
-_HOMES |= dict.fromkeys(("HeteroOffloadStrategy", "HeteroParallelStrategy"), "lightning_hetero.strategies")
+_STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy")
+_HOMES |= dict.fromkeys(_STRATEGIES, "lightning_hetero.strategies")
 _HOMES["EmulatedDevice"] = "lightning_hetero.runtime.lanes"
 _HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 

@@ -27,6 +27,7 @@ NAMES = {
         "make_parallel",
         "Data parallelism over devices of different speed: lightning_hetero.HeteroParallelStrategy",
     ),
+    "hetero_parallel_fsdp": ("make_parallel_fsdp", "The same with FSDP2: lightning_hetero.HeteroParallelFsdpStrategy"),
 }
 
 # Module: (its registry, the Trainer's namespace; None for Fabric).

@@ -1,4 +1,4 @@
-"""How long this rank computes, without its waiting for other ranks."""
+"""How long this rank computes for a sample, without its waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SETTLING = 2  # batches after a change of shapes that allocate, choose algorith
 
 
 class Stopwatch:
-    """Times forward and backward of training batches, from the start of a step to the last gradient that was computed here.
+    """Times training batches: what they compute here.
 
-    Gradients are reduced behind that moment, so that a slow rank does not make the others look slow. On CUDA devices, events are
-    recorded and read later; nothing waits for the device before :meth:`seconds_per_sample`.
+    What ends a span is chosen once, so that waiting for other ranks is left out. On CUDA devices, events are recorded and read
+    later; nothing waits for the device before :meth:`seconds_per_sample`.
 
     Args:
         device: Where training computes.
@@ -27,51 +27,69 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, window: int) -> None:
         self._events = device.type == "cuda"
-        self._spans: deque[tuple[Any, Any, int]] = deque(maxlen=window)
+        self._window: deque[tuple[list[tuple[Any, Any]], int]] = deque(maxlen=window)
+        self._spans: list[tuple[Any, Any]] = []  # of the batch at hand
         self._begin: Any = None
         self._end: Any = None
+        self._training = False
         self._settling = _SETTLING
         self._handles: list[Any] = []
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the gradients of these parameters for the end of a backward."""
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """One span a batch, from its start to the last of these gradients that is computed: what reduces them comes behind it."""
         trained: list[Any] = [p for p in parameters if p.requires_grad]
-        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in trained]
+
+    def watch_forward(self, modules: Iterable[nn.Module]) -> None:
+        """A span for each forward of these modules. Hooks that gather weights were registered before, and run before the span."""
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._forward_begins))
+            self._handles.append(module.register_forward_hook(self._forward_ends))
 
     def stop_watching(self) -> None:
-        """Takes its hooks off the parameters."""
+        """Takes its hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def start(self) -> None:
         """A training batch begins."""
-        self._end = None
+        self._spans, self._end, self._training = [], None, True
         self._begin = self._now()
 
     def stop(self, samples: int) -> None:
         """Its backward has ended."""
-        if self._begin is None or self._end is None:
-            return
-        if self._settling:
-            self._settling -= 1
-        else:
-            self._spans.append((self._begin, self._end, samples))
-        self._begin = None
+        if self._end is not None:
+            self._spans.append((self._begin, self._end))
+        if self._training and self._spans:
+            if self._settling:
+                self._settling -= 1
+            else:
+                self._window.append((self._spans, samples))
+        self._training = False
 
     def reset(self) -> None:
         """Forgets what was measured: batches have another size now."""
-        self._spans.clear()
+        self._window.clear()
         self._settling = _SETTLING
 
     def seconds_per_sample(self) -> float | None:
         """The median of the latest batches; ``None`` before the window is full."""
-        if len(self._spans) < (self._spans.maxlen or 1):
+        if len(self._window) < (self._window.maxlen or 1):
             return None
-        return statistics.median(max(self._seconds(begin, end), 1e-9) / samples for begin, end, samples in self._spans)
+        return statistics.median(
+            max(sum(self._seconds(begin, end) for begin, end in spans), 1e-9) / samples for spans, samples in self._window
+        )
 
-    def _note(self, _: torch.Tensor) -> None:
+    def _gradient(self, _: torch.Tensor) -> None:
         self._end = self._now(self._end)
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._begin = self._now()
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._training:
+            self._spans.append((self._begin, self._now()))
 
     def _now(self, event: Any = None) -> Any:
         if not self._events:

@@ -5,23 +5,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.strategies.factory import (
+    FSDP_NAMESPACES,
     NAMESPACES,
     PARALLEL_NAMESPACES,
     make,
     make_parallel,
+    make_parallel_fsdp,
     parallel_class,
+    parallel_fsdp_class,
     strategy_class,
 )
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
     from lightning_hetero.strategies.hetero_parallel import HeteroParallel as HeteroParallelStrategy
+    from lightning_hetero.strategies.hetero_parallel import HeteroParallelFsdp as HeteroParallelFsdpStrategy
 
-__all__ = ["HeteroOffloadStrategy", "HeteroParallelStrategy", "make", "make_parallel", "parallel_class", "strategy_class"]
+__all__ = [
+    "HeteroOffloadStrategy",
+    "HeteroParallelFsdpStrategy",
+    "HeteroParallelStrategy",
+    "make",
+    "make_parallel",
+    "make_parallel_fsdp",
+    "parallel_class",
+    "parallel_fsdp_class",
+    "strategy_class",
+]
+
+_CLASSES = ((NAMESPACES, strategy_class), (PARALLEL_NAMESPACES, parallel_class), (FSDP_NAMESPACES, parallel_fsdp_class))
 
 
 def __getattr__(name: str) -> Any:
-    for names, make_class in ((NAMESPACES, strategy_class), (PARALLEL_NAMESPACES, parallel_class)):
+    for names, make_class in _CLASSES:
         for namespace, class_name in names.items():
             if name == class_name:
                 return make_class(namespace)

@@ -14,6 +14,10 @@ PARALLEL_NAMESPACES = {
     "lightning.pytorch": "HeteroParallelStrategy",
     "pytorch_lightning": "PytorchLightningHeteroParallelStrategy",
 }
+FSDP_NAMESPACES = {
+    "lightning.pytorch": "HeteroParallelFsdpStrategy",
+    "pytorch_lightning": "PytorchLightningHeteroParallelFsdpStrategy",
+}
 
 
 def make(namespace: str, **options: Any) -> Any:
@@ -31,9 +35,19 @@ def make_parallel(namespace: str, **options: Any) -> Any:
 
     Args:
         namespace: As in :func:`make`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallelStrategy`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`.
     """
     return parallel_class(namespace)(**options)
+
+
+def make_parallel_fsdp(namespace: str, **options: Any) -> Any:
+    """Creates the strategy for ``Trainer(strategy="hetero_parallel_fsdp")``.
+
+    Args:
+        namespace: As in :func:`make`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallelFsdp`.
+    """
+    return parallel_fsdp_class(namespace)(**options)
 
 
 @functools.cache
@@ -58,6 +72,18 @@ def parallel_class(namespace: str) -> type[Any]:
     from lightning_hetero.strategies import hetero_parallel
 
     return _class(hetero_parallel.HeteroParallel, "DDPStrategy", PARALLEL_NAMESPACES, namespace)
+
+
+@functools.cache
+def parallel_fsdp_class(namespace: str) -> type[Any]:
+    """The strategy class that subclasses the given namespace's ``ModelParallelStrategy``.
+
+    Raises:
+        ConfigError: Unknown namespace.
+    """
+    from lightning_hetero.strategies import hetero_parallel
+
+    return _class(hetero_parallel.HeteroParallelFsdp, "ModelParallelStrategy", FSDP_NAMESPACES, namespace)
 
 
 def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str) -> type[Any]:

@@ -75,12 +75,16 @@ class HeteroParallel(_Base):
     # ---- setup --------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Sets DDP up, and watches gradients to time them."""
+        """Sets up what the base class does, and watches the model to time it."""
         super().setup(trainer)
         if self._is_fitting() and self._every:
             self.stopwatch = Stopwatch(self.root_device, window=max(self._every // 2, 1))
-            assert self.lightning_module is not None
-            self.stopwatch.watch(self.lightning_module.parameters())
+            self._watch(self.stopwatch)
+
+    def _watch(self, stopwatch: Stopwatch) -> None:
+        """Has the stopwatch end a batch with the last gradient: DDP reduces behind it."""
+        assert self.lightning_module is not None
+        stopwatch.watch_gradients(self.lightning_module.parameters())
 
     def teardown(self) -> None:
         """Takes the hooks off the parameters."""
@@ -92,6 +96,12 @@ class HeteroParallel(_Base):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For training one sampler over everything, the same on all ranks; else DDP's."""
         return {"num_replicas": 1, "rank": 0} if self._is_training() else super().distributed_sampler_kwargs
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """Into how many parts a batch is cut, and which one is this rank's."""
+        of_all = super().distributed_sampler_kwargs
+        return int(of_all["num_replicas"]), int(of_all["rank"])
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Cuts the batches of the training data by the shares.
@@ -108,20 +118,21 @@ class HeteroParallel(_Base):
         # DataLoader forbids to assign it, since workers may run; those of a copy do not.
         vars(copied)["batch_sampler"] = self._batches = SharedBatches(
             dataloader.sampler,
-            batch=dataloader.batch_size * self.world_size,
+            batch=dataloader.batch_size * self._parts[0],
             seconds=self._seconds(),
-            rank=self.global_rank,
+            rank=self._parts[1],
             drop_last=dataloader.drop_last,
         )
         return copied
 
     def _seconds(self) -> tuple[float, ...]:
         """Of one sample on each rank: as measured before, as given, or equal."""
-        if self._batches is not None and len(self._batches.seconds) == self.world_size:
+        parts, _ = self._parts
+        if self._batches is not None and len(self._batches.seconds) == parts:
             return self._batches.seconds
-        speeds = self._speeds or (1.0,) * self.world_size
-        if len(speeds) != self.world_size:
-            raise ConfigError(f"speeds has {len(speeds)} numbers for {self.world_size} ranks; give one for each.")
+        speeds = self._speeds or (1.0,) * parts
+        if len(speeds) != parts:
+            raise ConfigError(f"speeds has {len(speeds)} numbers for {parts} ranks; give one for each.")
         return tuple(1 / s for s in speeds)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
@@ -183,12 +194,13 @@ class HeteroParallel(_Base):
         assert self.stopwatch is not None
         assert self._batches is not None
         own = self.stopwatch.seconds_per_sample()
-        report = torch.tensor([own or 0.0, self._batches.given], dtype=torch.float64, device=self.root_device)
+        parts, part = self._parts
+        report = torch.tensor([own or 0.0, self._batches.given, part], dtype=torch.float64, device=self.root_device)
         reports = [torch.empty_like(report) for _ in range(self.world_size)]
         torch.distributed.all_gather(reports, report)
-        seconds = [float(r[0]) for r in reports]
-        if not all(seconds):  # somebody has not measured enough yet
+        if not all(float(r[0]) for r in reports):  # somebody has not measured enough yet
             return
+        seconds = [max(float(r[0]) for r in reports if int(r[2]) == p) for p in range(parts)]
         before, batch = self._batches.shares, self._batches.batch
         after = cut(batch, seconds, least=1)
         slowest_before = max(n * s for n, s in zip(before, seconds, strict=True))
@@ -211,3 +223,57 @@ class HeteroParallel(_Base):
     def _is_training(self) -> bool:
         assert self.lightning_module is not None
         return self._is_fitting() and bool(self.lightning_module.trainer.training)
+
+
+class HeteroParallelFsdp(HeteroParallel):
+    """``hetero_parallel`` with FSDP2: weights, gradients and optimizer state are sharded over the ranks.
+
+    As with Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy`, the module's ``configure_model`` applies
+    ``fully_shard`` with ``self.device_mesh["data_parallel"]``; by default all ranks are in that dimension. With tensor parallelism
+    the ranks of one data-parallel part have the same samples.
+
+    Speeds are those of forward alone, of the innermost sharded modules: everything else waits for other ranks.
+
+    Args:
+        speeds: As in :class:`HeteroParallel`, one for each data-parallel part.
+        rebalance_every: The same.
+        rebalance_drift: The same.
+        data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
+        tensor_parallel_size: Ranks of one part.
+        model_parallel: Everything else is given to Lightning's ``ModelParallelStrategy``.
+    """
+
+    strategy_name = "hetero_parallel_fsdp"
+
+    def __init__(
+        self,
+        *,
+        speeds: Sequence[float] | None = None,
+        rebalance_every: int = 20,
+        rebalance_drift: float = 0.05,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int = 1,
+        **model_parallel: Any,
+    ) -> None:
+        super().__init__(
+            speeds=speeds,
+            rebalance_every=rebalance_every,
+            rebalance_drift=rebalance_drift,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **model_parallel,
+        )
+        self._mesh_sizes = data_parallel_size, tensor_parallel_size
+
+    def setup_environment(self) -> None:
+        """Puts all ranks into the data-parallel dimension where its size is not given."""
+        data, tensor = self._mesh_sizes
+        self._data_parallel_size = self.num_nodes * self.num_processes // tensor if data == "auto" else data
+        super().setup_environment()
+
+    def _watch(self, stopwatch: Stopwatch) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert self.lightning_module is not None
+        sharded: list[Any] = [m for m in self.lightning_module.modules() if isinstance(m, FSDPModule)]
+        stopwatch.watch_forward(m for m in sharded if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m))

@@ -59,7 +59,7 @@ def assert_close(a: Results, b: Results) -> None:
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scenario", ["clipped", "accumulated", "rebalanced"])
+@pytest.mark.parametrize("scenario", ["clipped", "accumulated", "rebalanced", "sharded"])
 def test_uneven_batches_train_as_one_process(scenario: str, results: tuple[Results, list[Results], Results]) -> None:
     alone, ranks, _ = results
     for rank in ranks:

@@ -6,7 +6,6 @@ checkpoint as a further argument, one process goes on from there.
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from pathlib import Path
@@ -17,9 +16,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hetero.strategies import HeteroParallelStrategy
+from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -44,6 +45,23 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Sharded(Net):
+    """The same with FSDP2."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.body, FSDPModule):
+            return
+        for layer in self.body:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
+
+
+def whole(tensor: Any) -> Any:
+    """A sharded tensor put together; every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 class Declared:
@@ -98,7 +116,7 @@ def fit(
     out: Path, name: str, strategy: Any, *, declared: bool = False, resume: str | None = None, **options: Any
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    net, notes = Net(), Notes(declared)
+    net, notes = Sharded() if isinstance(strategy, HeteroParallelFsdpStrategy) else Net(), Notes(declared)
     alone = WORLD == 1 and strategy == "auto"
     train, val = data(12, alone=alone)
     checkpoint = ModelCheckpoint(dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1)
@@ -117,8 +135,8 @@ def fit(
     )
     trainer.fit(net, train, val, ckpt_path=resume)
     return {
-        "weights": copy.deepcopy(net.state_dict()),
-        "state": [s["exp_avg"].clone() for s in trainer.optimizers[0].state_dict()["state"].values()],
+        "weights": {name: whole(value) for name, value in net.state_dict().items()},
+        "state": [whole(s["exp_avg"]) for s in trainer.optimizers[0].state_dict()["state"].values()],
         "sizes": notes.sizes,
         "shares": notes.shares,
         "epoch_loss": trainer.callback_metrics.get("train_loss_epoch"),
@@ -145,6 +163,14 @@ def main() -> None:
         ),
         "rebalanced": fit(folder, "rebalanced", strategy(rebalance_every=2, rebalance_drift=0.01), max_epochs=3, declared=True),
     }
+    out["sharded"] = fit(
+        folder,
+        "sharded",
+        HeteroParallelFsdpStrategy(rebalance_every=2, rebalance_drift=0.01) if several else "auto",
+        max_epochs=2,
+        declared=True,
+        gradient_clip_val=0.05,
+    )
     if not several:
         out["one_rank"] = fit(folder, "one_rank", HeteroParallelStrategy(), max_epochs=1)
         out["one_plain"] = fit(folder, "one_plain", "auto", max_epochs=1)

@@ -20,6 +20,7 @@ import sys, types
 stub = types.ModuleType("lightning_hetero.strategies")
 stub.make = lambda namespace, **options: ("made", namespace, options)
 stub.make_parallel = lambda namespace, **options: ("parallel", namespace, options)
+stub.make_parallel_fsdp = lambda namespace, **options: ("fsdp", namespace, options)
 def put_stub():
     import lightning_hetero
     sys.modules["lightning_hetero.strategies"] = stub
@@ -58,10 +59,10 @@ import {namespace} as pl
 from {namespace}.strategies import StrategyRegistry
 assert "lightning_hetero.strategies" not in sys.modules, "something heavy was imported"
 put_stub()
-print(*map(StrategyRegistry.get, ("hetero_offload", "hetero", "hetero_parallel")))
+print(*map(StrategyRegistry.get, ("hetero_offload", "hetero", "hetero_parallel", "hetero_parallel_fsdp")))
 """
     made = f"('made', '{namespace}', {{}})"
-    assert _python(code, tmp_path) == f"{made} {made} ('parallel', '{namespace}', {{}})"
+    assert _python(code, tmp_path) == f"{made} {made} ('parallel', '{namespace}', {{}}) ('fsdp', '{namespace}', {{}})"
 
 
 BOTH = """

@@ -80,7 +80,7 @@ def test_a_stopwatch_counts_until_the_last_gradient(monkeypatch: pytest.MonkeyPa
     clock = iter(range(1000))
     monkeypatch.setattr(stopwatch.time, "monotonic", lambda: float(next(clock)))
     watch, layer = Stopwatch(torch.device("cpu"), window=2), torch.nn.Linear(2, 1)
-    watch.watch(layer.parameters())
+    watch.watch_gradients(layer.parameters())
 
     def step(samples: int) -> None:
         watch.start()
@@ -97,6 +97,22 @@ def test_a_stopwatch_counts_until_the_last_gradient(monkeypatch: pytest.MonkeyPa
     assert watch.seconds_per_sample() is None
     watch.stop_watching()
     assert not any(p._post_accumulate_grad_hooks for p in layer.parameters())
+
+
+def test_a_stopwatch_adds_up_forwards_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: float(next(clock)))
+    watch, layers = Stopwatch(torch.device("cpu"), window=1), [torch.nn.Linear(2, 2) for _ in range(3)]
+    watch.watch_forward(layers)
+    for _ in range(3):  # two settle
+        watch.start()
+        hidden = torch.ones(1, 2)
+        for layer in layers:
+            next(clock)  # waiting for weights
+            hidden = layer(hidden)
+        watch.stop(2)
+        layers[0](hidden)  # validation
+    assert watch.seconds_per_sample() == 3 / 2
 
 
 class Endless(IterableDataset[int]):
