@@ -272,7 +272,7 @@ def verify(path: SomePath, as_json: o.Json = False) -> None:
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint or safetensors.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A store, a checkpoint or safetensors.")],
     destination: Destination,
     module: Module = "",
     dtype: Dtype = None,

@@ -121,8 +121,9 @@ def grouped(tensors: Iterable[TensorRow]) -> list[tuple[str, int, TensorRow]]:
 def _of_store(store: StoreFiles) -> Contents:
     from lightning_hetero.errors import StoreCorruptError
     from lightning_hetero.store.audit import DTYPE_NAMES
+    from lightning_hetero.store.committed import block_names
 
-    record = store.record
+    record, names = store.record, block_names(store)
     geometry = store.manifest.get("geometry", {})
     tensors = tuple(
         TensorRow(
@@ -133,11 +134,11 @@ def _of_store(store: StoreFiles) -> Contents:
             place=row["block"],
         )
         for row in geometry.get("blocks", [])
-        for name, (dtype, shape) in row["params"].items()
+        for name, (dtype, shape, *_) in row["params"].items()
     )
     blocks: list[Mapping[str, Any]] = []
     for block in () if record is None else record.blocks:
-        row: dict[str, Any] = {"id": block.id, "name": store.names.get(block.id, ""), "step": block.step, "file": block.file}
+        row: dict[str, Any] = {"id": block.id, "name": names.get(block.id, ""), "step": block.step, "file": block.file}
         try:
             with store.slot(block) as slot:
                 g = slot.geometry

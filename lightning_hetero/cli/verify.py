@@ -61,9 +61,11 @@ def run(path: Path, *, as_json: bool) -> bool:
 
 def _store(path: Path) -> Report:
     from lightning_hetero.store.audit import StoreFiles
+    from lightning_hetero.store.committed import block_names
 
     with StoreFiles(path) as store:
-        faults = tuple(f"{name}: {fault}" if (name := store.names.get(fault.block)) else str(fault) for fault in store.check())
+        names = block_names(store)
+        faults = tuple(f"{name}: {fault}" if (name := names.get(fault.block)) else str(fault) for fault in store.check())
         blocks = () if store.record is None else store.record.blocks
         step = "no step" if store.record is None else f"step {store.record.step}"
         notes = [] if store.record is None else [f"an older record is in use: {note}" for note in store.notes]

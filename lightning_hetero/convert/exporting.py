@@ -1,4 +1,4 @@
-"""Weights of a model, a checkpoint or a safetensors directory, written as safetensors or as an ordinary Lightning checkpoint.
+"""Weights of a model, a store, a checkpoint or safetensors, written as safetensors or as an ordinary Lightning checkpoint.
 
 At most one tensor is in memory at a time, wherever it comes from.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.door import OffloadedTensor, materialize
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.committed import stored_buffers, stored_weights
+from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.units import parse_bytes
 
 CHECKPOINT = ".ckpt"
@@ -36,7 +40,8 @@ def export_weights(
     """Writes weights as a safetensors directory of Hugging Face, or as a Lightning checkpoint that holds weights only.
 
     Args:
-        source: A model, also while it trains with weights on disk; or the path of a Lightning checkpoint or of safetensors.
+        source: A model, also while it trains with weights on disk; or the path of a store that nobody uses (its last step), of a
+            Lightning checkpoint, or of safetensors.
         destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``.
         module: Name of the module whose weights are wanted, such as ``"model"`` for a Hugging Face model inside a LightningModule;
             names in the files begin below it. Default: everything.
@@ -48,18 +53,20 @@ def export_weights(
 
     Raises:
         ConfigError: The source is no such thing, has no such module, or the destination holds weights already.
+        StoreError: The store is in use, or not whole.
         OSError: A file cannot be written; none is left half written.
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     assert shard_bytes is not None
     path = Path(destination)
-    tensors = _below(weights_of(source), module)
-    if dtype is not None:
-        tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
-    if path.suffix == CHECKPOINT:
-        _write_checkpoint(path, {t.name: t for t in tensors})
-        return [path]
-    return write_directory(path, tensors, max_shard_bytes=shard_bytes)
+    with ExitStack() as opened:
+        tensors = _below(weights_of(source, opened), module)
+        if dtype is not None:
+            tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
+        if path.suffix == CHECKPOINT:
+            _write_checkpoint(path, {t.name: t for t in tensors})
+            return [path]
+        return write_directory(path, tensors, max_shard_bytes=shard_bytes)
 
 
 def import_weights(
@@ -104,8 +111,12 @@ def import_weights(
     return path
 
 
-def weights_of(source: nn.Module | str | os.PathLike[str]) -> list[TensorToWrite]:
-    """The weights of a model, a Lightning checkpoint or safetensors, each read when it is asked for; of tied ones the first.
+def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) -> list[TensorToWrite]:
+    """The weights of a model, a store, a checkpoint or safetensors, each read when it is asked for; of tied ones the first.
+
+    Args:
+        source: As for :func:`export_weights`.
+        opened: Closes what has to stay open as long as tensors are read.
 
     Raises:
         ConfigError: The path is none of these.
@@ -113,6 +124,8 @@ def weights_of(source: nn.Module | str | os.PathLike[str]) -> list[TensorToWrite
     if isinstance(source, nn.Module):
         return list(_of_state(source.state_dict(keep_vars=True)))
     path = Path(source).expanduser()
+    if (path / MANIFEST).is_file():
+        return list(_of_store(opened.enter_context(StoreFiles(path))))
     if path.is_dir() or path.suffix == ".safetensors":
         return list(_of_files(WeightFiles.open(path)))
     return list(_of_state(state_dict_of(path), mapped=True))
@@ -177,6 +190,12 @@ class _Reader:
 def _of_files(files: WeightFiles) -> Iterator[TensorToWrite]:
     for stored in files.tensors.values():
         yield TensorToWrite(stored.name, stored.dtype, stored.shape, stored.read)
+
+
+def _of_store(store: StoreFiles) -> Iterator[TensorToWrite]:
+    for weight in stored_weights(store):
+        yield TensorToWrite(weight.name, weight.dtype, weight.shape, weight.read)
+    yield from _of_state(stored_buffers(store))
 
 
 def _below(tensors: list[TensorToWrite], module: str) -> list[TensorToWrite]:

@@ -378,9 +378,7 @@ class Session:
         if not placement.uses_disk and not self.keeps_steps:
             return None
         # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
-        rows = [
-            {"block": b.name, "params": {n: [str(p.dtype), list(p.shape)] for n, p in b.spec.params.items()}} for b in self.blocks
-        ]
+        rows = [{"block": b.name, "params": {n: _row(p) for n, p in b.spec.params.items()}} for b in self.blocks]
         manifest = {"model": type(self.root).__name__, "blocks": rows}
         path = self.options.disk_path if self.bindings or self.steps is not None else self._scratch_path()
         return self._make_directory(path, manifest, self._disk_bytes + placement.later_bytes, layout=layout, resume=resume)
@@ -649,6 +647,12 @@ class Session:
         if self.executor is not None:
             self.executor.let_go()
         self.blocks, self.bindings, self.executor = [], [], None
+
+
+def _row(param: nn.Parameter) -> list[Any]:
+    """What a manifest says of a parameter; strides where they are not the usual ones."""
+    row = [str(param.dtype), list(param.shape)]
+    return row if param.is_contiguous() else [*row, list(param.stride())]
 
 
 def _growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:

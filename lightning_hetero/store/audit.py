@@ -105,7 +105,6 @@ class StoreFiles:
         path: The directory.
         manifest: Its manifest.
         record: The newest record whose checksum is right; ``None`` if there is none.
-        names: Names of the blocks inside the model, as far as the store knows them.
         notes: What is wrong with records beside the newest whole one: a process that is killed while it writes one leaves it torn.
 
     Raises:
@@ -116,7 +115,6 @@ class StoreFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.notes: list[Fault] = []
-        self.names: dict[int, str] = {}
         self.record: CommitRecord | None = None
         try:
             self._directory = os.open(self.path, _DIRECTORY)

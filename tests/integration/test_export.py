@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_a_checkpoint_is_exported_and_a_model_loads_it(tmp_path: Path) -> None:
     assert same(tensors | {"head.weight": tensors["embed.weight"]}, dict(module.model.state_dict()))
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_a_stores_last_step_is_exported(plan: str, precision: str, tmp_path: Path) -> None:
+    """Whatever the plan keeps in memory is in the store too."""
+
+    class Permuted(LitModel):
+        def __init__(self, recipe: Recipe) -> None:
+            super().__init__(recipe)
+            self.model.head.weight = torch.nn.Parameter(self.model.head.weight.detach().t().contiguous().t())
+
+    strategy = HeteroOffloadStrategy(plan=plan, disk_path=tmp_path / "store")
+    torch.manual_seed(7)
+    module = Permuted(Recipe(shape=Shape(frozen=(1,))))
+    trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path, limit_val_batches=0, precision=precision)
+    trainer.fit(module, data())
+    export_weights(tmp_path / "store", tmp_path / "out", module="model")
+    assert same(read(tmp_path / "out"), dict(module.model.state_dict()))
+    export_weights(tmp_path / "store", tmp_path / "x.ckpt")
+    assert same(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"], dict(module.state_dict()))
+
+
 def test_weights_come_back_as_a_lightning_checkpoint(tmp_path: Path) -> None:
     directory = llama.save(tmp_path / "weights", tied=True, dtype=torch.bfloat16, max_shard_size="10kB")
     tie = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -120,7 +142,7 @@ def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     torch.save({"state_dict": {f"t{i}": torch.full((300_000,), float(i)) for i in range(4)}}, tmp_path / "x.ckpt")
     released = []
     monkeypatch.setattr("lightning_hetero.convert.exporting.release_pages", lambda t: released.append(t.numel()))
-    tensors = weights_of(tmp_path / "x.ckpt")
+    tensors = weights_of(tmp_path / "x.ckpt", ExitStack())
     for index, tensor in enumerate(tensors):
         assert len(released) == index
         assert torch.equal(tensor.read(), torch.full((300_000,), float(index)))

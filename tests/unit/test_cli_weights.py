@@ -69,6 +69,7 @@ def test_inspect_shows_a_stores_step_blocks_and_parameters(trained: Path) -> Non
     assert all(row["has_digests"] for row in got["blocks"])
     assert {row["weights"] for row in got["blocks"]} == {"float32", "bytes", None}  # bytes: of weights in memory
     assert {row["state_arrays"] for row in got["blocks"]} == {2, 0}
+    assert {"model.blocks.0", "model.head (weights)"} <= {row["name"] for row in got["blocks"]}
     text = call("inspect", trained / "store")
     assert "model.blocks.*.up.weight" in text
     assert "Blocks that the last record names" in text
@@ -155,6 +156,7 @@ def test_a_changed_byte_of_a_store_is_named_with_its_place(root: Path) -> None:
         flip(path.with_suffix(f".{slot}"), 4096)
     (fault,) = parsed("verify", root / "store", code=1)["faults"]
     assert path.stem in fault
+    assert fault.startswith("model")  # the block's name
     assert "offset 4096" in fault
     assert "differs" in fault
     assert "fault:" in call("verify", root / "store", code=1)

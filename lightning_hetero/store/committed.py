@@ -1,0 +1,119 @@
+"""What the last record of a store that nobody uses means for the model: names of its blocks, and its weights one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero._native import U8
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.audit import CommittedBlock, StoreFiles
+from lightning_hetero.store.manifest import layout_of
+from lightning_hetero.store.partition import ALIGN_ELEMENTS
+from lightning_hetero.store.record import PartEntry, parse, state_of
+from lightning_hetero.units import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """One parameter as the last record has it.
+
+    Attributes:
+        store: Its store, which stays open while this is read.
+        block: The block whose file has it.
+        name: The parameter's name.
+        dtype: Its dtype.
+        shape: Its shape.
+        stride: Its strides in elements.
+        first: Its first element in the part's run of weights.
+    """
+
+    store: StoreFiles
+    block: CommittedBlock
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    first: int
+
+    def read(self) -> Tensor:
+        """A fresh tensor with the content.
+
+        Raises:
+            StoreCorruptError: The file is not what the record says: names block, file, offset.
+        """
+        out = torch.empty(self.shape.numel(), dtype=self.dtype)
+        with self.store.slot(self.block) as slot:
+            opaque = slot.geometry.weight_dtype == U8  # the run as bytes
+            slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)
+        return out.as_strided(self.shape, self.stride).contiguous()
+
+
+def block_names(store: StoreFiles) -> dict[int, str]:
+    """Names for a store's blocks, by the numbers of their files; as far as the store says them."""
+    try:
+        parts = _parts(store)
+    except ConfigError:
+        return {}
+    owners = {name: row["block"] for row in store.manifest["geometry"]["blocks"] for name in row["params"]}
+    out = {}
+    for names, entry in parts:
+        block = owners.get(names[0], "") if names else ""
+        for geometry, what in ((entry.home, ""), (entry.weights, " (weights)"), (entry.state, " (state)")):
+            if geometry is not None:
+                out[geometry.id] = block + what
+    return out
+
+
+def stored_weights(store: StoreFiles) -> list[StoredWeight]:
+    """All parameters of the last step, in the model's order; tied ones under their first name.
+
+    Raises:
+        ConfigError: The last record stands for no step, or weights are not in it.
+    """
+    out = []
+    committed = {} if store.record is None else {block.id: block for block in store.record.blocks}
+    rows = {name: row for block in store.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
+    _state(store)
+    for names, entry in _parts(store):
+        geometry = entry.home if entry.weights is None else entry.weights
+        if geometry is None or geometry.id not in committed:
+            raise ConfigError(
+                f"store {str(store.path)!r} has no weights of {names[:1]}: they were kept in memory alone. Export a checkpoint."
+            )
+        first = 0
+        for name in names:
+            dtype, shape, *stride = rows[name]
+            size = torch.Size(shape)
+            strides = tuple(stride[0]) if stride else torch.empty(size, device="meta").stride()
+            kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+            out.append(StoredWeight(store, committed[geometry.id], name, kind, size, strides, first))
+            first += round_up(size.numel(), ALIGN_ELEMENTS)
+    order = {name: place for place, name in enumerate(rows)}
+    return sorted(out, key=lambda weight: order[weight.name])
+
+
+def stored_buffers(store: StoreFiles) -> dict[str, Tensor]:
+    """The model's persistent buffers of the last step.
+
+    Raises:
+        ConfigError: The last record stands for no step.
+    """
+    buffers: dict[str, Tensor] = _state(store)["buffers"]
+    return buffers
+
+
+def _parts(store: StoreFiles) -> list[tuple[list[str], PartEntry]]:
+    if store.record is None:
+        raise ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")
+    names = layout_of(store.path, store.manifest)["parts"]
+    return list(zip(names, parse(store.record.user).parts, strict=False))
+
+
+def _state(store: StoreFiles) -> dict[str, Any]:
+    if store.record is None:
+        raise ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")
+    return state_of(parse(store.record.user), str(store.path))
