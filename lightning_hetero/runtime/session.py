@@ -45,6 +45,7 @@ from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.mirrors import mirror_bytes
 from lightning_hetero.store.moves import move
 from lightning_hetero.store.partition import partition
+from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.tiers import TierStore, geometry_of
 from lightning_hetero.units import format_bytes
 
@@ -549,6 +550,17 @@ class Session:
         """Makes what was written by loading a checkpoint last."""
         if self.store is not None:
             self.store.commit()
+
+    def snapshot(self, path: Path) -> None:
+        """Links the last kept step to another path.
+
+        Raises:
+            ConfigError: ``path`` is taken.
+            StoreError: A transfer or a system call failed.
+        """
+        assert self.store is not None
+        assert self.store.directory is not None
+        snapshot(self.store.directory.path, path, self.store.committed_slots(self.blocks))
 
     def keep_step(self, state: str) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included."""

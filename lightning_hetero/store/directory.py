@@ -31,8 +31,8 @@ from lightning_hetero.units import format_bytes
 
 PREFIX = "lightning-hetero-"
 
-_OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab]|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
-_BLOCK = re.compile(r"block-([0-9]{5,})\.[ab]")
+_OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab](\.new)?|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
+_BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -215,10 +215,10 @@ class StoreDirectory:
         _check_volume(self._path, self._held.directory_fd, limits)
 
     def remove_blocks_but(self, identifiers: Collection[int]) -> None:
-        """Removes files of blocks that no record names: a process died after it had closed them."""
+        """Removes what a process left when it died: files of blocks that no record names, and unfinished manifests."""
         for name in _own_names(self._held.directory_fd):
             found = _BLOCK.fullmatch(name)
-            if found and int(found[1]) not in identifiers:
+            if name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
                 _unlink(self._held.directory_fd, name)
 
     def remove_block(self, identifier: int) -> None:

@@ -133,7 +133,7 @@ def write_manifest(
         "geometry": geometry,
         "layout": layout,
     }
-    name = f"{MANIFEST}.{identity.hex}"
+    name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:
         os.fchmod(manifest_fd, 0o600)

@@ -227,6 +227,11 @@ class TierStore:
         # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
         part.dirty = bool(native.geometry.weights_on_disk_file) or _has_master(part)
 
+    @property
+    def last_commit(self) -> Ticket | None:
+        """The latest commit that nobody has waited for."""
+        return self._last_commit
+
     def wait_for_commit(self) -> None:
         """The set of blocks may not change while a commit record is being written."""
         if self._last_commit is not None:
@@ -304,6 +309,13 @@ class TierStore:
                 part.mirrors[kind] = mirrors.Mirror(self._new_block(geometry, address), part.native)
                 part.mirrored_versions = -1
         return [m.native for m in gone.values()]
+
+    def committed_slots(self, blocks: Sequence[Block]) -> list[str]:
+        """Names of the slot files that the last record names, once it is written; nothing was written since."""
+        self.wait_for_commit()
+        natives = [part.native for b in blocks for part in b.parts if part.native is not None and part.on_disk]
+        natives += [m.native for b in blocks for part in b.parts for m in part.mirrors.values() if m.ticket or part.stepped]
+        return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
 
     def write_mirrors(self, part: Part) -> None:
         """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them."""

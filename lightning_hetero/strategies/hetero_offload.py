@@ -34,11 +34,12 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
 from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.store.snapshots import bring
 from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.machine import Machine
-from lightning_hetero.strategies.resume import as_checkpoint, go_on, is_store, load_buffers, read_state
+from lightning_hetero.strategies.resume import as_checkpoint, check_use, go_on, is_store, load_buffers, read_state
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.verification import Verifier
@@ -83,6 +84,8 @@ class HeteroOffload(_Base):
         verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
             raises :class:`~lightning_hetero.errors.VerificationError`.
         verify_digests: Check digests of everything read from disk.
+        link_checkpoints: Checkpoints of a run that keeps its steps are directories of hard links to the store's last step. They
+            take neither time nor space until it is written over, and ``ckpt_path`` takes them like a store.
         hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
             ``LIGHTNING_HETERO_HARDWARE`` names, else micro-benchmarks, which run once per machine.
         replan_drift: By how much, relatively, the batch, the budget or the time of a step may differ from what the plan was made
@@ -112,6 +115,7 @@ class HeteroOffload(_Base):
         durability: str = "process",
         verify: int = 0,
         verify_digests: bool = False,
+        link_checkpoints: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
         replan_drift: float | None = 0.5,
         trace: bool = False,
@@ -158,9 +162,10 @@ class HeteroOffload(_Base):
         self._failed = False
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._state: TrainingState | None = None  # takes it for every step that is kept
+        self._link_checkpoints = link_checkpoints
+        self._snapshots: list[Path] = []  # to be made when the batch has ended
         self._step_ended = False
         self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
-        self._in_place = False  # it is the one at disk_path
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
 
@@ -194,7 +199,7 @@ class HeteroOffload(_Base):
         self.accelerator.setup(trainer)
         self._failed = False
         fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
-        resuming = fitting and self._resumed is not None and self._in_place
+        resuming = fitting and self._resumed is not None
         if resuming:
             self._drop_session()
         if self.session is not None and self.session.root is self.lightning_module and self.session.has_model():
@@ -314,6 +319,9 @@ class HeteroOffload(_Base):
         if self._step_ended and self._state is not None and self.session is not None:
             self._step_ended = False
             self.session.keep_step(self._state.take([b.books() for b in self.session.bindings]))
+            paths, self._snapshots = self._snapshots, []
+            for path in paths:
+                self.session.snapshot(path)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
@@ -370,14 +378,29 @@ class HeteroOffload(_Base):
     def checkpoint_io(self, io: Any) -> None:
         self._checkpoint_io = io
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint file; with ``link_checkpoints``, where steps are kept, links the store's last step instead.
+
+        Within a batch that ends in a step the links are made when its last hook has run.
+        """
+        if not self._link_checkpoints or self.session is None or not self.session.keeps_steps:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._step_ended:
+            self._snapshots.append(Path(filepath))
+        else:
+            self.session.snapshot(Path(filepath))
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
         self._resumed = None
         if not is_store(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        path, own = Path(checkpoint_path), self.options.disk_path
-        self._in_place = own is not None and own.exists() and path.samefile(own)
+        path, own = Path(checkpoint_path).absolute(), self.options.disk_path
+        check_use(self.lightning_module, path, own, self.namespace)
+        assert own is not None
         self._resumed = read_state(path)
+        if not own.exists() or not path.samefile(own):
+            bring(path, own.absolute())
         return as_checkpoint(self._resumed, self.precision_plugin)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -389,7 +412,7 @@ class HeteroOffload(_Base):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
         assert self.lightning_module is not None
-        if self._resumed is not None and self._in_place:
+        if self._resumed is not None:
             return
         if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._waiting_checkpoint = (checkpoint, strict)
@@ -403,7 +426,7 @@ class HeteroOffload(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State goes to the tier that the plan chose; nothing is moved to a device."""
-        if self._resumed is not None and self._in_place and self.session is not None:
+        if self._resumed is not None and self.session is not None:
             for binding, books in zip(self.session.bindings, checkpoint["optimizer_states"], strict=True):
                 binding.take_over(books)
             return

@@ -24,6 +24,25 @@ def is_store(path: Any) -> bool:
     return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
 
 
+def check_use(module: Any, path: Path, disk_path: Path | None, namespace: str) -> None:
+    """Refuses a store as ``ckpt_path`` where it cannot be one.
+
+    Raises:
+        ConfigError: It is not a fit, or the run has no store of its own to go on in.
+    """
+    fitting = importlib.import_module(f"{namespace}.trainer.states").TrainerFn.FITTING
+    if module is None or module.trainer.state.fn != fitting:
+        raise ConfigError(
+            f"ckpt_path {str(path)!r} is a store, which only trainer.fit goes on from. To evaluate it, save a checkpoint at the "
+            f"end of a fit, and pass that."
+        )
+    if disk_path is None:
+        raise ConfigError(
+            f"ckpt_path {str(path)!r} is a store, and this run has none of its own to go on in. Pass the same path as disk_path, "
+            f"or an empty directory."
+        )
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The training state of a store's last step.
 

@@ -36,6 +36,7 @@ Status RewriteTask::Start(int64_t* num_units) {
   *num_units = layout.num_chunks();
   has_state_ = state_staged_ && block()->stored() && block()->newest().has_state;
   if (!layout.has_file()) return Status::Ok();
+  HETERO_RETURN_IF_ERROR(block()->Unlink(block()->target_slot()));
   target_ = block()->store()->NextRewrite(block()->id(), block()->target_slot(), 0);
   if (layout.weights_in_file() && block()->store()->digests()) weight_digests_.resize(static_cast<size_t>(layout.num_chunks()));
   return AllocatePages(layout.head_bytes(), &head_);

@@ -1,5 +1,7 @@
 #include "store.h"
 
+#include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -150,11 +152,35 @@ Block::~Block() {
 Status Block::OpenFiles(bool create) {
   for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
     FileSpec spec = SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes());
-    spec.create = create;
+    spec.may_have_links = true;
+    // Of a recovered block only the committed slot counts: a checkpoint by hard links has no other.
+    const bool counts = !store_->has_record() || store_->committed().blocks[static_cast<size_t>(id())].slot == slot;
+    spec.create = create || (!counts && faccessat(spec.directory_fd, spec.name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0);
     const Status status = OpenFile(spec, &files_[slot]);
     if (!status.ok() && create && slot == 1) unlinkat(store_->directory().fd(), SlotName(id(), 0).c_str(), 0);
     HETERO_RETURN_IF_ERROR(status);
   }
+  return Status::Ok();
+}
+
+Status Block::Unlink(int32_t slot) {
+  bool linked = false;
+  HETERO_RETURN_IF_ERROR(HasLinks(files_[slot], &linked));
+  if (!linked) return Status::Ok();
+  if (layout_.geometry().num_slots == 1)
+    return Fail(HETERO_EINVAL, "%s has other names and would be written in place; a block with links needs two slots",
+                files_[slot].path().c_str());
+  const int directory = store_->directory().fd();
+  const std::string name = SlotName(id(), slot);
+  FileSpec spec = SpecFor(*store_, name + ".new", layout_.file_bytes());
+  spec.create = true;
+  unlinkat(directory, spec.name.c_str(), 0);  // of a process that died here
+  File fresh;
+  HETERO_RETURN_IF_ERROR(OpenFile(spec, &fresh));
+  if (renameat(directory, spec.name.c_str(), directory, name.c_str()) != 0)
+    return FailErrno(fresh.path() + ": rename to " + name, errno);
+  if (spec.durable && fsync(directory) != 0) return FailErrno(store_->directory().path() + ": fsync", errno);
+  files_[slot] = File(fresh.Release(), files_[slot].path());
   return Status::Ok();
 }
 

@@ -104,6 +104,8 @@ class Block {
   [[nodiscard]] const SlotContent& newest() const { return newest_; }
   [[nodiscard]] bool stored() const { return newest_.rewrite.slot >= 0; }
   [[nodiscard]] int32_t target_slot() const;
+  // Before a slot is written: one whose file has other names, as checkpoints by hard links have them, gets a fresh file.
+  Status Unlink(int32_t slot);
   void SetNewest(SlotContent content);
   // Slot and step for other threads; slot -1 when nothing was stored.
   void Newest(int32_t* slot, int64_t* step) const;

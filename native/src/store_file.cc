@@ -69,13 +69,13 @@ Status MakeDurable(const File& file, int directory_fd) {
   return Status::Ok();
 }
 
-Status CheckIdentity(const File& file, int64_t bytes) {
+Status CheckIdentity(const File& file, int64_t bytes, bool may_have_links) {
   struct stat info{};
   const char* path = file.path().c_str();
   if (fstat(file.fd(), &info) != 0) return FailErrno(file.path() + ": fstat", errno);
   if (!S_ISREG(info.st_mode)) return Fail(HETERO_EINVAL, "%s is not a regular file; remove it", path);
   if (info.st_uid != geteuid()) return Fail(HETERO_EINVAL, "%s belongs to user %u, not to %u", path, info.st_uid, geteuid());
-  if (info.st_nlink != 1)
+  if (info.st_nlink != 1 && !may_have_links)
     return Fail(HETERO_EINVAL, "%s has %llu names; allowed: one. A hard link would be overwritten", path,
                 static_cast<unsigned long long>(info.st_nlink));
   if (info.st_size != bytes)
@@ -122,12 +122,19 @@ Status OpenFile(const FileSpec& spec, File* out) {
     if (status.ok()) status = Allocate(file, spec.bytes);
     if (status.ok() && spec.durable) status = MakeDurable(file, spec.directory_fd);
   }
-  if (status.ok()) status = CheckIdentity(file, spec.bytes);
+  if (status.ok()) status = CheckIdentity(file, spec.bytes, spec.may_have_links && !spec.create);
   if (!status.ok()) {
     if (spec.create) unlinkat(spec.directory_fd, spec.name.c_str(), 0);
     return status;
   }
   *out = std::move(file);
+  return Status::Ok();
+}
+
+Status HasLinks(const File& file, bool* out) {
+  struct stat info{};
+  if (fstat(file.fd(), &info) != 0) return FailErrno(file.path() + ": fstat", errno);
+  *out = info.st_nlink > 1;
   return Status::Ok();
 }
 

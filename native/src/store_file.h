@@ -29,6 +29,7 @@ class File {
   ~File();
 
   [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] int Release() { return std::exchange(fd_, -1); }
   [[nodiscard]] const std::string& path() const { return path_; }
 
  private:
@@ -43,6 +44,7 @@ struct FileSpec {
   int64_t bytes = 0;  // exact size
   bool create = false;
   bool direct_io = false;
+  bool may_have_links = false;  // accept an existing file with other names: whoever writes it gives it a fresh file first
   bool durable = false;  // a new file's allocation and name reach the disk before this returns
 };
 
@@ -51,6 +53,9 @@ struct FileSpec {
 // create: the file must not exist; its blocks are allocated now (ENOSPC names path, needed and free bytes).
 // Otherwise: it must be a regular file of ours with one name and the exact size.
 Status OpenFile(const FileSpec& spec, File* out);
+
+// Whether the file has other names than its own in the store.
+Status HasLinks(const File& file, bool* out);
 
 // Opens `path`, a directory that is not a link and belongs to this user.
 Status OpenDirectory(const std::string& path, File* out);

@@ -329,6 +329,55 @@ TEST(a_frozen_block_has_one_slot_and_is_written_in_place) {
   t.End();
 }
 
+TEST(a_slot_with_other_names_is_never_written) {
+  Trained t;
+  REQUIRE(t.Begin());
+  CHECK_EQ(t.Update(2), 0);
+  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  std::vector<std::vector<uint8_t>> before;
+  for (const char* slot : {"a", "b"}) {
+    const std::string name = t.directory.File(std::string("block-00000.") + slot);
+    CHECK_EQ(link(name.c_str(), t.directory.File(std::string("kept.") + slot).c_str()), 0);
+    before.push_back(Content(name));
+  }
+  for (int64_t step = 3; step <= 5; ++step) {
+    CHECK_EQ(t.Update(step), 0);
+    CHECK_EQ(t.run.Complete(t.run.Commit(step)), 0);
+  }
+  CHECK(Content(t.directory.File("kept.a")) == before[0]);
+  CHECK(Content(t.directory.File("kept.b")) == before[1]);
+  CHECK_NE(access(t.directory.File("block-00000.a.new").c_str(), F_OK), 0);
+  t.End();
+  int64_t step = 0;
+  CHECK_EQ(t.Reopen(&step), 0);
+  CHECK_EQ(step, 5);
+  CHECK(t.run.Holds(t.block));
+  t.End();
+}
+
+TEST(a_block_opened_after_recovery_needs_only_its_committed_slot) {
+  Trained t;
+  REQUIRE(t.Begin());
+  CHECK_EQ(t.Update(2), 0);  // slot b; the commit names a
+  t.End();
+  CHECK_EQ(unlink(t.directory.File("block-00000.b").c_str()), 0);
+  hetero_store_options options = StoreOptions(1);
+  options.create = 0;
+  REQUIRE(t.run.OpenStore(t.directory, options));
+  int64_t step = 0;
+  char user[64];
+  CHECK_EQ(hetero_store_recover(t.run.store, &step, user, sizeof(user)), int64_t{3});
+  CHECK_EQ(step, 1);
+  const hetero_block_geometry g = t.block.geometry;
+  REQUIRE(t.block.Open(t.run.store, g, &t.random));
+  REQUIRE(t.run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
+  CHECK_EQ(ReadAll(t), 0);
+  CHECK_EQ(access(t.directory.File("block-00000.b").c_str(), F_OK), 0);
+  t.End();
+  CHECK_EQ(unlink(t.directory.File("block-00000.a").c_str()), 0);
+  CHECK_EQ(t.Reopen(&step), -101);
+}
+
 TEST(damage_is_found_and_named) {
   Layout layout;
   REQUIRE_OK(Layout::Make(Geometry(0, HETERO_F32, kElements, true, true), &layout));
@@ -427,11 +476,12 @@ TEST(files_are_private_and_links_refused) {
   CHECK_EQ(stat(a.c_str(), &info), 0);
   CHECK_EQ(info.st_mode & 0777, mode_t{0600});
   int64_t step = 0;
-  CHECK_EQ(link(a.c_str(), t.directory.File("second").c_str()), 0);
-  CHECK_EQ(t.Reopen(&step), -101);
+  const std::string second = t.directory.File("second");
+  CHECK_EQ(link(t.directory.File("COMMIT").c_str(), second.c_str()), 0);
+  CHECK_EQ(t.Reopen(&step), -100);
   CHECK(strstr(hetero_last_error(), "2 names") != nullptr);
   t.End();
-  CHECK_EQ(unlink(a.c_str()) | symlink("second", a.c_str()), 0);
+  CHECK_EQ(unlink(second.c_str()) | rename(a.c_str(), second.c_str()) | symlink("second", a.c_str()), 0);
   CHECK_EQ(t.Reopen(&step), -101);
   CHECK(strstr(hetero_last_error(), "symbolic link") != nullptr);
   t.End();

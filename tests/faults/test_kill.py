@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import run_script
 
 STEPS, ROUNDS = 60, 10
 ON_DISK = ("model.blocks.",)
@@ -29,6 +30,18 @@ def test_a_killed_run_leaves_a_committed_step_and_the_next_one_cleans_up(tmp_pat
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["recovered"]) == ROUNDS
     assert max(report["recovered"]) > 1, report
+
+
+def test_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The benchmark in small: kills while training starts, resumes, moves, trains and commits."""
+    script = Path(__file__).parents[2] / "benchmarks" / "kill.py"
+    seed = random.randrange(10**6)
+    done = run_script(script, "--dir", tmp_path, "--kills", "8", "--steps", "120", "--seed", str(seed), cwd=tmp_path)
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["kills"] == 8
+    assert report["steps"] > 0
+    assert report["lost_steps"] == report["wrong_resumes"] == report["unreadable_stores"] == 0
 
 
 def main(root: Path, seed: int) -> None:

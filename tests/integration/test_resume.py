@@ -147,6 +147,47 @@ def test_evaluation_leaves_the_store_alone(tmp_path: Path, plain: Outcome) -> No
     assert_same(got, after(plain, len(got.losses)))
 
 
+def contents(store: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.iterdir()}
+
+
+@pytest.mark.parametrize("plan", ["disk", MIXED], ids=["disk", "mixed"])
+def test_a_checkpoint_of_links_stays_what_it_was_and_is_gone_on_from(tmp_path: Path, plain: Outcome, plan: Any) -> None:
+    store, kept, elsewhere = tmp_path / "store", tmp_path / "kept" / "step=5.ckpt", tmp_path / "elsewhere"
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(kept)
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                slots = [path for path in kept.iterdir() if path.name.startswith("block")]
+                assert slots
+                assert all(path.samefile(store / path.name) for path in slots)
+                self.before = contents(kept)
+
+    saves = Saves()
+    torch.manual_seed(7)
+    module = Model(RECIPE)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=offload(plan, store, link_checkpoints=True, verify_digests=True),
+        max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip,
+        default_root_dir=tmp_path, limit_val_batches=2, callbacks=[saves],
+    )  # fmt: skip
+    trainer.fit(module, data(BATCHES), data(2, seed=1))
+    assert_same(outcome(trainer, module), plain)
+    assert contents(kept) == saves.before
+    for _ in range(2):  # it may be used again and again
+        got = train(tmp_path, offload("disk", elsewhere, verify_digests=True), store=kept)
+        assert_same(got, after(plain, len(got.losses)))
+        assert len(got.losses) == len(plain.losses) - 5 - 2
+        assert contents(kept) == saves.before
+        for path in elsewhere.iterdir():
+            path.unlink()
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +212,19 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     refused("would not keep its steps", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
     with pytest.raises(ConfigError, match="would not keep its steps"):
         train(tmp_path, offload("disk", store, durability="none"), store=store)
+
+
+def test_a_store_as_ckpt_path_needs_a_fit_and_a_disk_path(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload("disk", store), stop=1)
+    with pytest.raises(ConfigError, match="this run has none of its own"):
+        train(tmp_path, HeteroOffloadStrategy(plan="disk"), store=store)
+    train(tmp_path, offload("disk", tmp_path / "other"), stop=1)
+    with pytest.raises(ConfigError, match="is there already"):
+        train(tmp_path, offload("disk", tmp_path / "other"), store=store)
+    trainer = quiet_trainer(strategy=offload("disk", store), default_root_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"only trainer\.fit goes on"):
+        trainer.validate(Model(RECIPE), data(2, seed=1), ckpt_path=str(store), verbose=False)
 
 
 def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

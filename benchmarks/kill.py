@@ -1,0 +1,308 @@
+"""Kills training at random moments, and resumes it: is a committed step ever lost, and does a resume ever differ by a bit?
+
+    python benchmarks/kill.py --dir DIR [--kills 500] [--steps 1500] [--seed 0]
+
+A small model trains with AdamW, clipping by norm, dropout, a schedule and shuffled data, under a plan that keeps it on disk;
+now and then under one that keeps some or all of it in memory, so that a resume moves state as well. A child process trains, and
+is killed with SIGKILL at a random moment: while it starts, resumes, moves, trains or commits. It reports every loss, and every
+step that had been committed before it went on. The next child resumes from the store.
+
+* ``lost_steps``: committed steps that a later child did not find.
+* ``wrong_resumes``: children of which some loss, or the final weights and optimizer state, differ from a plain run that nobody
+  killed.
+* ``unreadable_stores``: stores that could not be resumed from.
+
+When the run has all its steps it begins anew. Children are forked: importing torch takes longer than training. Prints one JSON
+line last; ``state_share`` is the part of a step's time that taking the training state and submitting its commit took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from scratch import scratch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+VOCABULARY, WIDTH, LAYERS, LENGTH = 31, 32, 3, 8
+BATCHES = 24  # of an epoch
+ROW = struct.Struct("<cqd")  # kind, step, value
+LOSS, COMMITTED, DONE, FAILED, TIMES = b"L", b"C", b"D", b"F", b"T"
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="blocks.0", weights=Tier.DISK, state=Tier.HOST),
+        BlockPlan(name="blocks.*", weights=Tier.HOST, state=Tier.DISK),
+        BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST),
+    ),
+)
+PLANS: tuple[Any, ...] = ("disk", "disk", "disk", MIXED, "host")
+
+
+class Block(nn.Module):
+    """One residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Model(pl.LightningModule):
+    """Predicts the next token."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("seen", torch.zeros(()))
+        self.report: Callable[[int, float], None] = lambda step, loss: None
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x = self.embed(batch[0][:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[0][:, 1:].flatten())
+        self.seen += loss.detach()
+        self.report(self.trainer.global_step, loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Reports(pl.Callback):
+    """Tells of steps whose record is on disk."""
+
+    def __init__(self, write: Callable[[bytes, int, float], None]) -> None:
+        self._write, self._waiting = write, (0, None)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        ticket = trainer.strategy.session.store.last_commit
+        if ticket is not None and trainer.global_step != self._waiting[0]:
+            self._tell()
+            self._waiting = (trainer.global_step, ticket)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        step, ticket = self._waiting
+        if ticket is not None and ticket.poll():
+            self._write(COMMITTED, step, 0.0)
+            self._waiting = (step, None)
+
+
+def fit(strategy: Any, root: Path, steps: int, store: Path | None, report: Any, *callbacks: Any) -> tuple[pl.Trainer, Model]:
+    """Trains to the end, from the beginning or from the store."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = Model(steps)
+    model.report = report
+    tokens = torch.randint(0, VOCABULARY, (2 * BATCHES, LENGTH), generator=torch.Generator().manual_seed(2))
+    trainer = pl.Trainer(
+        strategy=strategy, max_steps=steps, gradient_clip_val=0.5, default_root_dir=root, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.fit(
+        model, DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True), ckpt_path=None if store is None else str(store)
+    )
+    return trainer, model
+
+
+def content(trainer: pl.Trainer, model: Model) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer state."""
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    for number, state in trainer.optimizers[0].state_dict()["state"].items():
+        values |= {f"{number}.{key}": value.clone() for key, value in state.items()}
+    return values
+
+
+def reference(root: Path, steps: int) -> None:
+    """A run that nobody kills, under plain Lightning: its losses and what it leaves."""
+    losses: list[float] = []
+    trainer, model = fit("auto", root, steps, None, lambda step, loss: losses.append(loss))
+    torch.save({"losses": losses, "content": content(trainer, model)}, root / "reference.pt")
+
+
+def child(root: Path, steps: int, plan: Any, fresh: bool, out: int) -> None:
+    """Trains until it is killed; the parent reads what it writes to ``out``."""
+
+    def write(kind: bytes, step: int, value: float) -> None:
+        os.write(out, ROW.pack(kind, step, value))
+
+    store = root / "store"
+    strategy = HeteroOffloadStrategy(plan=plan, disk_path=store, verify_digests=True)
+    keep, spent = strategy._batch_ends, [0.0]
+
+    def timed() -> None:
+        begin = time.perf_counter()
+        keep()
+        spent[0] += time.perf_counter() - begin
+
+    strategy._batch_ends = timed
+    begin = time.perf_counter()
+    try:
+        trainer, model = fit(
+            strategy, root, steps, None if fresh else store, lambda step, loss: write(LOSS, step, loss), Reports(write)
+        )
+    except ConfigError as error:
+        if "no step has been committed yet" not in str(error) and "is not a file" not in str(error):
+            raise
+        write(FAILED, 0, 0.0)  # nothing to resume from
+        return
+    write(TIMES, 0, spent[0] / (time.perf_counter() - begin))
+    expected = torch.load(root / "reference.pt")["content"]
+    got = content(trainer, model)
+    write(DONE, int(got.keys() == expected.keys() and all(torch.equal(got[k], v) for k, v in expected.items())), 0.0)
+
+
+def forked(call: Callable[[int], None], log: Path) -> tuple[int, int]:
+    """Runs ``call`` in a child; its process id and the end of the pipe that it writes to."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writer)
+        return process, reader
+    code = 1
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+        os.dup2(2, 1)
+        call(writer)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def rows_until_end(reader: int) -> list[tuple[bytes, int, float]]:
+    """What a child wrote; a row that the kill has cut off does not count."""
+    data = b""
+    while piece := os.read(reader, 1 << 16):
+        data += piece
+    os.close(reader)
+    return list(ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]))
+
+
+class Harness:
+    """Counts what happens."""
+
+    def __init__(self, root: Path, steps: int, seed: int) -> None:
+        self.root, self.steps, self.random = root, steps, random.Random(seed)
+        self.counts = dict.fromkeys(("kills", "runs", "finished", "steps", "lost_steps", "wrong_resumes", "unreadable_stores"), 0)
+        self.committed, self.fresh, self.failure, self.shares = 0, True, "", list[float]()
+        self.losses: list[float] = torch.load(root / "reference.pt")["losses"]
+
+    def run(self) -> None:
+        """One child, killed or not."""
+        plan, log = self.random.choice(PLANS), self.root / "log"
+        limit = self.random.choice((0.3, 1.0, 2.0))
+        process, reader = forked(lambda out: child(self.root, self.steps, plan, self.fresh, out), log)
+        status = self._kill(process, self.random.uniform(0, limit))
+        rows = rows_until_end(reader)
+        self.counts["runs"] += 1
+        self.counts["kills"] += os.WIFSIGNALED(status)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+            self._failed(log)
+        else:
+            self._check(rows, plan)
+
+    def _kill(self, process: int, seconds: float) -> int:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(process, os.WNOHANG)
+            if done:
+                return status
+            time.sleep(0.002)
+        os.kill(process, signal.SIGKILL)
+        return os.waitpid(process, 0)[1]
+
+    def _failed(self, log: Path) -> None:
+        self.counts["unreadable_stores"] += 1
+        self.failure = log.read_text()[-3000:]
+        self._anew()
+
+    def _anew(self) -> None:
+        shutil.rmtree(self.root / "store", ignore_errors=True)
+        self.committed, self.fresh = 0, True
+
+    def _check(self, rows: list[tuple[bytes, int, float]], plan: Any) -> None:
+        losses = [(step, value) for kind, step, value in rows if kind == LOSS]
+        self.counts["steps"] += len(losses)
+        if any(kind == FAILED for kind, *_ in rows):  # right if it was killed before its first step was there
+            self.counts["lost_steps"] += self.committed
+            self._anew()
+            return
+        if losses:
+            self.counts["lost_steps"] += max(0, self.committed - losses[0][0])
+            first = losses[0][0]
+            if losses != [(first + i, self.losses[first + i]) for i in range(len(losses))]:
+                self.counts["wrong_resumes"] += 1
+                self.failure = f"plan {plan}: the losses from step {first} on differ"
+        told = [step for kind, step, _ in rows if kind == COMMITTED]
+        self.committed = max([self.committed, *told])
+        self.fresh = self.fresh and not (self.root / "store" / "MANIFEST").exists()
+        self.shares += [value for kind, _, value in rows if kind == TIMES]
+        for kind, equal, _ in rows:
+            if kind == DONE:
+                self.counts["finished"] += 1
+                self.counts["wrong_resumes"] += not equal
+                self._anew()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="where the store goes")
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1500, help="of one training run")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    with scratch(arguments.dir) as root:
+        process, reader = forked(lambda _: reference(root, arguments.steps), root / "log")
+        rows_until_end(reader)
+        if os.waitpid(process, 0)[1]:
+            raise SystemExit((root / "log").read_text())
+        harness = Harness(root, arguments.steps, arguments.seed)
+        while harness.counts["kills"] < arguments.kills and not harness.failure:
+            harness.run()
+        if harness.failure:
+            print(harness.failure)
+    share = sum(harness.shares) / len(harness.shares) if harness.shares else None
+    print(json.dumps({"benchmark": "kill", **harness.counts, "state_share": share, "seconds": time.monotonic() - begin}))
+    bad = ("lost_steps", "wrong_resumes", "unreadable_stores")
+    raise SystemExit(int(any(harness.counts[key] for key in bad)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except HeteroError as error:
+        raise SystemExit(str(error)) from error
