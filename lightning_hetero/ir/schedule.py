@@ -28,7 +28,8 @@ With clipping by norm or loss scaling nobody knows what to update with before al
 the gradients as they are. A block whose old state stays on disk until the next COMMIT may be updated with them during backward, in
 the hope that the verdict says so. If it does, the step goes on as if it had been known (``SPECULATIVE``). If it does not, what was
 made is discarded as the verdict's anchor begins, and the block is updated again (``REDONE``); weights in memory that live on disk
-are released and fetched first. Up to the verdict both schedules are the same, so the runtime goes over from one to the other.
+are fetched first, over those that the update has made. Up to the verdict both schedules are the same, so the runtime goes over from
+one to the other.
 Blocks that cannot be taken back are updated after the verdict either way.
 
 [Note: Priorities]

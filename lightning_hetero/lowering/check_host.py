@@ -160,7 +160,8 @@ class HostCheck:
 
     def check_fetch(self, op: Op) -> None:
         """Weights come from disk."""
-        if not self.placed[op.block].on_disk or op.block in self.resident:
+        again = op.block in self.resident and self.may_redo(op)  # in the place of what was discarded
+        if not self.placed[op.block].on_disk or (op.block in self.resident and not again):
             self.fail("resident", op, op.block, "fetches weights that do not live on disk, or are in memory")
         if op.block in self.opened and op.block not in self.updated:
             self.fail("resident", op, op.block, "fetches weights whose update is open")

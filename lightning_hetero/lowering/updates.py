@@ -52,7 +52,7 @@ class UpdateMoves:
     def backward_ended(self, index: int, block: int) -> None:
         """Anchor ``index`` begins after a backward of ``block``: the last one completes its gradients.
 
-        Of the step's last backward nothing is left to speculate with: the verdict is next.
+        Where no anchor that the runtime stops at comes before the verdict, there is nothing to speculate with.
         """
         placed = self._placed[block]
         if self._uses.last[block] >= index or not placed.trainable:
@@ -61,7 +61,8 @@ class UpdateMoves:
             self._weights.outdate(block)
         if self._activations is not None and placed.on_cpu:
             self._grad(block)
-        if self._may_update(placed) and not (self._speculates and self._uses.anchors[index] is None):
+        next_is_verdict = all(b is None or self._placed[b].shape.pinned for b in self._uses.anchors[index:])
+        if self._may_update(placed) and not (self._speculates and next_is_verdict):
             self._update(index, block)
 
     def _may_update(self, placed: Placement) -> bool:
@@ -105,7 +106,7 @@ class UpdateMoves:
             while self._num_up - len(self._down) < DEVICE_STATES and (following := next(moving, None)) is not None:
                 self._open(following)
             if block in self._updated:
-                self._weights.restore(index, block)
+                self._weights.restore(block)
                 self._opened.remove(block)
             self._update(index, block)
             if not self._plan.priority:

@@ -98,11 +98,11 @@ class WeightMoves:
         """Brings the weights that an UPDATE of this step has made to their place on the device."""
         self._upload(block)
 
-    def restore(self, index: int, block: int) -> None:
+    def restore(self, block: int) -> None:
         """Brings weights that live on disk, and that an update has changed in memory, back to what the disk holds."""
         if self._placed[block].on_disk and block in self.host.held:
-            self.release(self.host, block)
-            self._fetch(index, block, keep=(block,))
+            size = self._placed[block].shape.weight_bytes
+            self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.WEIGHTS, size, after=self.host.after_release())
 
     def outdate(self, block: int) -> None:
         """The block's last use in this step is over, and an update will make what the device holds of its weights useless."""

@@ -13,6 +13,7 @@ expect is served on demand, and the next step's schedule follows the order that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
+from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
@@ -100,6 +102,7 @@ class Executor:
         copies: What a device with memory of its own holds of the weights; ``None`` where the device is the host.
         watcher: Who looks on, if anybody does.
         commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
+        speculation: Updates that run before the verdict where that can be taken back.
     """
 
     def __init__(
@@ -126,6 +129,8 @@ class Executor:
         self.copies: DeviceCopies | None = None
         self.commits = True
         self.watcher: Watcher | None = None
+        self.speculation = Speculation(store)
+        self._handed_over = True  # since the last batch was armed
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._orders = dict.fromkeys((True, False), tuple(range(len(self.blocks))))
@@ -147,8 +152,14 @@ class Executor:
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
     def arm(self, binding: OptimizerBinding | None) -> None:
-        """Says that the batch ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete."""
-        self._armed = binding
+        """Says that the batch ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete.
+
+        ``None``: it has ended, maybe without the ``step``, which a loss scaler skips where gradients overflow.
+        """
+        if binding is None and not self._handed_over:
+            self.speculation.skip()
+            self.speculation.observe(True)
+        self._armed, self._handed_over = binding, binding is None
 
     def begin_step(self, *, training: bool) -> None:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
@@ -158,6 +169,7 @@ class Executor:
         self._seen = []
         self._cursor = self._issued = 0
         self._tickets = {}
+        self.speculation.begin(training=training and self._armed is not None and self.deferred)
         self._schedule = self._schedule_for(training)
         self.updater.begin_step()
         if training:
@@ -171,6 +183,7 @@ class Executor:
         self._in_backward = False
         self._close_backward()
         self._held.clear()
+        self.speculation.skip()
         for block in self.blocks:
             while block.uses:  # held, or left open by an exception
                 self.shut(block)
@@ -269,7 +282,9 @@ class Executor:
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
         """``optimizer.step()``: hyper-parameters and verdict are known; issues what is left and returns without waiting for it."""
         self.backward_ends()
+        self._handed_over = True
         self.updater.begin_verdict(binding, scale)
+        self._verdict(scale)
         if self._schedule is not None:
             self._issue_through(len(self._schedule.anchors) - 1)
         if binding.rule is Rule.WHOLE:
@@ -293,6 +308,19 @@ class Executor:
         """Makes what was written a step; ``always``: even if no block has changed."""
         ticket = self.store.commit(always=always)
         self.recorder.watch("COMMIT", "", [ticket] if ticket is not None else [], lane=Lane.DISK_WRITE)
+
+    def _verdict(self, scale: float) -> None:
+        """What was tried is kept; or it has been taken back, and the step goes on with the schedule that updates it again."""
+        if self.speculation.trying:
+            self.speculation.keep(scale)
+            if self.speculation.redoes and self._schedule is not None:
+                redone = replace(self._schedule.signature, updates=Updates.REDONE)
+                self._schedule = self._lowered(redone, self._schedule.resident_before, None)
+        self.speculation.observe(self.speculation.discarded)
+
+    def clip(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
+        """Clips gradients by their global norm, before ``optimizer.step()``."""
+        self.speculation.clip(params, max_norm)
 
     # ---- anchors ----------------------------------------------------------------------------------------------------------
 
@@ -361,15 +389,22 @@ class Executor:
 
     def _issue(self, op: Op, after: Sequence[Ticket]) -> list[Ticket]:
         """Runs one op; an op that reality has overtaken does nothing."""
+        if self.updater.verdict is not None and self.speculation.redoes and self._is_overtaken(op):
+            return []
         match op.kind, op.payload:
             case OpKind.FETCH, Payload.WEIGHTS:
                 block = self.blocks[op.block]
+                if self.updater.verdict is not None and self.speculation.redoes and block.resident:
+                    return self._restored(block)
                 return self._fetch(block, after) if self._fits(block) else []
             case OpKind.FETCH, Payload.STATE:
                 if self.serial:  # one update after the other: its state is read when its turn comes
                     return []
                 block = self.blocks[op.block]
-                tickets = self.updater.open(block, priority=self._urgency(block), after=after)
+                early = self.deferred and self.updater.verdict is None
+                if early and (self._armed is None or not self.speculation.may_try(block, self._armed)):
+                    return []
+                tickets = self.updater.open(block, priority=self._urgency(block), after=after, speculative=early)
                 return self.recorder.watch("FETCH state", block.name, tickets, lane=Lane.DISK_READ)
             case OpKind.RELEASE, _:
                 return self.release(self.blocks[op.block])
@@ -378,6 +413,20 @@ class Executor:
             case OpKind.STORE, _:  # the second half of the engine's update
                 return self._latest.get(op.block, [])
         return []  # COMMIT follows the last update in `handover`
+
+    def _is_overtaken(self, op: Op) -> bool:
+        """After a verdict that discards, only what was tried is updated again."""
+        if (op.kind, op.payload) != (OpKind.FETCH, Payload.STATE) or self.updater.verdict is None:
+            return False
+        block = self.blocks[op.block]
+        return not (self.speculation.is_due(block) or self.updater.has_work(block, self.updater.verdict))
+
+    def _restored(self, block: Block) -> list[Ticket]:
+        """Weights on their way back into memory since the update that had changed them was discarded."""
+        if not self.speculation.is_due(block):
+            return []
+        tickets = [part.last_write for part in block.parts if part.last_write is not None]
+        return self.recorder.watch("FETCH", block.name, tickets, lane=Lane.DISK_READ)
 
     def _urgency(self, block: Block) -> int:
         return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self.plan.priority)
@@ -524,7 +573,8 @@ class Executor:
         """Updates what of the block has gradients for ``binding``; during backward only blocks whose gradients are all complete."""
         if binding is None or binding.rule is Rule.WHOLE:
             return []
-        if self.updater.verdict is not binding and (self.deferred or block.grads_left or block.early_unsafe):
+        early = self.updater.verdict is not binding
+        if early and (block.grads_left or block.early_unsafe or (self.deferred and not self.speculation.may_try(block, binding))):
             return []
         in_python = binding.rule is Rule.BLOCKWISE and self.updater.has_work(block, binding)
         if in_python and not block.resident:
@@ -535,7 +585,7 @@ class Executor:
             self.open(block)
         opened = any(part.opened is not None for part in block.parts)
         try:
-            tickets = self.updater.update(block, binding, priority=self._urgency(block), after=after)
+            tickets = self._run(block, binding, after, tries=early and self.deferred)
         finally:
             if in_python:
                 self.shut(block)
@@ -544,6 +594,20 @@ class Executor:
             self._in_flight += tickets
             self._latest[block.index] = tickets
         self._record(block, tickets, opened=opened)
+        return tickets
+
+    def _run(self, block: Block, binding: OptimizerBinding, after: Sequence[Ticket], *, tries: bool) -> list[Ticket]:
+        """Runs what of the block is due, and again what was taken back."""
+        again = None if tries else self.speculation.again(block, self.updater.scale)
+        tickets = [] if again is None else again(priority=self._urgency(block), after=after)
+        due = self.updater.prepare(block, binding)
+        if due is None:
+            return tickets
+        if tries:
+            due = self.speculation.measured(due)
+        tickets += due(priority=self._urgency(block), after=after, speculative=tries)
+        if tries:
+            self.speculation.remember(due, tickets)
         return tickets
 
     def _record(self, block: Block, tickets: list[Ticket], *, opened: bool) -> None:
@@ -564,6 +628,7 @@ class Executor:
         """The end of training, orderly or not: nothing is left half open."""
         self._in_backward = False
         self._close_backward()
+        self.speculation.skip()
         self.updater.cancel_opened(self.blocks)
         self.drain()
         for block in self.blocks:
@@ -597,8 +662,11 @@ class Executor:
         updates = Updates.NONE
         if training and self._armed is not None:
             updates = Updates.AFTER_VERDICT if self.deferred else Updates.IN_BACKWARD
+            updates = Updates.SPECULATIVE if self.speculation.trying else updates
         signature = StepSignature(order=order, training=training, updates=updates)
-        resident, device = self._held_now()
+        return self._lowered(signature, *self._held_now())
+
+    def _lowered(self, signature: StepSignature, resident: frozenset[int], device: DeviceRoom | None) -> Schedule:
         key = (signature, resident, device)
         if key not in self._schedules:
             if len(self._schedules) >= _SCHEDULES_KEPT:  # a model that skips layers at random has a new order every step

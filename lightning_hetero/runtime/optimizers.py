@@ -169,13 +169,26 @@ class OptimizerBinding:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["step"] += 1
 
+    def retreat(self, part: Part, indices: Iterable[int]) -> None:
+        """Takes :meth:`advance` back: there was no update."""
+        for index in indices:
+            param = part.params[index]
+            state = self.optimizer.state[param]
+            state["step"] -= 1
+            if not float(state["step"]):
+                del self.optimizer.state[param]
+
+    def is_new(self, part: Part, param: nn.Parameter) -> bool:
+        """Whether the state that the part holds is not, or not any more, what the optimizer begins with."""
+        return part.stepped and "step" not in self.optimizer.state.get(param, {})
+
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Sets state to its beginning where the optimizer has none: after a checkpoint without it, or ``state.clear()``."""
         assert self._store is not None
         runs: list[tuple[int, int, Tensor]] = []
         for index in indices:
             param = part.params[index]
-            if part.stepped and "step" not in self.optimizer.state.get(param, {}):
+            if self.is_new(part, param):
                 for array, name in enumerate(adam.state_names(part.dtype)):
                     start = param.detach().float() if name == adam.MASTER else torch.zeros(param.shape)
                     runs.append((array, index, part.flat(index, start, torch.float32)))

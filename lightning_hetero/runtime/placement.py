@@ -17,6 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, lower, needs_of_shape
 from lightning_hetero.lowering.needs import Constant, total_bytes
+from lightning_hetero.lowering.placement import placements
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -67,6 +68,7 @@ class StepRules:
         waits: ``optimizer.step()`` waits for the updates.
         clip_value: Clip by value at this, during backward.
         norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
+        speculates: Nothing but clipping by norm and loss scaling defers updates, so they may be tried during backward.
     """
 
     deferred: str = ""
@@ -75,6 +77,7 @@ class StepRules:
     waits: bool = False
     clip_value: float | None = None
     norms: bool = False
+    speculates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +212,14 @@ class Placer:
             rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
         rules = replace(rules, keep_gradients=rules.keep_gradients or bool(rules.deferred))
         self._check_device(plan)
+        rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
+        budget = host_budget(self._options, present_bytes)
         needs = self.needs(plan, rules)
+        if rules.speculates and least_bytes(needs) > budget:  # copies of weights until the verdict are a luxury
+            rules = replace(rules, speculates=False)
+            needs = self.needs(plan, rules)
         room = budgeted(
-            plan, needs, host_memory=host_budget(self._options, present_bytes), given=self._options.host_memory is not None,
+            plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=self.device_memory,
         )  # fmt: skip
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
@@ -277,15 +285,26 @@ class Placer:
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # on a device with memory of its own nothing is: checked
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
 
+    def _may_speculate(self, plan: Plan, by: Sequence[Rule]) -> bool:
+        """Whether there is an update that can be taken back."""
+        revocable = any(p.revocable for p in placements(plan, self.model, device=self.device_memory is not None))
+        return revocable and plan.update_order is UpdateOrder.OVERLAPPED and Rule.NATIVE in by
+
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
-        """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled."""
-        rules = rules or self._rules
+        """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled.
+
+        Args:
+            plan: The plan.
+            rules: How gradients are used; ``None``: as the loop does, and nothing is tried before the verdict.
+        """
+        rules = rules or replace(self._rules, speculates=False)
+        waits = Updates.REDONE if rules.speculates else Updates.AFTER_VERDICT
         shared = self.device_memory is None
         constant = 0 if shared or self._profile is None else self._profile.constant_device_bytes
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=Constant(device_bytes=constant),
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
-            updates=Updates.AFTER_VERDICT if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
+            updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
         )  # fmt: skip
 
     @property
@@ -310,16 +329,17 @@ class Placer:
 
     def _check_schedule(self, plan: Plan, room: Rooms, rules: StepRules) -> None:
         """Lowers the plan for a step as expected, so that what the lowering refuses is refused before anything is loaded."""
-        updates = Updates.AFTER_VERDICT if rules.deferred else Updates.IN_BACKWARD
-        signature = StepSignature(
-            order=tuple(range(len(self._blocks))),
-            training=bool(self._bindings),
-            updates=updates if self._bindings else Updates.NONE,
-        )
-        on_device = room.device_cache_bytes
+        on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
         device = None if on_device is None else DeviceRoom(capacity_bytes=on_device)
-        schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=room.host_cache_bytes, device=device)
-        check(schedule, plan, self.model, capacity_bytes=room.host_cache_bytes, device_capacity_bytes=on_device)
+        waits = (Updates.AFTER_VERDICT, *((Updates.SPECULATIVE, Updates.REDONE) if rules.speculates else ()))
+        for updates in waits if rules.deferred else (Updates.IN_BACKWARD,):
+            signature = StepSignature(
+                order=tuple(range(len(self._blocks))),
+                training=bool(self._bindings),
+                updates=updates if self._bindings else Updates.NONE,
+            )
+            schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=capacity, device=device)
+            check(schedule, plan, self.model, capacity_bytes=capacity, device_capacity_bytes=on_device)
 
     def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
         geometries: dict[Part, BlockGeometry] = {}

@@ -153,6 +153,7 @@ class Session:
         else:
             self.executor = self._on_device(self.options.device, placement, updater, common)
         self.executor.commits = self.steps is None or not self.steps.kept
+        self.executor.speculation.enabled = rules.speculates
         if parked is None or optimizers is not None:
             self._open(placement, resume=resume)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
@@ -233,6 +234,7 @@ class Session:
         rules = placement.rules
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
+        self.executor.speculation.enabled = rules.speculates
         self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         if isinstance(self.executor, DeviceExecutor):
             self.executor.files = self._swap_files(placement)
@@ -460,7 +462,9 @@ class Session:
         log.info(
             "plan %r: %d blocks, weights of %d on disk (%s cached in memory), %s of files; updates %s.",
             plan.name, len(self.blocks), on_disk, format_bytes(capacity), format_bytes(self._disk_bytes),
-            f"after optimizer.step() in forward order, because {rules.deferred}" if rules.deferred else "run during backward",
+            "run during backward" if not rules.deferred
+            else f"are tried during backward, and done again where they were wrong, because {rules.deferred}" if rules.speculates
+            else f"after optimizer.step() in forward order, because {rules.deferred}",
         )  # fmt: skip
 
     # ---- while it runs ------------------------------------------------------------------------------------------------------

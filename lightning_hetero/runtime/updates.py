@@ -57,9 +57,9 @@ class DueUpdate:
     scale: float
     clip: bool
 
-    def __call__(self, *, priority: int = 0, after: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Runs it."""
-        return self.updater.run(self, priority=priority, after=after)
+    def __call__(self, *, priority: int = 0, after: Sequence[Ticket] = (), speculative: bool = False) -> list[Ticket]:
+        """Runs it; ``speculative``: it may be taken back."""
+        return self.updater.run(self, priority=priority, after=after, speculative=speculative)
 
 
 class Updater:
@@ -118,11 +118,16 @@ class Updater:
         """``binding.step`` is under way; gradients are multiplied by ``scale`` first."""
         self.verdict, self._scale = binding, scale
 
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by first."""
+        return self._scale
+
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether an update of the block for this optimizer is due."""
         return any(self._indices(part, binding) for part in block.parts)
 
-    def open(self, block: Block, *, priority: int, after: Sequence[Ticket]) -> list[Ticket]:
+    def open(self, block: Block, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
         """Lets the state of a block that will be updated stream towards the host, once ``after`` are done."""
         tickets = []
         for part in block.parts:
@@ -130,7 +135,7 @@ class Updater:
             if owner is None or owner.rule is not Rule.NATIVE or part.opened is not None or not part.on_disk:
                 continue
             if part.native is not None and part.native.geometry.state_on_disk_file and block.resident:
-                tickets.append(self.store.open_update(part, resident=True, priority=priority, after=after))
+                tickets.append(self.store.open_update(part, resident=True, priority=priority, after=after, speculative=speculative))
         return tickets
 
     def cancel_opened(self, blocks: Iterable[Block]) -> None:
@@ -180,7 +185,7 @@ class Updater:
             numbers = [adam.hyper(binding.optimizer, p, groups[id(p)]) for p in params]
         return DuePart(part, indices, numbers, claim)
 
-    def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket]) -> list[Ticket]:
+    def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
         """Does what :meth:`prepare` has prepared."""
         tickets: list[Ticket] = []
         on_device = due.block.plan.update is UpdateLane.DEVICE
@@ -193,7 +198,7 @@ class Updater:
             else:
                 if self.device is None:
                     one.part.reclaim()
-                tickets.append(self._update_native(one, grads, due.scale, priority, after))
+                tickets.append(self._update_native(one, grads, due.scale, priority, after, speculative=speculative))
             if one.claim is not None:
                 one.claim.used(tickets[-1] if tickets else None)
             if not self._keep_gradients and (self.device is None or on_device):
@@ -238,13 +243,16 @@ class Updater:
             torch._foreach_clamp_max_(grads, self._clip_value)
         return grads
 
-    def _update_native(self, due: DuePart, grads: list[Tensor], scale: float, priority: int, after: Sequence[Ticket]) -> Ticket:
+    def _update_native(
+        self, due: DuePart, grads: list[Tensor], scale: float, priority: int, after: Sequence[Ticket], *, speculative: bool
+    ) -> Ticket:
         part = due.part
         self.store.refresh_master(part)
         segments, hypers = adam.request(part, zip(due.indices, due.numbers, grads, strict=True))
         if part.opened is None:
-            self.store.open_update(part, resident=part.block.resident, priority=priority, after=after)
-        ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority)
+            resident = part.block.resident
+            self.store.open_update(part, resident=resident, priority=priority, after=after, speculative=speculative)
+        ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority, speculative=speculative)
         # A graph that still holds these weights would read new values: autograd shall say so instead.
         torch.autograd.graph.increment_version([part.params[i] for i in due.indices])
         self.store.master_is_current(part)

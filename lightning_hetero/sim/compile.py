@@ -196,6 +196,7 @@ class _Compiler:
     # ---- ops --------------------------------------------------------------------------------------------------------------
 
     def _op(self, op: Op, arrival: int | None) -> int:
+        again = op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS and op.block in self._resident
         if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS:
             self._resident.add(op.block)
         elif op.kind is OpKind.RELEASE and op.lane is not Lane.H2D:
@@ -207,7 +208,10 @@ class _Compiler:
             return self._update(op, arrival, after)
         if op.kind is OpKind.STORE and op.block in self._streams:
             return self._store(op, arrival, after)
-        return self._whole(op, arrival, after)
+        whole = self._whole(op, arrival, after)
+        if again:
+            self._program.jobs[whole].starts = None  # they take the place of those that were discarded
+        return whole
 
     def _whole(self, op: Op, arrival: int | None, after: list[int]) -> int:
         """An op that is one job."""

@@ -6,6 +6,10 @@ included, goes through the same engine (native/include/hetero/api.h).
 [Note: Commits]
 A rewrite of a part goes to the slot that the last commit record does not name; a commit makes the newest slots the valid ones.
 Between two commits a part is rewritten at most once, so whoever wants to write an ``uncommitted`` part commits first.
+
+[Note: Verdicts]
+A speculative update awaits :meth:`TierStore.keep` or :meth:`TierStore.revoke`. Who needs the part as it was, or commits, before
+that revokes it: what was tried too early can always be done again.
 """
 
 from __future__ import annotations
@@ -144,6 +148,7 @@ class TierStore:
         self._uncommitted: list[Part] = []
         self._last_commit: Ticket | None = None
         self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back
+        self._tried: dict[Part, bool] = {}  # parts with a speculative update; whether they had state before
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.on_patched: Callable[[Tensor], object] = id  # told of values that have reached the file
         self._store: Store | None = None
@@ -392,6 +397,7 @@ class TierStore:
         part.patches.clear()
         self._patched.pop(part, None)
         self._opened.discard(part)
+        self._tried.pop(part, None)
 
     def check_open(self, part: Part, name: str) -> None:
         """Refuses to read or write what is in no memory any more.
@@ -411,6 +417,7 @@ class TierStore:
         """Brings the part's weights into its memory."""
         assert part.native is not None
         self.cancel_update(part)
+        self.revoke(part)
         self.flush(part)
         part.last_write = self.engine.fetch(part.native, priority=priority, after=after)
         return part.last_write
@@ -463,18 +470,35 @@ class TierStore:
 
     # ---- updates --------------------------------------------------------------------------------------------------------
 
-    def open_update(self, part: Part, *, resident: bool, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
-        """Announces an update of the part; once ``after`` are done its state starts to stream."""
+    def open_update(
+        self, part: Part, *, resident: bool, priority: int, after: Sequence[Ticket] = (), speculative: bool = False
+    ) -> Ticket:
+        """Announces an update of the part; once ``after`` are done its state starts to stream.
+
+        ``speculative``: see [Note: Verdicts].
+        """
         assert part.native is not None
-        if resident and not _has_master(part):
+        self.revoke(part)
+        if resident and not _has_master(part) and not speculative:
             part.dirty = False  # the update writes the weight memory anyway
         self.flush(part)
         if part.on_disk:
             self._begin_write(part)
         after = [*after, *mirrors.writes_of(part)]
-        part.opened = self.engine.open_update(part.native, weights_resident=resident, priority=priority, after=after)
+        part.opened = self.engine.open_update(
+            part.native, weights_resident=resident, speculative=speculative, priority=priority, after=after
+        )
         self._opened.add(part)
+        if speculative:
+            self._tried[part] = part.stepped
         return part.opened
+
+    def may_speculate(self, part: Part) -> bool:
+        """Whether what the commit record names is what the part holds, so that an update of it can be taken back."""
+        current = not _has_master(part) or part.master_versions == versions(part)
+        if part.opened is not None:
+            return part in self._tried and current
+        return part.on_disk and current and not (part.uncommitted or part.dirty or part.patches)
 
     def arm_update(
         self,
@@ -485,6 +509,7 @@ class TierStore:
         *,
         scale: float,
         priority: int,
+        speculative: bool = False,
     ) -> Ticket:
         """Hands the gradients of an opened update over; ``keep`` lives until the kernels are done."""
         assert part.opened is not None
@@ -493,7 +518,35 @@ class TierStore:
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
         part.stepped = self.written = True
+        if not speculative:
+            self.keep(part)
         return ticket
+
+    def keep(self, part: Part) -> bool:
+        """The part's speculative update holds; false if there is none, because it was revoked."""
+        if part not in self._tried:
+            return False
+        assert part.native is not None
+        self._tried.pop(part)
+        self.engine.keep(part.native)
+        return True
+
+    def revoke(self, part: Part) -> None:
+        """Takes the part's speculative update back, if there is one; weights that are in memory come back there.
+
+        Its gradients are in use until its ticket is READY, which is soon.
+        """
+        if part not in self._tried or part.opened is not None:
+            return
+        assert part.native is not None
+        part.stepped = self._tried.pop(part)
+        ticket = self.engine.discard(part.native, priority=-1)
+        part.last_write = part.updated = ticket
+        if _weights_on_file(part):
+            part.last_write = self.engine.fetch(part.native) if part.block.resident else None
+        if part.uncommitted:
+            part.uncommitted = False
+            self._uncommitted.remove(part)
 
     def cancel_update(self, part: Part) -> None:
         """Takes back an update that was opened but not armed."""
@@ -501,6 +554,7 @@ class TierStore:
             self.engine.cancel_update(part.opened)
             part.opened = None
             self._opened.discard(part)
+            self._tried.pop(part, None)
             if part.uncommitted:  # by this update alone: opening commits what was written before
                 part.uncommitted = False
                 self._uncommitted.remove(part)
@@ -511,6 +565,7 @@ class TierStore:
         """Reads parameter ``index``'s run of an array into ``out``, a flat contiguous tensor; waits for it."""
         assert part.native is not None
         self.cancel_update(part)
+        self.revoke(part)
         self.flush(part)
         offset, numel = self._run(part, part.offsets[index], out)
         patch = Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array)
@@ -547,6 +602,8 @@ class TierStore:
         """
         for part in list(self._opened):  # a commit follows every write before it, and nobody knows when these will be armed
             self.cancel_update(part)
+        for part in list(self._tried):
+            self.revoke(part)
         for part in list(self._patched):
             self.flush(part)
         if self._store is None or not (always or self._uncommitted or self._mirrored):
@@ -590,6 +647,7 @@ class TierStore:
         """
         assert part.native is not None
         self.cancel_update(part)
+        self.revoke(part)
         if part.on_disk:
             self._begin_write(part)
         self.written |= not self._moving

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -27,6 +28,7 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.planners.speculation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
 from lightning_hetero.profiling.timeline import heap_size
@@ -76,9 +78,11 @@ class Loop:
         deferred: Updates wait for all gradients.
         accumulates: Gradients live through several batches.
         micro_batches: Batches of one optimizer step.
+        speculates: Updates that can be taken back are tried before all gradients are known.
     """
 
     deferred: bool = False
+    speculates: bool = False
     accumulates: bool = False
     micro_batches: int = 1
 
@@ -268,6 +272,9 @@ class Autoplan:
         plan, self.machine = self._search(session, self.model, batch.micro_batches)
         before = session.executor.plan
         self.plan = plan = session.replan(plan)
+        if session.executor.speculation.enabled:
+            with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
+                session.executor.speculation.break_even = speculation(plan, self.model, self.machine).break_even
         self.planned_s = time.monotonic() - begin
         changed = plan.blocks != before.blocks or plan.predicted is None
         if self._reason and not changed and self._times:
@@ -297,7 +304,10 @@ class Autoplan:
 
     def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
         """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""
-        loop = Loop(deferred=bool(session.rules.deferred), accumulates=session.rules.accumulates, micro_batches=micro_batches)
+        rules = session.rules
+        loop = Loop(
+            deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
+        )
         machine = room = self._machine(session, model, loop)
         refusal: HeteroError | None = None
         for _ in range(_ATTEMPTS):
@@ -367,11 +377,21 @@ def in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loo
     """
     if plan.predicted is not None and loop == Loop():
         return plan
+    if loop.speculates:  # most verdicts keep what was tried; without room for that nothing is
+        with suppress(PlanError):
+            return _predicted(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
+    waits = Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD
+    return _predicted(plan, model, machine, loop, waits, room_for=loop.updates)
+
+
+def _predicted(
+    plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loop, updates: Updates, *, room_for: Updates
+) -> Plan:
     shape = model.shape()
     plan = plan.resolve(b.name for b in shape.blocks)
-    space = rooms(plan, model, machine, updates=loop.updates)
+    space = rooms(plan, model, machine, updates=room_for)
     order = tuple(range(len(shape.blocks)))
-    last = StepSignature(order=order, training=True, updates=Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD)
+    last = StepSignature(order=order, training=True, updates=updates)
     batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
     schedules = steady(plan, shape, batches, rooms=space)
     return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)

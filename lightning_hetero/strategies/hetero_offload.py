@@ -42,6 +42,7 @@ from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.resume import as_checkpoint, check_use, go_on, is_store, load_buffers, read_state
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.verdicts import Verdicts
 from lightning_hetero.strategies.verification import Verifier
 from lightning_hetero.units import parse_bytes
 
@@ -157,6 +158,7 @@ class HeteroOffload(_Base):
         self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
         self._callback: Any = None
         self._last_plan: Plan | None = None
+        self._verdicts: Verdicts | None = None
         self._began_s = self._step_s = 0.0
         self._stepped = False
         self._failed = False
@@ -229,6 +231,8 @@ class HeteroOffload(_Base):
             self._state.attach(self._batch_ends)
         if resuming and self._resumed is not None:
             load_buffers(self.lightning_module, self._resumed["buffers"])
+        if rules.speculates:
+            self._verdicts = Verdicts(self.precision_plugin, self._running)
         self._imported = weakref.ref(self.lightning_module)
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
@@ -515,6 +519,9 @@ class HeteroOffload(_Base):
         if self._state is not None:
             self._state.detach()
         self._state = self._resumed = None
+        if self._verdicts is not None:
+            self._verdicts.close()
+            self._verdicts = None
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._callback in trainer.callbacks:
             trainer.callbacks.remove(self._callback)
@@ -544,6 +551,10 @@ class HeteroOffload(_Base):
         assert self.session is not None
         self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
         self.session = None
+
+    def _running(self) -> Executor:
+        assert self._executor is not None, "while a fit lasts there is an executor"
+        return self._executor
 
     @property
     def _executor(self) -> Executor | None:

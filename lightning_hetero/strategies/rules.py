@@ -6,6 +6,10 @@ import importlib
 from typing import Any
 
 from lightning_hetero.runtime.session import StepRules
+from lightning_hetero.strategies import verdicts
+
+_CLIPPED = "gradients are clipped by their global norm"
+_SCALED = "the loss is scaled"
 
 # Hooks that see or change gradients: whoever overrides one must find them as plain Lightning leaves them.
 _MODULE_HOOKS = (
@@ -36,17 +40,19 @@ def step_rules(trainer: Any, module: Any, precision: Any, namespace: str) -> Ste
     reason = _reason(trainer, module, precision, namespace)
     by_norm = bool(trainer.gradient_clip_val) and not by_value
     if not reason and by_norm:
-        reason = "gradients are clipped by their global norm"
+        reason = _CLIPPED
     clip = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_value and not reason else None
+    scaled = getattr(precision, "scaler", None) is not None
+    speculates = (by_norm or scaled) and reason in (_CLIPPED, _SCALED) and verdicts.can_serve(precision, trainer, namespace)
     is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
     norms = by_norm or is_overridden("configure_gradient_clipping", module)
-    return StepRules(deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip, norms=norms)
+    return StepRules(
+        deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip, norms=norms, speculates=speculates
+    )
 
 
 def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:
     is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
-    if getattr(precision, "scaler", None) is not None:
-        return "the loss is scaled"
     for hook in _MODULE_HOOKS:
         if is_overridden(hook, module):
             return f"{type(module).__name__}.{hook} is overridden"
@@ -57,4 +63,4 @@ def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:
     for optimizer in trainer.optimizers:
         if optimizer._optimizer_step_post_hooks:
             return f"{type(optimizer).__name__} has hooks that run after its step"
-    return ""
+    return "" if getattr(precision, "scaler", None) is None else _SCALED

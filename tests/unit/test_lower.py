@@ -292,7 +292,7 @@ def test_a_verdict_that_keeps_issues_what_is_left() -> None:
 
 def test_a_verdict_that_discards_issues_all_updates_in_forward_order() -> None:
     _, redone = _verdicts(capacity=3)
-    again = ["RELEASE 2 weights", "FETCH 2 weights", "FETCH 2 state", "UPDATE 2 state", "STORE 2 state"]
+    again = ["FETCH 2 weights", "FETCH 2 state", "UPDATE 2 state", "STORE 2 state"]
     assert redone == ["UPDATE 0 state", "STORE 0 state", "UPDATE 1 state", *again, "COMMIT -1 -"]
 
 
@@ -316,14 +316,14 @@ def test_what_was_discarded_is_updated_again() -> None:
 def test_what_was_kept_is_not_updated_again() -> None:
     plan, model, redone = _speculating(Updates.REDONE)
     broken = replace(redone, signature=replace(redone.signature, updates=Updates.SPECULATIVE))
-    with pytest.raises(ScheduleError, match=r"rule 'order'.*block 1 .*opens it twice"):
+    with pytest.raises(ScheduleError, match=r"rule 'resident'.*block 1 .*or are in memory"):
         check(broken, plan, model, capacity_bytes=2 * MIB)
 
 
 def test_an_update_that_is_done_again_finds_the_old_weights() -> None:
     plan, model, redone = _speculating(Updates.REDONE)
     moved = [op for op in redone.ops if op.at == 4 and op.payload is Payload.WEIGHTS and op.kind is not OpKind.STORE]
-    assert [op.kind for op in moved] == [OpKind.RELEASE, OpKind.FETCH]
+    assert [op.kind for op in moved] == [OpKind.FETCH]
     last = next(op for op in redone.ops if op.kind is OpKind.STORE and op.block == 1)
     ops: list[Op] = []
     for op in redone.ops:

@@ -1,0 +1,211 @@
+"""Updates that run before the verdict on all gradients, and what the verdict is made of.
+
+[Note: Norms]
+``torch.nn.utils.clip_grad_norm_`` takes the norm of every gradient, in the order of the optimizer's parameters; then the norm of
+these norms; then it multiplies all gradients by ``max_norm / (norm + 1e-6)``, or by 1 where that is more. Here the same functions
+run in the same order. Only that the norms of single gradients are taken early, block by block as backward leaves them: each depends
+on its own gradient and the number of threads alone. So norm, verdict and clipped gradients have torch's bits. A factor of 1 changes
+no bit, so it is not applied; then the update that was tried with the gradients as they were is the right one.
+
+[Note: Loss scaling]
+A ``GradScaler`` divides all gradients by the scale and looks for one that is not finite. Both are done by its own function too,
+early and block by block; it skips the step, and lowers the scale, as ever. Optimizers that divide themselves (``fused=True``) are
+tried with the scale that the loss was multiplied by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero._native import READY, Ticket
+from lightning_hetero.ir.plan import Tier, UpdateLane
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.updates import DueUpdate
+from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.tiers import TierStore
+
+_MEMORY = 16  # steps that the share of discards remembers
+_BREAK_EVEN = 0.25
+
+Unscale = Callable[[Any, Tensor, Tensor, bool], dict[torch.device, Tensor]]  # GradScaler._unscale_grads_
+
+
+@dataclass(slots=True)
+class _Tried:
+    due: DueUpdate
+    tickets: list[Ticket]
+
+
+class Speculation:
+    """What of a step is tried before its verdict, and whether it is worth trying.
+
+    Contract: one thread calls. :meth:`begin`, then during backward :meth:`measure` and :meth:`remember` for each block that
+    :meth:`may_try` allows, then the verdict: :meth:`keep`, or :meth:`discard` and :meth:`again`, or :meth:`skip`.
+
+    Args:
+        store: The tiers.
+
+    Attributes:
+        enabled: Nothing but the verdict stands between a block's gradients and its update.
+        trying: The step under way may try.
+        discarded: Its verdict was to discard.
+        discard_rate: Share of the latest verdicts that discarded, or would have.
+        break_even: The rate up to which trying takes no longer than waiting; see ``planners.speculation``.
+        scaler: The ``GradScaler`` of the loss, if there is one.
+        unscale: Its function for all gradients.
+    """
+
+    def __init__(self, store: TierStore) -> None:
+        self.enabled = False
+        self.trying = False
+        self.discarded = False
+        self.discard_rate = 0.0
+        self.break_even = _BREAK_EVEN
+        self.scaler: torch.amp.GradScaler | None = None
+        self.unscale: Unscale | None = None
+        self._store = store
+        self._tried: dict[int, _Tried] = {}
+        self._norms: dict[int, Tensor] = {}  # by the parameter's id
+        self._unscaled: set[int] = set()
+        self._found_inf = False
+
+    def begin(self, *, training: bool) -> None:
+        """A batch begins; one that ended without a verdict is forgotten."""
+        self.skip()
+        self._norms.clear()
+        self._unscaled.clear()
+        self._found_inf = False
+        self.trying = training and self.enabled and self.discard_rate <= self.break_even
+
+    # ---- trying -------------------------------------------------------------------------------------------------------------
+
+    def may_try(self, block: Block, binding: OptimizerBinding) -> bool:
+        """Whether the block's update may run now, to be taken back if need be."""
+        if not self.trying or self.discarded or binding.rule is not Rule.NATIVE:
+            return False
+        revocable = block.plan.state is Tier.DISK and block.plan.update is UpdateLane.CPU
+        mine = [part for part in block.parts if part.native is not None and part.native.geometry.num_state]
+        if not revocable or any(binding.is_new(part, p) for part in mine for p in part.params if p.grad is not None):
+            return False
+        return all(self._store.may_speculate(part) for part in mine)
+
+    def measured(self, due: DueUpdate) -> DueUpdate:
+        """The update as it is tried: its gradients are divided by the loss's scale, and their norms are taken."""
+        params = [one.part.params[i] for one in due.parts for i in one.indices]
+        if self.scaler is not None and self.unscale is not None:
+            scale = self.scaler.get_scale()
+            divides = bool(getattr(due.binding.optimizer, "_step_supports_amp_scaling", False))
+            if divides:
+                due = replace(due, scale=1.0 / scale)
+            inverse = torch.full((), 1.0 if divides else scale).double().reciprocal().float()
+            found = self.unscale(_group(params), inverse, torch.zeros(()), divides)
+            self._found_inf |= any(bool(flag) for flag in found.values())
+            self._unscaled.update(map(id, params))
+        with torch.no_grad():
+            self._norms.update(zip(map(id, params), torch._foreach_norm([_grad(p) for p in params], 2.0), strict=True))
+        return due
+
+    def remember(self, due: DueUpdate, tickets: list[Ticket]) -> None:
+        """The update has been tried."""
+        self._tried[due.block.index] = _Tried(due, tickets)
+
+    # ---- the verdict --------------------------------------------------------------------------------------------------------
+
+    def clip(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
+        """As ``torch.nn.utils.clip_grad_norm_``, see [Note: Norms]; what was tried with gradients that it changes is discarded."""
+        params = [p for p in params if p.grad is not None]
+        if not params:
+            return
+        with torch.no_grad():
+            total = self._total_norm(params)
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            if float(factor) != 1.0:
+                self.discard()
+                torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+
+    def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        grads = [_grad(p) for p in params]
+        if not self._norms or len({grad.dtype for grad in grads}) > 1:  # torch groups gradients by dtype, in an order of its own
+            return torch.nn.utils.get_total_norm(grads)
+        missing = [p for p in params if id(p) not in self._norms]
+        if missing:
+            self._norms.update(zip(map(id, missing), torch._foreach_norm([_grad(p) for p in missing], 2.0), strict=True))
+        total: Tensor = torch.linalg.vector_norm(torch.stack([self._norms[id(p)] for p in params]), 2.0)
+        return total
+
+    def unscale_rest(self, optimizer: Any, inverse: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        """``GradScaler._unscale_grads_`` for gradients that :meth:`measured` has not seen."""
+        assert self.unscale is not None
+        params = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._unscaled]
+        found = self.unscale(_group(params), inverse, found_inf, allow_fp16)
+        if self._unscaled:
+            found.setdefault(found_inf.device, found_inf.clone())
+            if self._found_inf:
+                found[found_inf.device].fill_(1.0)
+        return found
+
+    def keep(self, scale: float) -> None:
+        """The verdict: gradients are what they were, and are multiplied by ``scale``; what was tried with that is right."""
+        if any(tried.due.scale != scale for tried in self._tried.values()):
+            self.discard()
+        if self.discarded:
+            return
+        for index, tried in list(self._tried.items()):
+            lost = [one for one in tried.due.parts if not self._store.keep(one.part)]
+            tried.due = replace(tried.due, parts=lost)
+            if not lost:
+                del self._tried[index]
+
+    @property
+    def redoes(self) -> bool:
+        """What was tried has been taken back, and the step goes on."""
+        return self.trying and self.discarded
+
+    def discard(self) -> None:
+        """The verdict: what was tried is taken back. Its gradients may be changed once this returns."""
+        self.discarded = True
+        for tried in self._tried.values():
+            for one in tried.due.parts:
+                self._store.revoke(one.part)
+        for tried in self._tried.values():
+            for ticket in tried.tickets:
+                ticket.wait(READY)
+
+    def again(self, block: Block, scale: float) -> DueUpdate | None:
+        """The update of the block that was tried and taken back, with the scale that is right; ``None`` if there is none."""
+        tried = self._tried.pop(block.index, None)
+        return None if tried is None else replace(tried.due, scale=scale)
+
+    def is_due(self, block: Block) -> bool:
+        """Whether :meth:`again` has one."""
+        return block.index in self._tried
+
+    def skip(self) -> None:
+        """There was no verdict, or it was that there is no step: nothing has happened."""
+        if self._tried:
+            self.discard()
+        for tried in self._tried.values():
+            for one in tried.due.parts:
+                tried.due.binding.retreat(one.part, one.indices)
+        self._tried.clear()
+        self.trying = self.discarded = False
+
+    def observe(self, discarded: bool) -> None:
+        """One more verdict, whether anything was tried or not."""
+        self.discard_rate += (discarded - self.discard_rate) / _MEMORY
+
+
+def _group(params: Sequence[nn.Parameter]) -> Any:
+    """What of an optimizer a scaler looks at."""
+    return SimpleNamespace(param_groups=[{"params": list(params)}])
+
+
+def _grad(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None, "only parameters with gradients are tried"
+    return param.grad.detach()

@@ -1,0 +1,207 @@
+"""Updates that run before the verdict: the bits are plain Lightning's whatever the verdict says, and the right thing was tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from torch import Tensor
+
+from lightning_hetero import BlockPlan, Plan, Tier
+from lightning_hetero.runtime import speculation
+from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
+MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many blocks were tried, kept, and updated again; every step tries."""
+    seen: Counter[str] = Counter()
+    monkeypatch.setattr(speculation, "_BREAK_EVEN", 1.0)
+
+    def counted(name: str, what: str) -> None:
+        original = getattr(Speculation, name)
+
+        def call(self: Speculation, *args: Any) -> Any:
+            before = len(self._tried)
+            result = original(self, *args)
+            seen[what] += before - len(self._tried) if what != "tried" else len(self._tried) - before
+            return result
+
+        monkeypatch.setattr(Speculation, name, call)
+
+    for name, what in {"remember": "tried", "keep": "kept", "again": "again", "skip": "skipped"}.items():
+        counted(name, what)
+    return seen
+
+
+def norms(recipe: Recipe, folder: Path) -> list[float]:
+    """The norm of every step's gradients where nothing is clipped."""
+    seen: list[float] = []
+
+    class Looks(LitModel):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
+
+    run(recipe, "auto", folder, module_class=Looks)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("plan", "clips"),
+    [("disk", "never"), ("disk", "sometimes"), ("disk", "always"), (STATE_ON_DISK, "sometimes"), (MIXED, "sometimes")],
+    ids=["never", "sometimes", "always", "state", "mixed"],
+)
+def test_clipping_is_exact_whatever_was_tried(
+    plan: Any, clips: str, precision: str, verdicts: Counter[str], tmp_path: Path
+) -> None:
+    recipe = Recipe(steps=5, shape=Shape(layers=4), precision=precision)
+    seen = norms(recipe, tmp_path)
+    clip = {"never": 2 * max(seen), "sometimes": sorted(seen)[2], "always": min(seen) / 2}[clips]
+    recipe = Recipe(steps=5, shape=Shape(layers=4), precision=precision, clip=clip)
+    strategy = HeteroOffloadStrategy(plan=plan)
+    if precision == "bf16-true":
+        expected = run(recipe, HeteroOffloadStrategy(plan="host"), tmp_path)
+        assert not verdicts["tried"]
+    else:
+        expected = run(recipe, "auto", tmp_path)
+    assert_same(run(recipe, strategy, tmp_path), expected)
+    assert verdicts["tried"] == verdicts["kept"] + verdicts["again"] > 0
+    assert (verdicts["kept"] > 0) == (clips != "always")
+    assert (verdicts["again"] > 0) == (clips != "never")
+    assert not verdicts["skipped"]
+
+
+class Overflowing(LitModel):
+    """Its loss overflows in some steps."""
+
+    overflows: tuple[int, ...] = ()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (torch.inf if batch_idx in self.overflows else 1.0)
+
+
+def fused(groups: Any) -> torch.optim.Optimizer:
+    """It divides by the scale itself."""
+    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
+
+
+def divided(groups: Any) -> torch.optim.Optimizer:
+    """The same kernel, but the scaler divides, so that Lightning allows clipping."""
+    optimizer = fused(groups)
+    vars(optimizer)["_step_supports_amp_scaling"] = False
+    return optimizer
+
+
+def run_scaled(strategy: Any, folder: Path, factory: Any, clip: float | None, overflows: tuple[int, ...]) -> tuple[Outcome, float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    torch.manual_seed(7)
+    module = Overflowing(Recipe(optimizer=factory, shape=Shape(layers=3)))
+    module.overflows = overflows
+    torch.manual_seed(11)
+    trainer = quiet_trainer(strategy=strategy, plugins=[plugin], max_steps=5, gradient_clip_val=clip, default_root_dir=folder)
+    trainer.fit(module, data())
+    assert "_unscale_grads_" not in vars(scaler)
+    assert "clip_grad_by_norm" not in vars(plugin)
+    return outcome(trainer, module), scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("plan", "factory", "clip", "overflows"),
+    [
+        (STATE_ON_DISK, fused, None, (2,)),
+        ("disk", fused, None, ()),
+        ("disk", divided, None, (1, 2)),
+        ("disk", divided, 1.9, (2,)),
+        (STATE_ON_DISK, divided, 0.1, (3,)),
+    ],
+    ids=["fused", "fused_finite", "divided", "clips_sometimes", "clips_always"],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
+    plan: Any, factory: Any, clip: float | None, overflows: tuple[int, ...], verdicts: Counter[str], tmp_path: Path
+) -> None:
+    train = partial(run_scaled, folder=tmp_path, factory=factory, clip=clip, overflows=overflows)
+    expected, scale = train("auto")
+    got, ours = train(HeteroOffloadStrategy(plan=plan))
+    assert_same(got, expected)
+    assert ours == scale
+    assert verdicts["tried"] == verdicts["kept"] + verdicts["again"] + verdicts["skipped"] > 0
+    assert (verdicts["skipped"] > 0) == bool(overflows)
+
+
+def test_a_first_step_that_overflows_leaves_no_state(verdicts: Counter[str], tmp_path: Path) -> None:
+    train = partial(run_scaled, folder=tmp_path, factory=divided, clip=None, overflows=(0, 1))
+    assert_same(train(HeteroOffloadStrategy(plan="disk"))[0], train("auto")[0])
+    assert verdicts["skipped"] > 0
+
+
+class Interrupting(LitModel):
+    """The third batch fails once its backward has updated some blocks."""
+
+    def on_fit_start(self) -> None:
+        self.model.blocks[0].register_full_backward_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        if len(self.losses) == 3:
+            raise RuntimeError("stopped in backward")
+
+
+def test_what_awaits_its_verdict_when_a_batch_fails_is_taken_back(verdicts: Counter[str], tmp_path: Path) -> None:
+    outcomes = []
+    for strategy in ("auto", HeteroOffloadStrategy(plan="disk")):
+        torch.manual_seed(7)
+        module = Interrupting(Recipe(clip=100.0, shape=Shape(layers=4)))
+        torch.manual_seed(11)
+        trainer = quiet_trainer(strategy=strategy, max_steps=5, gradient_clip_val=100.0, default_root_dir=tmp_path)
+        with pytest.raises(RuntimeError, match="stopped in backward"):
+            trainer.fit(module, data())
+        outcomes.append({name: value.detach().clone() for name, value in module.state_dict().items()})
+    for name, value in outcomes[0].items():
+        assert torch.equal(outcomes[1][name], value), name
+    assert verdicts["skipped"] > 0
+
+
+def test_a_rate_of_discards_decides_whether_to_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[bool] = []
+    begin = Speculation.begin
+
+    def seen(self: Speculation, *, training: bool) -> None:
+        begin(self, training=training)
+        tried.append(self.trying)
+
+    monkeypatch.setattr(Speculation, "begin", seen)
+    monkeypatch.setattr(speculation, "_MEMORY", 4)
+    recipe = Recipe(steps=5, clip=0.01)
+    assert_same(run(recipe, HeteroOffloadStrategy(plan="disk"), tmp_path), run(recipe, "auto", tmp_path))
+    assert tried == [True, True, False, False, False]  # 0, 1/4, 7/16 and more of the verdicts so far
+
+
+def test_a_budget_without_room_for_copies_waits_for_the_verdict(verdicts: Counter[str], tmp_path: Path) -> None:
+    from lightning_hetero.errors import OutOfMemoryBudgetError
+
+    recipe = Recipe(steps=3, clip=1.9)
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory=1), tmp_path)
+    least = refusal.value.needed_bytes
+    expected = run(recipe, "auto", tmp_path)
+    assert_same(run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory=least), tmp_path), expected)
+    assert not verdicts["tried"]
+    assert_same(run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory=2 * least), tmp_path), expected)
+    assert verdicts["tried"]
