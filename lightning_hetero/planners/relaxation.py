@@ -181,7 +181,10 @@ class Relaxation:
         device, host = self._uses(Use.DEVICE_HELD), self._uses(Use.HOST_HELD)
         saved, swapped = self._variables(self._taken[Use.DEVICE_SAVED] / GB), self._variables(self._taken[Use.SWAPPED] / GB)
         below = host + self._rooms_of(Room.PASSED_DISK) + self._extras_of(_Extra.STAGING)
-        above = device + self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE) + self._extras_of(_Extra.MOVING)
+        above = device + self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE)
+        after_backward = above + self._extras_of(_Extra.MOVING)
+        if practice.depth:  # updates follow each block's backward; else state may come in the place of all activations
+            above = after_backward
         gradients = self._uses(Use.DEVICE_GRADIENTS)
         room = {
             Tier.DEVICE: h.device_memory_bytes - m.constant_device_bytes,
@@ -203,6 +206,8 @@ class Relaxation:
             share = (len(segment) - 1) / len(segment) if practice.depth else 1.0
             least = block.activation_bytes if practice.depth else 0
             yield top, (above + waiting + before + saved * here * share + passing, (room[top] - own - least) / GB)
+        if not h.shared_memory:
+            yield top, (after_backward, room[top] / GB)
         first = self.segments[0].least
         after = gradients if h.shared_memory else 0.0
         least = first.activation_bytes + first.transient_bytes if h.shared_memory else 0

@@ -220,6 +220,18 @@ def test_the_relaxation_says_how_much_a_tier_lacks() -> None:
     assert Relaxation(MODEL, replace(no_disk, host_memory_bytes=300 * MB + short - MB)).bound_s() is None
 
 
+def test_the_bound_lets_state_come_to_the_device_in_the_place_of_activations() -> None:
+    model = replace(MODEL, blocks=(_block("layers.0", params=MB, saved=160 * MB),))
+    tight = replace(
+        ROOMY, device_memory_bytes=180 * MB, host_memory_bytes=50 * MB, disk_capacity_bytes=0, link_h2d_bytes_per_s=1e10
+    )
+    visiting = PLANNERS["deep_optimizer_states"](model, replace(tight, cpu_update_params_per_s=1e6))
+    bound = Relaxation(model, replace(tight, cpu_update_params_per_s=1e6)).bound_s()
+    assert {(b.state, b.update) for b in visiting.blocks} == {(Tier.HOST, UpdateLane.DEVICE)}
+    assert bound is not None
+    assert bound <= visiting.predicted.iteration_s * (1 + 1e-6)
+
+
 def test_more_of_anything_never_raises_the_bound() -> None:
     least = Relaxation(MODEL, TIGHT).bound_s()
     assert least is not None
