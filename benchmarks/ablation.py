@@ -114,9 +114,16 @@ def device_for(wanted: Proportions, model: ModelProfile, machine: HardwareProfil
 
 
 def machine_of(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
-    """The emulated machine: what of the host's contention is due to compute falls as compute is slowed down."""
+    """The emulated machine.
+
+    Compute runs in bursts and rests between them. What runs beside it is hindered by the bursts alone; a burst that is hindered is
+    slowed down as a whole, so that compute suffers as it does on the host.
+    """
     factor = device.compute_slowdown
-    contention = {pair: 1 + (value - 1) / factor if "compute" in pair else value for pair, value in host.contention.items()}
+    contention = {
+        pair: 1 + (value - 1) / factor if "compute" in pair.split("|")[1].split("+") else value
+        for pair, value in host.contention.items()
+    }
     return replace(emulated(host, device), contention=contention)
 
 
@@ -213,6 +220,7 @@ def here(
     lanes = {name: tuple(row.update for row in plan.blocks) for name, plan in plans.items()}
     settings = {
         "compute_slowdown": device.compute_slowdown,
+        "contention": machine.contention,
         "h2d_bytes_per_s": device.h2d_bytes_per_s,
         "d2h_bytes_per_s": device.d2h_bytes_per_s,
         "paper": proportions(theirs, paper, experiment.state),

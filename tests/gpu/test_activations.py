@@ -1,0 +1,86 @@
+"""What becomes of what forward saves, on a GPU: every policy gives the bits of plain autograd there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.activations import Layer, driving, gradients, rule
+from torch import Tensor, nn
+
+from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.units import MIB
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+
+KEEP, RECOMPUTE, HOST = Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST
+RULES = {
+    "keep": rule(),
+    "recompute": rule(RECOMPUTE),
+    "recompute from a swapped input": rule(RECOMPUTE, HOST),
+    "swap": rule(HOST, HOST),
+    "recompute but qkv": rule(RECOMPUTE, HOST, qkv=HOST),
+    "swap but a sum": rule(HOST, KEEP, add=RECOMPUTE, mlp__1=KEEP),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout=0.2) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def cuda_lanes() -> Lanes:
+    from lightning_hetero.runtime.lanes.cuda import CudaLanes
+
+    return CudaLanes("cuda", memory_bytes=MIB, poison=True)
+
+
+@pytest.mark.parametrize("issue", [True, False], ids=["issued", "on demand"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+def test_no_policy_changes_a_bit(rules: Any, issue: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Net().cuda(), torch.randn(4, 16, 32, device="cuda")
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(net.layers)}
+    with driving(blocks, rules, lanes=cuda_lanes(), issue=issue) as driver:
+        driver.detach()
+        torch.manual_seed(7)
+        loss = net(x)
+        loss.backward()
+        expected, generator = gradients(net), torch.cuda.get_rng_state()
+        driver.attach()
+        for _ in range(3):  # buffers are lent again
+            torch.manual_seed(7)
+            assert torch.equal(driver.step(lambda: net(x)), loss.detach())
+            found = gradients(net)
+            assert found.keys() == expected.keys()
+            assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == []
+            assert torch.equal(torch.cuda.get_rng_state(), generator)
+
+
+def test_what_is_swapped_leaves_the_device_until_backward() -> None:
+    torch.manual_seed(0)
+    net, x = Net().cuda(), torch.randn(64, 64, 32, device="cuda")
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(net.layers)}
+    held = {}
+    for name, rules in (("keep", RULES["keep"]), ("swap", RULES["swap"])):
+        with driving(blocks, rules, lanes=cuda_lanes()) as driver:
+            driver.begin()
+            before = torch.cuda.memory_allocated()
+            loss = net(x)
+            driver.out()
+            torch.cuda.synchronize()
+            held[name] = torch.cuda.memory_allocated() - before
+            driver.come()
+            loss.backward()
+            net.zero_grad()
+            del loss
+    assert held["swap"] < held["keep"] / 2
