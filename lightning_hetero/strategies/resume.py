@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_hetero._native import Store
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.store import record
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.strategies.training_state import generators, set_random_state, validation_loaders
@@ -61,12 +61,24 @@ def read_state(path: Path) -> dict[str, Any]:
     finally:
         os.close(manifest_fd)
     layout = layout_of(path, manifest)
+    ring = path / "COMMIT"
+    if not ring.exists() or ring.stat().st_size == 0:  # the process died while it laid the store out
+        raise _no_step(path)
     with Store(
         path, uuid=identity_of(path, manifest).bytes, create=False, direct_io=False, durability=1, verify_digests=False,
         num_blocks=layout["num_blocks"], user_bytes=layout["user_bytes"],
     ) as store:  # fmt: skip
-        _, blob = store.recover()
+        try:
+            _, blob = store.recover()
+        except HeteroError as error:
+            if type(error) is HeteroError:  # no record at all
+                raise _no_step(path) from error
+            raise
     return record.state_of(record.parse(blob), str(path))
+
+
+def _no_step(path: Path) -> ConfigError:
+    return ConfigError(f"store {str(path)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
 
 
 def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:

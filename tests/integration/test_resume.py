@@ -197,6 +197,16 @@ def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
         train(tmp_path, offload("disk", tmp_path / "store"), store=tmp_path / "store")
 
 
+@pytest.mark.parametrize("size", [None, 0, "zeros"])
+def test_a_process_that_died_before_its_first_record_has_left_nothing_to_resume(tmp_path: Path, size: Any) -> None:
+    train(tmp_path, offload("disk", tmp_path / "store"), stop=1)
+    ring = tmp_path / "store" / "COMMIT"
+    length = ring.stat().st_size
+    ring.unlink() if size is None else ring.write_bytes(bytes(length if size else 0))
+    with pytest.raises(ConfigError, match="no step has been committed yet"):
+        train(tmp_path, offload("disk", tmp_path / "store"), store=tmp_path / "store")
+
+
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     train(tmp_path, offload("disk", store), stop=1)
