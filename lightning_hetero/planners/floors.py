@@ -46,10 +46,12 @@ class Floors:
         if found is None:
             r = self._relaxation
             found = self._uses[key] = uses(block, rule, r.model, r.hardware, r.micro_batches)
+            if block.pinned:  # the simulator's backward of such a block waits for no activations (sim.compile, _is_unseen)
+                found[[Use.SWAPPED, Use.SWAPPED_DISK]] = 0.0
         return found
 
 
 def _kind(block: BlockProfile) -> object:
     """All that decides what a block takes."""
     sizes = (block.num_params, block.num_trainable_params, block.activation_bytes, block.boundary_bytes, block.operators)
-    return (*sizes, block.forward_s, block.backward_s, block.forward_flop)
+    return (*sizes, block.pinned, block.forward_s, block.backward_s, block.forward_flop)
