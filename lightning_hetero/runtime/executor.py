@@ -69,7 +69,7 @@ class Access:
     @property
     def state(self) -> Residency:
         """Released where the weights live on a lower tier, whether cached or not; else only an update can be pending."""
-        return Residency.RELEASED if self._executor.is_away(self._part.block) else Residency.PENDING
+        return Residency.RELEASED if self._executor.is_released(self._part.block) else Residency.PENDING
 
     def wait(self) -> None:
         """Waits for a pending update; refuses what a closed store has left without content."""
@@ -445,6 +445,13 @@ class Executor:
         """Whether the block's weights live on a lower tier than where it computes."""
         return block.weights_on_disk
 
+    def is_released(self, block: Block) -> bool:
+        """Whether the block's weights are behind the door while it is not in use."""
+        return self.is_away(block)
+
+    def end_batch(self) -> None:
+        """A batch is over: from here to the next one nobody computes with the weights."""
+
     def is_on_host(self, block: Block) -> bool:
         """Whether the host has memory for the block's weights, as far as it has memory for any that are not fetched."""
         return True
@@ -562,7 +569,7 @@ class Executor:
         if part.last_write is not None:
             part.last_write.wait(READY)
             part.last_write = None
-        if not self.is_away(part.block):
+        if not self.is_released(part.block):
             for param in part.params:
                 if type(param) is OffloadedParameter:
                     restore(param)
@@ -661,7 +668,7 @@ class Executor:
             return None
         updates = Updates.NONE
         if training and self._armed is not None:
-            updates = Updates.AFTER_VERDICT if self.deferred else Updates.IN_BACKWARD
+            updates = Updates.AFTER_VERDICT if self._all_wait else Updates.IN_BACKWARD
             updates = Updates.SPECULATIVE if self.speculation.trying else updates
         signature = StepSignature(order=order, training=training, updates=updates)
         return self._lowered(signature, *self._held_now())
@@ -679,6 +686,11 @@ class Executor:
     def _held_now(self) -> tuple[frozenset[int], DeviceRoom | None]:
         """Blocks on disk whose weights are in memory, and what a device with memory of its own has room for and holds."""
         return frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident), None
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether updates wait for the verdict on all gradients."""
+        return self.deferred
 
     def _learn(self) -> None:
         """The next batch of this kind is expected to use the blocks as this one did."""

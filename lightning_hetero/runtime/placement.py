@@ -94,6 +94,7 @@ class Placement:
         activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
         disk_bytes: Files.
+        may_defer: The host has room for all gradients at once, whether the rules ask for that or not.
         swaps_to_disk: Activations go to files of their own.
         swapped_bytes: What those take, as far as that is known.
         later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
@@ -108,6 +109,7 @@ class Placement:
     activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
     disk_bytes: int
+    may_defer: bool
     swaps_to_disk: bool
     swapped_bytes: int
     later_bytes: int
@@ -236,6 +238,7 @@ class Placer:
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
             disk_bytes=sum(file_bytes(g) * g.num_slots for g in geometries.values()),
+            may_defer=least_bytes(self.needs(plan, replace(rules, deferred="a batch may not fit"))) <= budget,
             swaps_to_disk=any(Saved.SWAP_DISK in policies_of(p) for p in plan.blocks),
             swapped_bytes=needs.disk[Purpose.ACTIVATIONS],
             later_bytes=self._later_bytes(plan),

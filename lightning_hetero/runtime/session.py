@@ -163,6 +163,7 @@ class Session:
             self.steps.placed()
         self.store.commit()
         if isinstance(self.executor, DeviceExecutor):
+            self.executor.may_defer = placement.may_defer
             self.executor.rest()
             self.executor.move_in()
             for buffer in self.root.buffers():
@@ -237,7 +238,7 @@ class Session:
         self.executor.speculation.enabled = rules.speculates
         self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         if isinstance(self.executor, DeviceExecutor):
-            self.executor.files = self._swap_files(placement)
+            self.executor.files, self.executor.may_defer = self._swap_files(placement), placement.may_defer
         self.executor.adopt(
             placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred),
             device_cache_bytes=placement.device_cache_bytes,

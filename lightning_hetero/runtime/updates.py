@@ -168,6 +168,18 @@ class Updater:
         due = self.prepare(block, binding)
         return [] if due is None else due(priority=priority, after=after)
 
+    def renews(self, block: Block, binding: OptimizerBinding) -> bool:
+        """Whether :meth:`prepare` sets state of the block to its beginning, in the store: nothing of the block may be under way."""
+        native = binding.rule is Rule.NATIVE
+        return native and any(
+            binding.is_new(part, part.params[index]) for part in block.parts for index in self._indices(part, binding)
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update of the step under way has been prepared."""
+        return bool(self._updated)
+
     def prepare(self, block: Block, binding: OptimizerBinding) -> DueUpdate | None:
         """Reads off all that :meth:`update` needs and that may change before it runs; ``None`` if no update is due."""
         parts = [self._due_part(part, indices, binding) for part in block.parts if (indices := self._indices(part, binding))]

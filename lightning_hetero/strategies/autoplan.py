@@ -43,6 +43,7 @@ _WINDOW = 5
 _PATIENCE = 16  # steps after a plan before a drift of time or budget calls for another one
 _ATTEMPTS = 4
 _LEAST_S = 0.02  # a difference per step that no planning is worth
+_LEAST_SHORT = 4096  # bytes by which a device that is too small is taken to be smaller
 _SPARE = 0.9  # of the memory that the machine has free, this much is planned with
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class Autoplan:
         self._constant_bytes = 0
         self._heap_bytes = 0  # before the first batch
         self._budget_bytes = 0
+        self._short_bytes = 0  # of device memory: what batches needed beyond what plans left them
         self._expected_s: float | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._odd_batches = 0
@@ -217,6 +219,12 @@ class Autoplan:
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
+
+    def demoted(self, error: BaseException) -> None:
+        """The device's memory was too small for the batch under way: plans keep clear of as much from now on."""
+        self.abandon_batch()
+        short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
+        self._short_bytes += max(_LEAST_SHORT, short)
 
     def after_step(self, session: Session, seconds: float) -> None:
         """An optimizer step has taken ``seconds`` of its batches."""
@@ -359,7 +367,7 @@ class Autoplan:
         hardware = replace(
             hardware,
             host_memory_bytes=memory,
-            device_memory_bytes=memory if session.device_memory is None else session.device_memory,
+            device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - self._short_bytes),
             disk_capacity_bytes=disk,
             device_flop_per_s=speed,
             source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},

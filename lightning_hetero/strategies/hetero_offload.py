@@ -30,6 +30,7 @@ from lightning_hetero.ir.trace import Trace
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.profiling.model import BatchProfiler
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
@@ -39,6 +40,7 @@ from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.resume import as_checkpoint, check_use, go_on, is_store, load_buffers, read_state
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
@@ -153,6 +155,7 @@ class HeteroOffload(_Base):
         self.session: Session | None = None
         self._verify = _steps("verify", verify)
         self._verifier: Verifier | None = None
+        self._recovery: Recovery | None = None
         self._weights = weights
         self._imported: weakref.ref[nn.Module] | None = None  # the model that has got them
         self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
@@ -234,6 +237,12 @@ class HeteroOffload(_Base):
         if rules.speculates:
             self._verdicts = Verdicts(self.precision_plugin, self._running)
         self._imported = weakref.ref(self.lightning_module)
+        self._recovery = None
+        if fitting and isinstance(session.executor, DeviceExecutor):
+            self._recovery = Recovery(
+                session, namespace=self.namespace, module=self.lightning_module, forward=self._forward, backward=self._backward,
+                on_demotion=self._abandon_profile,
+            )  # fmt: skip
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
             self.load_model_state_dict(checkpoint, strict)
@@ -263,30 +272,50 @@ class HeteroOffload(_Base):
             self.session.drain()
             self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
         self._began_s = time.monotonic()
-        self._begin_step(training=True)
-        with nullcontext() if self._profiler is None else self._profiler.forward():
-            output = super().training_step(*args, **kwargs)
+        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+            output = self._recovery.training_step(self._executor, args, kwargs)
+        else:
+            output = self._forward(*args, **kwargs)
         if self._verifier is not None:
             self._verifier.batch_ended(output)
         return output
 
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_step(training=True)
+        with nullcontext() if self._profiler is None else self._profiler.forward():
+            return super().training_step(*args, **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
-        self._begin_step(training=False)
-        return super().validation_step(*args, **kwargs)
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
-        self._begin_step(training=False)
-        return super().test_step(*args, **kwargs)
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that only reads."""
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self._begin_step(training=False)
-        return super().predict_step(*args, **kwargs)
+        try:
+            yield
+        finally:
+            if self._executor is not None:
+                self._executor.end_batch()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a backward."""
+        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+            return self._recovery.backward(self._executor, closure_loss, optimizer, *args, **kwargs)
+        return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         with nullcontext() if self._profiler is None else self._profiler.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -337,6 +366,9 @@ class HeteroOffload(_Base):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._executor.arm(None)
+            self._executor.end_batch()
+            if self._recovery is not None:
+                self._recovery.step_ended()
         if self._verifier is not None:
             began_s = time.monotonic()
             self.session.drain()
@@ -345,6 +377,10 @@ class HeteroOffload(_Base):
                 self._verifier = None
             self._began_s += time.monotonic() - began_s  # no part of the step
         return output
+
+    def _abandon_profile(self, error: BaseException) -> None:
+        if self.autoplan is not None:
+            self.autoplan.demoted(error)
 
     def take_step_seconds(self) -> float | None:
         """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
@@ -550,7 +586,7 @@ class HeteroOffload(_Base):
     def _forget_session(self) -> None:
         assert self.session is not None
         self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
-        self.session = None
+        self.session = self._recovery = None
 
     def _running(self) -> Executor:
         assert self._executor is not None, "while a fit lasts there is an executor"
@@ -561,7 +597,8 @@ class HeteroOffload(_Base):
         return None if self.session is None else self.session.executor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "session": None, "_imported": None, "_verifier": None}
+        absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier"))
+        return {**super().__getstate__(), **absent}
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:

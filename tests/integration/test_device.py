@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from support.models import Outcome, Recipe, Shape, assert_same, run
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
@@ -141,3 +143,26 @@ def test_norms_are_computed_on_the_device_only_where_somebody_clips_by_them(
     for clip, by in ((None, "norm"), (0.3, "value"), (0.3, "norm")):
         same(Recipe(shape=SHAPE, clip=clip, clip_by=by), strategy_of("host"), tmp_path)
     assert made == [None, None, 2.0]
+
+
+class Writing(pl.Callback):
+    """Writes weights between batches, in place, as data, and by loading."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        model = pl_module.model
+        model.blocks[1].up.weight.mul_(0.5)
+        model.embed.weight[3] = 0
+        model.embed.weight.data.clamp_(-0.5, 0.5)
+        model.blocks[2].load_state_dict(model.blocks[0].state_dict())
+        pl_module.losses += [model.blocks[1].up.weight.norm(), *(p.data.sum() for p in pl_module.parameters())]
+        for param in model.norm.parameters():
+            param.data = param.data + 1
+
+
+@pytest.mark.parametrize("plan", ["host", "disk", "resident"])
+@pytest.mark.parametrize("make", [Writing, lambda: EMAWeightAveraging(decay=0.9)], ids=["writing", "averaging"])
+def test_callbacks_that_touch_weights(make: Any, plan: str, tmp_path: Path) -> None:
+    recipe = Recipe(shape=Shape(layers=4, tied=True), validate=True)
+    expected = run(recipe, "auto", tmp_path, callbacks=[make()])
+    assert_same(run(recipe, strategy_of(plan), tmp_path, callbacks=[make()]), expected)

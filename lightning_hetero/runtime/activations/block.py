@@ -317,8 +317,11 @@ class Use:
         self._fixed = block.fixed()
         tensors = (leaf for leaf in _tensors((args, kwargs)) if has_storage(leaf, self._device_type))
         self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
+        lanes = self._owner.lanes
         if block.recomputes:
-            self._rerun = Rerun(self.name, block.module, args, kwargs, save=self._save_input, device=self._owner.lanes.device)
+            self._rerun = Rerun(
+                self.name, block.module, args, kwargs, save=self._save_input, device=lanes.device, allocated=lanes.allocated
+            )
         if block.operators:
             self._watch = Watch(
                 names=block.names,
@@ -394,6 +397,8 @@ class Use:
             if home.owner is None:
                 home.owner, home.to_disk = self._key, policy is Saved.SWAP_DISK
                 self._storages.append(weakref.ref(home))
+        if key not in self._fixed:
+            self._owner.lanes.allocated(storage)
         use = self if number is not None else _Arguments(f"the input of {self.name}")
         saved = SavedTensor(use, number or 0, tensor.detach(), held=True, home=home)
         if made is not None and made.saved is None and saved.version == 0:

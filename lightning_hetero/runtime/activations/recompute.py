@@ -79,6 +79,7 @@ class Rerun:
         args: Positional and keyword arguments of the forward.
         save: Saves a tensor among them as the plan says.
         device: The device.
+        allocated: Told of what comes back (:meth:`Lanes.allocated`).
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Rerun:
         *,
         save: Callable[[Tensor], Packed],
         device: torch.device,
+        allocated: Callable[[torch.UntypedStorage], None],
     ) -> None:
-        self._name, self._module = name, module
+        self._name, self._module, self._allocated = name, module, allocated
         flat, spec = tree_flatten((args, kwargs))
         self._inputs = [(leaf, leaf._version) for leaf in flat if isinstance(leaf, Tensor)]
         saved = [_Argument(save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in flat]
@@ -136,7 +138,7 @@ class Rerun:
             args, kwargs = tree_unflatten([_given(leaf) for leaf in leaves], spec)
         except ChangedInPlaceError as error:
             raise ChangedInPlaceError(f"{self._name} cannot be recomputed, because its input has changed: {error}") from error
-        collector = _Collector(self._name, pending)
+        collector = _Collector(self._name, pending, self._allocated)
         with ExitStack() as stack:
             stack.enter_context(self._random.resumed())
             for autocast in self._autocast:
@@ -159,10 +161,11 @@ class _Collector:
     Args:
         name: The block's name, for errors.
         pending: The missing tensors by their number.
+        allocated: Told of what comes back.
     """
 
-    def __init__(self, name: str, pending: dict[int, SavedTensor]) -> None:
-        self._name, self._pending, self._number = name, pending, 0
+    def __init__(self, name: str, pending: dict[int, SavedTensor], allocated: Callable[[torch.UntypedStorage], None]) -> None:
+        self._name, self._pending, self._number, self._allocated = name, pending, 0, allocated
 
     def collect(self, tensor: Tensor) -> Tensor:
         """The pack hook."""
@@ -175,6 +178,7 @@ class _Collector:
             now = f"{tuple(tensor.shape)} {tensor.dtype} of {made_by or 'no node'}"
             if was != now:
                 raise self._error(f"saved tensor {number} was {was} and is {now}")
+            self._allocated(tensor.untyped_storage())
             saved.fill(tensor)
             if not self._pending:
                 raise _AllThere

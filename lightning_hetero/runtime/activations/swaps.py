@@ -280,6 +280,7 @@ class Swap:
             self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
         if self._is_missed:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+            self._lanes.allocated(self._memory.untyped_storage())
             if self._swapper.poison:
                 self._memory.fill_(POISON)
         memory, split = self._memory, self._host_bytes

@@ -30,7 +30,6 @@ from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.block import Activations
 from lightning_hetero.runtime.activations.swaps import SwapFiles
 from lightning_hetero.runtime.device import DeviceSide, HostGradient
-from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import Event, Lanes, Ticket
 from lightning_hetero.runtime.optimizers import OptimizerBinding
@@ -65,6 +64,10 @@ class DeviceExecutor(Executor):
         device_cache_bytes: Device memory for weights that live below it.
         files: Files for activations that go to the disk; ``None`` where none do.
         **common: As for :class:`Executor`.
+
+    Attributes:
+        may_defer: The host has room for all gradients at once.
+        probing: Nobody knows yet whether the device is large enough for the batch, so that updates wait until it is over.
     """
 
     def __init__(
@@ -90,13 +93,18 @@ class DeviceExecutor(Executor):
         self._renewed: set[int] = set()  # blocks that no schedule has updated since their last use
         self._at: Block | None = None  # whose anchor was the last one
         self._inside: set[int] = set()  # blocks that have their place on the device
+        self.probing = self.may_defer = False
+        self._in_batch = False
         self._follow_activations()
 
     def _follow_activations(self) -> None:
         self.activations = Activations(self.lanes, weights=self.weights.reference, files=self.files, poison=self._poison)
-        self._saved = [
-            self.activations.block(b.name, b.spec.module, b.plan, index=b.index, weights_move=self.is_away(b)) for b in self.blocks
-        ]
+
+        def moves(block: Block) -> bool:  # what a root saves is its blocks' own, and its hooks would stand before theirs
+            return self.is_away(block) or (self.lanes.counts and not block.spec.pinned)
+
+        follow = self.activations.block
+        self._saved = [follow(b.name, b.spec.module, b.plan, index=b.index, weights_move=moves(b)) for b in self.blocks]
 
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
@@ -111,6 +119,7 @@ class DeviceExecutor(Executor):
         self._events, self._ends, self._marked = {}, {}, (-1, All(()))
         self.side.gradients.conceal()
         self._at = None
+        self._in_batch = True
         super().begin_step(training=training)
         self.activations.begin_batch()
 
@@ -120,8 +129,12 @@ class DeviceExecutor(Executor):
             super()._cancel_opened()
 
     def _held_now(self) -> tuple[frozenset[int], DeviceRoom]:
+        written = [b for b in self.blocks if self.weights.is_written(b)]
+        for block in written:  # whoever wrote has waited for all lanes
+            self.weights.free(block)
         if self._held_after is not None:
             resident, device = self._held_after
+            device -= {b.index for b in written}
         else:
             resident, _ = super()._held_now()
             current = [b for b in self.blocks if self.weights.holds(b) and not self.weights.is_outdated(b)]
@@ -142,6 +155,10 @@ class DeviceExecutor(Executor):
         """As for :class:`Executor`."""
         self._saved[block.index].leave(output)
         super().forward_ends(block, output)
+
+    @property
+    def _all_wait(self) -> bool:
+        return self.deferred or self.probing
 
     def backward_starts(self) -> None:
         """As for :class:`Executor`: gradients of a batch before that are still shown become ordinary ones of this one."""
@@ -285,8 +302,11 @@ class DeviceExecutor(Executor):
     def _update_of(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
         """The update of what of the block has gradients; ``None`` if none may run now."""
         binding = self.updater.verdict or self._armed
-        if binding is None or self._is_early(block) or (self.deferred and self.updater.verdict is None):
+        if binding is None or self._is_early(block) or (self._all_wait and self.updater.verdict is None):
             return None
+        if self.updater.renews(block, binding):
+            self.lanes.drain()
+            self.updater.cancel_opened([block])
         prepared = self.updater.prepare(block, binding)
         if prepared is None:
             return None
@@ -371,6 +391,20 @@ class DeviceExecutor(Executor):
         """Whether the block's weights live below the device."""
         return block.plan.weights is not Tier.DEVICE
 
+    def is_released(self, block: Block) -> bool:
+        """Weights that live on the device and that the CPU updates are behind the door between two batches.
+
+        So whoever writes them then, even as ``param.data``, writes the host's copy too, which the next update starts from.
+        """
+        return self.is_away(block) or (not self._in_batch and self._comes_from_below(block))
+
+    def end_batch(self) -> None:
+        """As for :class:`Executor`."""
+        self._in_batch = False
+        for block in self.blocks:
+            if not block.uses and self.is_released(block):
+                self.hide(block)
+
     def is_on_host(self, block: Block) -> bool:
         """Weights that live on the device, and that it updates, are there alone."""
         return block.index not in self._inside or self._comes_from_below(block)
@@ -392,6 +426,7 @@ class DeviceExecutor(Executor):
             self.weights.download(block)
         if self.is_away(block):
             self.weights.unbind(block)
+        if self.is_released(block):
             self.hide(block)
 
     def settle(self, part: Part) -> None:
@@ -400,9 +435,6 @@ class DeviceExecutor(Executor):
         super().settle(part)
         if not self.is_away(part.block) and self.weights.holds(part.block):
             self.weights.bind(part.block)
-            for param in part.params:
-                if type(param) is OffloadedParameter:
-                    restore(param)
 
     def bring(self, block: Block, *, force: bool = False) -> None:
         """Weights into host memory, now."""
@@ -414,6 +446,26 @@ class DeviceExecutor(Executor):
         self._provide(block)
 
     # ---- rest -------------------------------------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """Throws away what the batches since the last update have left: gradients, activations, ops under way.
+
+        Weights and state are those of the last update, which may still be under way and is waited for.
+        """
+        for _ in range(2):  # the second time raises what has nothing to do with memory
+            try:
+                self.lanes.drain()
+            except (DeviceMemoryError, torch.OutOfMemoryError):
+                continue
+            break
+        self._schedule, self._held_after, self._seen = None, None, []
+        self._events, self._ends, self._carried = {}, {}, {}
+        self.activations.begin_batch()
+        self._close_all()
+        for block in self.blocks:
+            for param in block.params():
+                param.grad = None
+        self.side.gradients.drop()
 
     def rest(self) -> None:
         """As for :class:`Executor`."""
@@ -452,9 +504,10 @@ class DeviceExecutor(Executor):
             self._inside.add(block.index)
             if self.is_away(block):
                 self.weights.adopt(block)
-                self.hide(block)
             else:
                 self.weights.bind_resident(block, host_copy=self._comes_from_below(block))
+            if self.is_released(block):
+                self.hide(block)
             for part in block.parts:
                 if part.native is not None and part.native.geometry.num_state and block.plan.update is UpdateLane.DEVICE:
                     move = self.side.updates.keep if block.plan.state is Tier.DEVICE else self.side.updates.borrow

@@ -42,6 +42,7 @@ class _Copy:
         versions: The parameters' version counters when host and device agreed last.
         newer: An update on the device has changed it, or it is all there is.
         outdated: The host has newer weights.
+        written: Because of a write through the door, of which no schedule knows.
         bound: The parameters are views of it.
     """
 
@@ -51,6 +52,7 @@ class _Copy:
     versions: int
     newer: bool = False
     outdated: bool = False
+    written: bool = False
     bound: bool = False
 
 
@@ -100,6 +102,7 @@ class DeviceWeights:
         Nothing of the block is under way. Weights on disk stay there.
         """
         for part in block.parts:
+            self._reclaim(part)
             copy = self._copies.get(part)
             if copy is not None and self._changed(part, copy):
                 self._lanes.copy(_host(part), _flat(part, copy.memory))
@@ -124,7 +127,10 @@ class DeviceWeights:
             DeviceMemoryError: There is no room.
         """
         for part in block.parts:
-            copy = self._copies.get(part) or self._take(part, kept=False)
+            known = self._copies.get(part)
+            if known is not None and source is None and self._changed(part, known):
+                continue  # user code has written to weights that live there since the update that this follows
+            copy = known or self._take(part, kept=False)
             self._lanes.copy(_flat(part, copy.memory), (source or _host)(part))
             self._agree(part, copy)
         return []
@@ -185,6 +191,10 @@ class DeviceWeights:
         """Whether the host has newer weights than the device's copy."""
         return any(part in self._copies and self._copies[part].outdated for part in block.parts)
 
+    def is_written(self, block: Block) -> bool:
+        """Whether the host has newer weights that came through the door."""
+        return any(part in self._copies and self._copies[part].written for part in block.parts)
+
     def changed(self, block: Block) -> bool:
         """Whether the device has newer weights than the host.
 
@@ -235,7 +245,7 @@ class DeviceWeights:
         if copy.kept:
             self._lanes.copy(copy.views[index], part.memory(index))
         else:
-            copy.outdated = True
+            copy.outdated = copy.written = True
 
     # ---- saved tensors ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +322,7 @@ class DeviceWeights:
         return copy.newer or (not copy.outdated and copy.versions != versions(part))
 
     def _agree(self, part: Part, copy: _Copy) -> None:
-        copy.newer, copy.outdated, copy.versions = False, False, versions(part)
+        copy.newer, copy.outdated, copy.written, copy.versions = False, False, False, versions(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,12 @@ class Lanes(Protocol):
     Attributes:
         device: Where parameters and activations live.
         timed: Whether events know their times on streams too, where that costs something. May be set between two ops.
+        counts: Whether what torch allocates on the device has to be reported (:meth:`allocated`).
     """
 
     device: torch.device
     timed: bool
+    counts: bool
 
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
         """Queues an op on ``op.lane``; see [Note: Lanes].
@@ -176,6 +178,15 @@ class Lanes(Protocol):
 
     def memory(self) -> DeviceMemory:
         """The device's memory."""
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        """A storage that torch has allocated on the device outlives its operator: it counts as used until it is freed.
+
+        An emulated device counts what it is told; others have an allocator that does.
+
+        Raises:
+            DeviceMemoryError: It does not fit beside what is used.
+        """
 
     def drain(self) -> None:
         """Waits for all that was submitted; compute is at rest until it next waits or marks.

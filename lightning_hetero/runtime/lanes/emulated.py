@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,10 @@ class EmulatedLanes(QueuedLanes):
 
     def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
         host = torch.device("cpu")
-        super().__init__(host, Arena(emulated.memory_bytes, host, poison=poison), poison=poison)
+        self._arena = Arena(emulated.memory_bytes, host, poison=poison)
+        super().__init__(host, self._arena, poison=poison)
+        self.counts = True
+        self._allocated: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._seed = emulated.seed
         self._compute = _SlowCompute(emulated.compute_slowdown)
         rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
@@ -134,6 +138,19 @@ class EmulatedLanes(QueuedLanes):
         if link is not None:
             link.end()
         return tickets
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        """Torch's memory is the host's, so that what it allocates is counted against the device's."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._allocated:
+            return
+        self._arena.reserve(size, "what forward saves")
+
+        def freed(_: object) -> None:
+            if self._allocated.pop(key, None) is not None:
+                self._arena.unreserve(size)
+
+        self._allocated[key] = weakref.ref(storage, freed)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts, in the time that the lane's link takes; the device converts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class Arena:
         self._taken: dict[int, int] = {}  # address -> end, both relative to the buffer
         self._order = 0
         self._lock = threading.Lock()
+        self._reserved_bytes = 0
+        self._unreserved: deque[int] = deque()  # whoever frees memory may hold the lock: the garbage collector runs anywhere
 
     def take(self, num_bytes: int, what: str) -> Tensor:
         """Takes memory; see :meth:`DeviceMemory.take`."""
@@ -59,7 +62,7 @@ class Arena:
         size = round_up(num_bytes, ALIGNMENT_BYTES)
         with self._lock:
             gap = next((g for g in self._gaps if g.end - g.start >= size), None)
-            if gap is None:
+            if gap is None or size > self._free_bytes():
                 raise self._error(num_bytes, what)
             self._wait(gap.given)
             # `.data`: views share their base's version counter, and what is written here is nobody else's business.
@@ -73,6 +76,26 @@ class Arena:
         if self._poison:
             memory.fill_(POISON)
         return memory
+
+    def reserve(self, num_bytes: int, what: str) -> None:
+        """Counts memory that somebody else has, anywhere in it.
+
+        Raises:
+            DeviceMemoryError: There is less free.
+        """
+        with self._lock:
+            if num_bytes > self._free_bytes():
+                raise self._error(num_bytes, what)
+            self._reserved_bytes += num_bytes
+
+    def unreserve(self, num_bytes: int) -> None:
+        """Undoes :meth:`reserve`; may be called from a destructor."""
+        self._unreserved.append(num_bytes)
+
+    def _free_bytes(self) -> int:
+        while self._unreserved:
+            self._reserved_bytes -= self._unreserved.popleft()
+        return self.capacity_bytes - self.used_bytes - self._reserved_bytes
 
     def give(self, memory: Tensor) -> None:
         """Gives memory back; see :meth:`DeviceMemory.give`."""
@@ -106,7 +129,7 @@ class Arena:
         """The taker comes after these moments."""
 
     def _error(self, num_bytes: int, what: str) -> DeviceMemoryError:
-        free = self.capacity_bytes - self.used_bytes
+        free = self._free_bytes()
         largest = max((g.end - g.start for g in self._gaps), default=0)
         return DeviceMemoryError(
             f"{what} needs {format_bytes(num_bytes)} of device memory; {format_bytes(free)} of {format_bytes(self.capacity_bytes)} "

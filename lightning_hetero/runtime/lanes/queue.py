@@ -287,6 +287,7 @@ class QueuedLanes:
         self.device = device
         self.timed = False
         self.observer: Callable[[QueuedOp], None] | None = None  # told of every op as it is submitted
+        self.counts = False
         self._memory = memory
         self._poison = poison
         self._failures = Failures()
@@ -378,6 +379,9 @@ class QueuedLanes:
 
     def page_lock(self, memory: Tensor) -> None:
         """Page-locks host memory; see :meth:`Lanes.page_lock`."""
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        """Torch has allocated on the device; see :meth:`Lanes.allocated`."""
 
     def memory(self) -> DeviceMemory:
         """The device's memory."""

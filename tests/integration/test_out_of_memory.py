@@ -1,0 +1,99 @@
+"""A device whose memory is too small for a batch: the plan gives something up, the step begins again, and no bit is another."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import LitModel, Recipe, Shape, assert_same, run
+from torch import Tensor
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
+from lightning_hetero.strategies import HeteroOffloadStrategy, recovery
+
+SHAPE = Shape(layers=6, dropout=0.2, counting=False)
+RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
+HOST = Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+
+
+def needs(plan: Any, recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Device memory that the plan needs before anybody knows of activations, and the most that those take."""
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        run(recipe, HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=1)), folder)
+    seen = [0]
+    allocated = EmulatedLanes.allocated
+
+    def look(lanes: Any, storage: Any) -> None:
+        allocated(lanes, storage)
+        lanes._arena._free_bytes()
+        seen[0] = max(seen[0], lanes._arena._reserved_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmulatedLanes, "allocated", look)
+        run(recipe, HeteroOffloadStrategy(plan, device=EmulatedDevice(memory="16MiB")), folder)
+    return refusal.value.needed_bytes, seen[0]
+
+
+def without_buffers(module: LitModel) -> None:
+    """Blocks that can be computed again for sure."""
+    for layer in module.model.blocks:
+        del layer.calls
+
+
+RECIPES = {
+    "plain": (Recipe(shape=SHAPE, steps=3, schedule="step"), without_buffers),
+    "accumulated": (Recipe(shape=SHAPE, steps=2, accumulate=3, groups=True), without_buffers),
+    "clipped": (Recipe(shape=SHAPE, steps=2, clip=0.3), without_buffers),
+    "counting": (Recipe(shape=Shape(layers=6, dropout=0.2), steps=3, clip=0.1, clip_by="value"), lambda module: None),
+}
+
+
+@pytest.mark.parametrize(("name", "plan", "share"), [*((name, HOST, 0.6) for name in RECIPES), ("plain", "resident", 0.0)])
+def test_a_step_begins_again_under_a_lesser_plan(
+    name: str, plan: Any, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, prepare = RECIPES[name]
+    expected = run(recipe, "auto", tmp_path, prepare=prepare)
+    least, saved = needs(plan, recipe, tmp_path, monkeypatch)
+    strategy = HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=least + int(share * saved), seed=1))
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        assert_same(run(recipe, strategy, tmp_path, prepare=prepare, module_class=Once), expected)
+    assert any("the step begins again" in record.getMessage() for record in caplog.records)
+    policies = {row.saved for row in strategy.plan.blocks}
+    assert policies >= {Saved.SWAP_HOST if name == "counting" else Saved.RECOMPUTE}
+
+
+def test_nothing_left_to_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(shape=SHAPE)
+    monkeypatch.setattr(recovery, "_MOST", 0)
+    least, _ = needs(HOST, recipe, tmp_path, monkeypatch)
+    with pytest.raises(OutOfMemoryBudgetError, match=r"has nothing left to give up.*Use a smaller batch") as refusal:
+        run(recipe, HeteroOffloadStrategy(HOST, device=EmulatedDevice(memory=least)), tmp_path)
+    assert refusal.value.tier == "device"
+
+
+class Once(LitModel):
+    """Notes the loss of a batch once, however often its step begins again."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        if self.noted == (self.trainer.global_step, batch_idx):
+            assert torch.equal(self.losses[-1], self.losses[-2])
+            self.losses.pop()
+        self.noted = self.trainer.global_step, batch_idx
+        return loss
+
+    noted = (-1, -1)
