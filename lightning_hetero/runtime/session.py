@@ -663,7 +663,7 @@ class Session:
             block.parts.clear()
         if self.executor is not None:
             self.executor.let_go()
-        self.blocks, self.bindings, self.executor = [], [], None
+        self.blocks, self.bindings, self.executor, self.steps = [], [], None, None
 
 
 def _row(param: nn.Parameter) -> list[Any]:

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -270,7 +270,8 @@ class HeteroOffload(_Base):
         """Begins a batch that trains."""
         if self._verifier is not None and self.session is not None:
             self.session.drain()
-            self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
+            with self._plain_precision():
+                self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
         self._began_s = time.monotonic()
         if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
             output = self._recovery.training_step(self._executor, args, kwargs)
@@ -372,11 +373,15 @@ class HeteroOffload(_Base):
         if self._verifier is not None:
             began_s = time.monotonic()
             self.session.drain()
-            self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
+            with self._plain_precision():
+                self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
             if not self._verifier.steps_left:
                 self._verifier = None
             self._began_s += time.monotonic() - began_s  # no part of the step
         return output
+
+    def _plain_precision(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._verdicts is None else self._verdicts.aside()
 
     def _abandon_profile(self, error: BaseException) -> None:
         if self.autoplan is not None:

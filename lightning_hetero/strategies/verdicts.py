@@ -7,7 +7,8 @@ the notes in ``runtime.speculation``. Plugins and scalers of another make are le
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,13 +41,25 @@ class Verdicts:
 
     def __init__(self, precision: Any, executor: Callable[[], Executor]) -> None:
         self._precision, self._executor = precision, executor
-        precision.clip_grad_by_norm = self._clip
-        scaler = getattr(precision, "scaler", None)
-        self._scaler: Any = scaler
-        if scaler is not None:
+        self._scaler: Any = getattr(precision, "scaler", None)
+        if self._scaler is not None:
             speculation = executor().speculation
-            speculation.scaler, speculation.unscale = scaler, scaler._unscale_grads_
-            scaler._unscale_grads_ = self._unscale
+            speculation.scaler, speculation.unscale = self._scaler, self._scaler._unscale_grads_
+        self._stand_in()
+
+    def _stand_in(self) -> None:
+        self._precision.clip_grad_by_norm = self._clip
+        if self._scaler is not None:
+            self._scaler._unscale_grads_ = self._unscale
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, plugin and scaler work as their makers meant them to: on gradients that are not the runtime's."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._stand_in()
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         self._executor().clip(self._precision.main_params(optimizer), clip_val)
