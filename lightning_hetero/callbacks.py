@@ -154,7 +154,9 @@ def show(plan: Plan, autoplan: Autoplan) -> None:
 
     console = Console(file=sys.stderr, highlight=False)
     console.width = min(console.width, _COLUMNS)
-    console.print(f"lightning-hetero: plan {plan.name!r}, made in {autoplan.planned_s:.2g} s")
+    console.print(
+        f"lightning-hetero: plan {plan.name!r}, made in {autoplan.planned_s:.2g} s, in place after {autoplan.moved_s:.2g} s"
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("blocks")
     table.add_column("", justify="right")

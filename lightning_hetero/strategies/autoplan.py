@@ -109,6 +109,7 @@ class Autoplan:
         machine: The machine's profile that the plan was made with.
         profiler: Looks at the batch under way, if it is profiled.
         planned_s: Seconds that the last planning took, measuring the machine included.
+        moved_s: Seconds until weights and state were where that plan wants them.
     """
 
     def __init__(self, planner: str, hardware: Callable[[Session], HardwareProfile], *, drift: float | None) -> None:
@@ -118,7 +119,7 @@ class Autoplan:
         self.model: ModelProfile | None = None
         self.machine: HardwareProfile | None = None
         self.profiler: BatchProfiler | None = None
-        self.planned_s = 0.0
+        self.planned_s = self.moved_s = 0.0
         self._recorded: Observed | None = None
         self._timed: list[Observed] = []
         self._constant_bytes = 0
@@ -278,12 +279,13 @@ class Autoplan:
         begin = time.monotonic()
         session.profile = self.model = self._profile(session)
         plan, self.machine = self._search(session, self.model, batch.micro_batches)
+        self.planned_s = time.monotonic() - begin
         before = session.executor.plan
         self.plan = plan = session.replan(plan)
         if session.executor.speculation.enabled:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
                 session.executor.speculation.break_even = speculation(plan, self.model, self.machine).break_even
-        self.planned_s = time.monotonic() - begin
+        self.moved_s = time.monotonic() - begin - self.planned_s
         changed = plan.blocks != before.blocks or plan.predicted is None
         if self._reason and not changed and self._times:
             self._expected_s = statistics.median(self._times)

@@ -61,7 +61,7 @@ def test_the_table_of_a_plan_fits_a_terminal(capsys: pytest.CaptureFixture[str],
 
     def shown(rows: list[BlockPlan]) -> list[str]:
         named = tuple(replace(row, name=name) for row, name in zip(rows, names, strict=True))
-        show(Plan(name="p", blocks=named, predicted=PREDICTED), SimpleNamespace(planned_s=0.31, machine=None))  # type: ignore[arg-type]
+        show(Plan(name="p", blocks=named, predicted=PREDICTED), SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None))  # type: ignore[arg-type]
         return capsys.readouterr().err.splitlines()
 
     lines = shown([memory, *[disk] * 24, memory, memory])
