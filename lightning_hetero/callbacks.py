@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from contextlib import nullcontext
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,8 +184,9 @@ def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, 
 def _names(names: Sequence[str]) -> str:
     """From the first to the last one, what they share written once: ``"model.layers.0 … 11"``."""
     first, last = names[0], names[-1]
-    shared = first.rpartition(".")[0]
-    text = first if first == last else f"{first} … {last.removeprefix(f'{shared}.') if shared else last}"
+    ends = [name.split(".") for name in (first, last)]
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*(end[:-1] for end in ends), strict=False)))
+    text = first if first == last else f"{first} … {'.'.join(ends[1][shared:])}"
     half = _NAME // 2
     return text if len(text) <= _NAME else f"{text[: half - 1]}…{text[-half:]}"
 

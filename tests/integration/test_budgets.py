@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 
-from lightning_hetero.callbacks import show
+from lightning_hetero.callbacks import _names, show
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -72,3 +72,9 @@ def test_the_table_of_a_plan_fits_a_terminal(capsys: pytest.CaptureFixture[str],
     assert len(turns) < len(lines), "blocks that take turns are one row for each kind"
     assert any(" 12 " in line for line in turns)
     assert any(" 15 " in line for line in turns)
+
+
+def test_a_range_of_blocks_says_once_what_its_ends_share() -> None:
+    assert _names(["model.layers.0", "model.layers.1", "model.layers.11"]) == "model.layers.0 … 11"
+    assert _names(["model.layers.2", "model.layers.3", "model.norm"]) == "model.layers.2 … norm"
+    assert _names(["embedding", "layers.0"]) == "embedding … layers.0"
