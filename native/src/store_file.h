@@ -45,7 +45,7 @@ struct FileSpec {
   bool create = false;
   bool direct_io = false;
   bool may_have_links = false;  // accept an existing file with other names: whoever writes it gives it a fresh file first
-  bool durable = false;  // a new file's allocation and name reach the disk before this returns
+  bool durable = false;         // a new file's allocation and name reach the disk before this returns
 };
 
 // Opens without following links, takes flock(LOCK_EX) on the description that does the I/O: requests of a killed process that

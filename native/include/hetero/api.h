@@ -101,8 +101,8 @@ enum { HETERO_DURABILITY_NONE = 0, HETERO_DURABILITY_PROCESS = 1, HETERO_DURABIL
 
 typedef struct hetero_store_options {
   uint8_t uuid[16];
-  int32_t create;     // 1: files are created (O_EXCL); 0: they must exist with the exact size. Once a store is recovered, files of
-                      // blocks that its record does not name are created
+  int32_t create;  // 1: files are created (O_EXCL); 0: they must exist with the exact size. Once a store is recovered, files of
+                   // blocks that its record does not name are created
   int32_t direct_io;  // 1: O_DIRECT (EUNSUPPORTED when the file system refuses it); 0: page cache
   int32_t durability;
   int32_t verify_digests;  // 1: payload digests are checked on every read; 0: stamps only
