@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -130,7 +130,7 @@ class Candidate:
         if groups == 1:
             return 0.0
         owners = [[s for s, n in enumerate(layers) for _ in range(n)] for layers in self.layers]  # by group, then layer
-        taken: Counter[tuple[int, int]] = Counter()
+        taken: defaultdict[tuple[int, int], float] = defaultdict(float)
         work, ring = self.setting.work, 2 * (groups - 1) / groups / self.setting.tensor_parallel
         ends = ((0, work.first), (work.num_layers - 1, work.last))
         parts = [*((layer, work.layer) for layer in range(work.num_layers)), *ends]
@@ -139,7 +139,7 @@ class Candidate:
             same = len(nodes) == 1
             bandwidth = self.setting.kind(min(nodes)).peer_bytes_per_s if same else self.setting.cluster.network_bytes_per_s
             for j in range(groups):
-                taken[j, owners[j][layer]] += ring * part.gradient_bytes / bandwidth  # type: ignore[assignment]
+                taken[j, owners[j][layer]] += ring * part.gradient_bytes / bandwidth
         return max(taken.values())
 
     @cached_property
