@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import invoke, parsed
 from typer.main import get_command
-from typer.testing import CliRunner, Result
 
 from lightning_hetero import __version__
 from lightning_hetero.cli import doctor, output, planning, profile, reasons, system, timeline
@@ -80,16 +80,6 @@ HARDWARE = HardwareProfile(
 )
 
 
-def _run(*arguments: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result
-
-
-def _json(*arguments: str | Path, code: int = 0) -> Any:
-    return json.loads(_run(*arguments, "--json", code=code).stdout)
-
-
 @pytest.fixture(autouse=True)
 def _own_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test leaves a measurement that later runs on this machine would trust."""
@@ -109,7 +99,7 @@ def profiles(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def plan_file(tmp_path: Path, profiles: list[str]) -> Path:
     path = tmp_path / "plan.json"
-    _run("plan", *profiles, "--out", path)
+    invoke("plan", *profiles, "--out", path)
     return path
 
 
@@ -145,7 +135,7 @@ def test_the_module_runs_as_the_command() -> None:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    assert _run("--version").stdout == f"lightning-hetero {__version__}\n"
+    assert invoke("--version").stdout == f"lightning-hetero {__version__}\n"
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------------
@@ -180,12 +170,12 @@ REFUSALS: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "reason"), REFUSALS, ids=[reason[:40] for _, reason in REFUSALS])
 def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: str) -> None:
-    result = _run(*arguments, code=2)
+    result = invoke(*arguments, code=2)
     assert reason in result.stderr
     assert result.stderr.startswith("error: ")
     assert result.stdout == ""
     if arguments:
-        result = _run(*arguments, "--json", code=2)
+        result = invoke(*arguments, "--json", code=2)
         assert reason in json.loads(result.stdout)["error"]
         assert reason in result.stderr
 
@@ -195,7 +185,7 @@ def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: s
 def test_a_broken_profile_exits_2_and_is_named(text: str, option: str, tmp_path: Path, profiles: list[str]) -> None:
     (broken := tmp_path / "broken.json").write_text(text, encoding="utf-8")
     arguments = [str(broken) if previous == option else a for previous, a in zip(["", *profiles], profiles, strict=False)]
-    assert "broken.json" in _json("plan", *arguments, code=2)["error"]
+    assert "broken.json" in parsed("plan", *arguments, code=2)["error"]
 
 
 def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch, profiles: list[str]) -> None:
@@ -203,7 +193,7 @@ def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch,
         raise KeyError("layer 7")
 
     monkeypatch.setattr("lightning_hetero.planners.PLANNERS", {"broken": broken})
-    result = _run("plan", *profiles, "--planner", "broken", "--json", code=1)
+    result = invoke("plan", *profiles, "--planner", "broken", "--json", code=1)
     assert json.loads(result.stdout) == {"error": "KeyError: 'layer 7'"}
     assert "in broken" in result.stderr
 
@@ -214,7 +204,7 @@ def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch,
 def test_plan_prints_one_object_with_the_planners_own_words(profiles: list[str]) -> None:
     from lightning_hetero.planners import PLANNERS
 
-    got = _json("plan", *profiles, "--planner", "zero_offload")
+    got = parsed("plan", *profiles, "--planner", "zero_offload")
     plan = PLANNERS["zero_offload"](MODEL, HARDWARE)
     assert got.pop("planning_s") > 0
     assert got == output.plain(
@@ -223,10 +213,10 @@ def test_plan_prints_one_object_with_the_planners_own_words(profiles: list[str])
 
 
 def test_plan_uses_presets(tmp_path: Path) -> None:
-    got = _json("plan", *PRESET, *MACHINE)
+    got = parsed("plan", *PRESET, *MACHINE)
     assert got["planner"] == "holistic"
     assert got["predicted"]["iteration_s"] > 0
-    text = _run("plan", *PRESET, *MACHINE).stdout
+    text = invoke("plan", *PRESET, *MACHINE).stdout
     assert "rtx3090, 64.0 GiB host, 980pro" in text
     assert "gpt:layers=6" in text
 
@@ -246,7 +236,7 @@ def test_precision_and_devices_reach_the_profiles() -> None:
 def test_all_planners_stand_side_by_side_and_those_without_a_plan_say_why(profiles: list[str]) -> None:
     from lightning_hetero.planners import PLANNERS
 
-    got = _json("plan", *profiles, "--planner", "all")
+    got = parsed("plan", *profiles, "--planner", "all")
     assert [row["planner"] for row in got] == list(PLANNERS)
     by_name = {row["planner"]: row for row in got}
     assert "device" in by_name["resident"]["error"]  # 140M parameters at 16 bytes exceed 2 GiB
@@ -254,7 +244,7 @@ def test_all_planners_stand_side_by_side_and_those_without_a_plan_say_why(profil
     assert by_name["resident"]["shortfall_bytes"] > 0
     best = min(row["predicted"]["iteration_s"] for row in got if "predicted" in row)
     assert by_name["holistic"]["predicted"]["iteration_s"] <= best * (1 + 1e-9)
-    text = _run("plan", *profiles, "--planner", "all").stdout
+    text = invoke("plan", *profiles, "--planner", "all").stdout
     assert all(name in text for name in PLANNERS)
     assert "no plan" in text
 
@@ -264,14 +254,14 @@ def test_a_narrow_screen_compares_what_fits_it(profiles: list[str], monkeypatch:
     monkeypatch.setattr(
         "lightning_hetero.planners.PLANNERS", {name: PLANNERS[name] for name in ("resident", "host", "zero_infinity")}
     )
-    shown = _run("plan", *profiles, "--planner", "all").stdout
+    shown = invoke("plan", *profiles, "--planner", "all").stdout
     assert max(map(len, shown.splitlines())) <= 80
     (row,) = (line for line in shown.splitlines() if line.startswith(" host "))
     assert len(re.findall(r"[\d.]+ (?:m?s|[MG]iB|B)\b|\d\.\d\d", row)) == 5  # step, x best, device, host, disk
 
 
 def test_the_fastest_of_all_plans_is_written(profiles: list[str], tmp_path: Path) -> None:
-    got = _json("plan", *profiles, "--planner", "all", "--out", tmp_path / "best.json")
+    got = parsed("plan", *profiles, "--planner", "all", "--out", tmp_path / "best.json")
     plan = Plan.load(tmp_path / "best.json")
     assert plan.predicted is not None
     assert plan.predicted.iteration_s == min(row["predicted"]["iteration_s"] for row in got if "predicted" in row)
@@ -280,10 +270,10 @@ def test_the_fastest_of_all_plans_is_written(profiles: list[str], tmp_path: Path
 def test_a_plan_that_nothing_fits_exits_2_with_tier_and_shortfall(tmp_path: Path, profiles: list[str]) -> None:
     small = replace(HARDWARE, device_memory_bytes=50 * MIB)
     Path(profiles[-1]).write_text(small.to_json(), encoding="utf-8")
-    got = _json("plan", *profiles, code=2)
+    got = parsed("plan", *profiles, code=2)
     assert got["tier"] == "device"
     assert got["shortfall_bytes"] > 0
-    every = _json("plan", *profiles, "--planner", "all", "--out", tmp_path / "plan.json", code=2)
+    every = parsed("plan", *profiles, "--planner", "all", "--out", tmp_path / "plan.json", code=2)
     assert "planners finds a plan that fits" in every["error"]
     assert not (tmp_path / "plan.json").exists()
 
@@ -362,14 +352,14 @@ def test_options_replace_what_the_plan_remembers() -> None:
 def test_an_origin_that_means_nothing_is_refused(origin: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(Plan(name="mine", blocks=(BlockPlan(name="*"),), origin=origin).to_json(), encoding="utf-8")
-    assert "the plan's origin has" in _json("explain", path, code=2)["error"]
+    assert "the plan's origin has" in parsed("explain", path, code=2)["error"]
 
 
 def test_a_plan_without_origin_needs_options(tmp_path: Path, profiles: list[str]) -> None:
     path = tmp_path / "mine.json"
     path.write_text(Plan(name="mine", blocks=(BlockPlan(name="*"),)).to_json(), encoding="utf-8")
-    assert "does not say for what model it is" in _json("simulate", path, code=2)["error"]
-    assert _json("simulate", path, *profiles)["plan"] == "mine"
+    assert "does not say for what model it is" in parsed("simulate", path, code=2)["error"]
+    assert parsed("simulate", path, *profiles)["plan"] == "mine"
 
 
 def test_planning_anew_uses_the_options_that_the_plan_was_made_with(
@@ -385,8 +375,8 @@ def test_planning_anew_uses_the_options_that_the_plan_was_made_with(
 
     monkeypatch.setattr("lightning_hetero.planners.PLANNERS", {"picky": picky})
     path = tmp_path / "plan.json"
-    _run("plan", *profiles, "--planner", "picky", "--option", "k=3", "--option", "mode=fast", "--out", path)
-    _run("explain", path)
+    invoke("plan", *profiles, "--planner", "picky", "--option", "k=3", "--option", "mode=fast", "--out", path)
+    invoke("explain", path)
     assert len(asked) == 6  # once, as it is, and for four changes
     assert set(asked) == {(3, "fast")}
 
@@ -397,7 +387,7 @@ def test_planning_anew_uses_the_options_that_the_plan_was_made_with(
 def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
     from lightning_hetero.planners import PLANNERS
 
-    got = _json("explain", plan_file)
+    got = parsed("explain", plan_file)
     names = [name for group in got["placement"] for name in group["blocks"]]
     assert sorted(names) == sorted(b.name for b in MODEL.blocks)
     assert sum(got["where"]["state"].values()) == 12 * 7 * 20 * 10**6
@@ -417,7 +407,7 @@ def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
         assert changes[change]["predicted"]["iteration_s"] <= iteration_s * (1 + 1e-9), change
     assert changes["2x batch"]["predicted"]["iteration_s"] > iteration_s * 1.1
     assert changes["2x batch"]["tokens"] == 2 * MODEL.tokens
-    text = _run("explain", plan_file).stdout
+    text = invoke("explain", plan_file).stdout
     for words in ("What is where", "Why not otherwise", "Lanes", "Binding: ", "other planners", "What if (planned by holistic)"):
         assert words in text
 
@@ -441,7 +431,7 @@ def test_a_plan_of_a_person_is_compared_with_the_default_planners(tmp_path: Path
     path = tmp_path / "mine.json"
     rule = BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST, saved=Saved.RECOMPUTE)
     path.write_text(Plan(name="mine", blocks=(rule,)).to_json(), encoding="utf-8")
-    got = _json("explain", path, *profiles)
+    got = parsed("explain", path, *profiles)
     assert got["planner"] == "mine"
     assert got["what_if_planner"] == "holistic"
     assert "holistic" in {row["planner"] for row in got["runner_ups"]}
@@ -547,7 +537,7 @@ def test_a_cpu_only_machine_has_no_link_to_widen() -> None:
 
 def test_simulate_writes_a_chrome_trace_and_a_picture(plan_file: Path, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
-    got = _json("simulate", plan_file, "--trace", trace, "--timeline", picture)
+    got = parsed("simulate", plan_file, "--trace", trace, "--timeline", picture)
     assert got["predicted"] == json.loads(plan_file.read_text(encoding="utf-8"))["predicted"]
     assert got["steady"] is True
     assert sum(row["seconds"] for row in got["stalls"]) == pytest.approx(sum(got["waits_s"].values()))
@@ -557,7 +547,7 @@ def test_simulate_writes_a_chrome_trace_and_a_picture(plan_file: Path, tmp_path:
     assert any(e["name"] == "F layers.5" for e in events)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert picture.stat().st_size > 20_000
-    text = _run("simulate", plan_file, "--timeline", tmp_path / "timeline.svg").stdout
+    text = invoke("simulate", plan_file, "--timeline", tmp_path / "timeline.svg").stdout
     assert "Lanes" in text
     assert "Wrote the timeline to" in text
     assert "optimizer update" in (tmp_path / "timeline.svg").read_text(encoding="utf-8")
@@ -569,9 +559,9 @@ def test_a_plan_that_splits_the_batch_computes_its_parts(tmp_path: Path, profile
     for parts in (1, 2):
         path = tmp_path / f"{parts}.json"
         path.write_text(Plan(name="mine", blocks=(rule,), micro_batches=parts).to_json(), encoding="utf-8")
-        got = _json("simulate", path, *profiles)
+        got = parsed("simulate", path, *profiles)
         times[parts] = got["busy"]["compute"] * got["predicted"]["iteration_s"]
-        explained = _json("explain", path, *profiles)
+        explained = parsed("explain", path, *profiles)
         assert explained["predicted"] == got["predicted"]
         assert sum(explained["where"]["activations"].values()) == 7 * 140 * MIB // parts
     # The same work in halves; how much of it runs beside updates, which slow it down, differs a little.
@@ -579,12 +569,12 @@ def test_a_plan_that_splits_the_batch_computes_its_parts(tmp_path: Path, profile
 
 
 def test_a_picture_of_unknown_kind_exits_2(plan_file: Path, tmp_path: Path) -> None:
-    assert "Name a .png" in _json("simulate", plan_file, "--timeline", tmp_path / "timeline.doc", code=2)["error"]
+    assert "Name a .png" in parsed("simulate", plan_file, "--timeline", tmp_path / "timeline.doc", code=2)["error"]
 
 
 def test_a_plan_that_no_longer_fits_exits_2(plan_file: Path, profiles: list[str]) -> None:
     Path(profiles[-1]).write_text(replace(HARDWARE, host_memory_bytes=400 * MIB).to_json(), encoding="utf-8")
-    got = _json("simulate", plan_file, code=2)
+    got = parsed("simulate", plan_file, code=2)
     assert got["shortfall_bytes"] > 0
 
 
@@ -651,11 +641,11 @@ def test_profile_shows_every_figure_with_its_source(monkeypatch: pytest.MonkeyPa
         return HARDWARE
 
     monkeypatch.setattr("lightning_hetero.profiling.hardware.measure", measure)
-    text = _run("profile", "--path", tmp_path, "--refresh", "--out", tmp_path / "here.json").stdout
+    text = invoke("profile", "--path", tmp_path, "--refresh", "--out", tmp_path / "here.json").stdout
     assert HardwareProfile.load(tmp_path / "here.json") == HARDWARE
     assert "measured on a Tuesday" in text
     assert "compute beside update" in text
-    assert HardwareProfile.from_json(json.dumps(_json("profile"))) == HARDWARE
+    assert HardwareProfile.from_json(json.dumps(parsed("profile"))) == HARDWARE
     assert [(a["path"], a["refresh"]) for a in asked] == [(tmp_path, True), (None, False)]
 
 
@@ -672,7 +662,7 @@ def test_figures_have_their_units() -> None:
 
 def test_without_a_machine_the_plan_is_for_this_one(monkeypatch: pytest.MonkeyPatch, profiles: list[str]) -> None:
     monkeypatch.setattr("lightning_hetero.profiling.hardware.measure", lambda: HARDWARE)
-    here, named = (_json("plan", *options, "--planner", "zero_offload") for options in (profiles[:2], profiles))
+    here, named = (parsed("plan", *options, "--planner", "zero_offload") for options in (profiles[:2], profiles))
     assert here["predicted"] == named["predicted"]
 
 
@@ -683,7 +673,7 @@ def test_doctor_finds_nothing_wrong_with_a_good_place(tmp_path: Path) -> None:
     report = doctor.examine(tmp_path)
     topics = {"versions", "processor", "native_library", "memory", "huge_pages", "torch", "device", "disk"}
     assert set(report.facts) == topics
-    got = _json("doctor", "--path", tmp_path, code=1 if report.problems else 0)
+    got = parsed("doctor", "--path", tmp_path, code=1 if report.problems else 0)
     assert topics | {"ok", "problems", "notes"} == set(got)
     assert got["ok"] == (not got["problems"])
     assert got["native_library"]["disk_io"] in ("io_uring", "pool")
@@ -692,15 +682,15 @@ def test_doctor_finds_nothing_wrong_with_a_good_place(tmp_path: Path) -> None:
     assert got["disk"]["path"] == str(tmp_path)
     assert got["disk"]["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
-    text = _run("doctor", "--path", tmp_path, code=1 if report.problems else 0).stdout
+    text = invoke("doctor", "--path", tmp_path, code=1 if report.problems else 0).stdout
     assert "instruction set" in text
 
 
 @pytest.mark.parametrize(("path", "problem"), [("/dev/shm", "host memory"), ("/nowhere", "cannot be looked at")])
 def test_doctor_names_what_is_wrong_with_a_place(path: str, problem: str) -> None:
-    got = _json("doctor", "--path", path, code=1)
+    got = parsed("doctor", "--path", path, code=1)
     assert any(problem in text and path in text for text in got["problems"])
-    assert "problem" in _run("doctor", "--path", path, code=1).stdout
+    assert "problem" in invoke("doctor", "--path", path, code=1).stdout
 
 
 def test_doctor_names_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -709,7 +699,7 @@ def test_doctor_names_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(library.LIBRARY_ENV, str(tmp_path / "missing.so"))
     library.functions.cache_clear()
     try:
-        got = _json("doctor", "--path", tmp_path, code=1)
+        got = parsed("doctor", "--path", tmp_path, code=1)
     finally:
         library.functions.cache_clear()
     assert any("missing.so cannot be used" in text for text in got["problems"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from support.cli import invoke, parsed
 
 from lightning_hetero.cli import launch
-from lightning_hetero.cli.app import app
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 
@@ -18,32 +16,22 @@ MODEL = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "-
 CLUSTER = "2xa100-80+1xh800"
 
 
-def _run(*arguments: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result
-
-
-def _json(*arguments: str | Path, code: int = 0) -> Any:
-    return json.loads(_run(*arguments, "--json", code=code).stdout)
-
-
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    _run("plan-cluster", CLUSTER, *MODEL, "--out", path)
+    invoke("plan-cluster", CLUSTER, *MODEL, "--out", path)
     return path
 
 
 def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    shown = _run("plan-cluster", CLUSTER, *MODEL, "--out", path).stdout
+    shown = invoke("plan-cluster", CLUSTER, *MODEL, "--out", path).stdout
     written = ClusterPlan.load(path)
     assert f"Wrote the plan to {path}." in shown.replace("\n", "")
     for word in ("node0 2x a100-80, node1 1x h800", "utilisation", "Pipelines", "Runner-ups", "micro-batches"):
         assert word in shown
     assert written.micro_batches == 6
-    got = _json("plan-cluster", CLUSTER, *MODEL)
+    got = parsed("plan-cluster", CLUSTER, *MODEL)
     assert got["iteration_s"] == written.iteration_s
     assert [g["micro_batches"] for g in got["groups"]] == [g.micro_batches for g in written.groups]
     assert got["world_size"] == written.world_size
@@ -52,10 +40,10 @@ def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
 
 def test_all_planners_stand_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    rows = _json("plan-cluster", CLUSTER, *MODEL, "--planner", "all", "--out", path)
+    rows = parsed("plan-cluster", CLUSTER, *MODEL, "--planner", "all", "--out", path)
     assert [row["planner"] for row in rows] == ["asymmetric", "autohet", "balanced", "whale", "megatron"]
     assert ClusterPlan.load(path).iteration_s == min(row["iteration_s"] for row in rows)
-    shown = _run("plan-cluster", CLUSTER, *MODEL, "--planner", "all").stdout
+    shown = invoke("plan-cluster", CLUSTER, *MODEL, "--planner", "all").stdout
     assert all(row["planner"] in shown for row in rows)
 
 
@@ -65,19 +53,19 @@ def test_a_cluster_file_is_remembered_with_the_plan_and_prices_are_shown(tmp_pat
         "  - {name: right, device: h800, count: 1}\n"
         "devices:\n  - {name: a100-80, price_per_hour: 1.5}\n  - {name: h800, price_per_hour: 4}\n"
     )
-    shown = _run("plan-cluster", tmp_path / "lab.yaml", *MODEL, "--tensor-parallel", "1", "--out", tmp_path / "plan.json").stdout
+    shown = invoke("plan-cluster", tmp_path / "lab.yaml", *MODEL, "--tensor-parallel", "1", "--out", tmp_path / "plan.json").stdout
     assert "7.00 an hour" in shown  # 2 x 1.5 + 4
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for name in ("lab.yaml", "plan.json"):
         (tmp_path / name).rename(moved / name)
     assert ClusterPlan.load(moved / "plan.json").origin["cluster_file"] == "lab.yaml"
-    assert "without left (2x a100-80)" in _run("explain", moved / "plan.json").stdout
+    assert "without left (2x a100-80)" in invoke("explain", moved / "plan.json").stdout
 
 
 def test_explain_says_what_binds_and_what_other_clusters_bring(plan_file: Path) -> None:
     plan = ClusterPlan.load(plan_file)
-    got = _json("explain", plan_file)
+    got = parsed("explain", plan_file)
     binding = got["binding"]
     slow = plan.groups[binding["group"]]
     assert slow.seconds == max(g.seconds for g in plan.groups)
@@ -87,7 +75,7 @@ def test_explain_says_what_binds_and_what_other_clusters_bring(plan_file: Path) 
     now = plan.tokens / plan.iteration_s
     assert speeds["without node0 (2x a100-80)"] < now < speeds["+1 node of 1x h800"]
     assert speeds["2x micro-batches"] > now
-    shown = _run("explain", plan_file).stdout
+    shown = invoke("explain", plan_file).stdout
     for word in ("What binds", "What if", "The planners", "slowest stage"):
         assert word in shown
 
@@ -96,7 +84,7 @@ def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, p
     data = json.loads(plan_file.read_text())
     del data["origin"]
     (bare := tmp_path / "bare.json").write_text(json.dumps(data))
-    assert "does not say for what cluster" in _run("explain", bare, code=2).stderr
+    assert "does not say for what cluster" in invoke("explain", bare, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -113,8 +101,8 @@ def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, p
     ],
 )
 def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: str) -> None:
-    assert reason in _run("plan-cluster", *arguments, code=2).stderr
-    assert reason in _json("plan-cluster", *arguments, code=2)["error"]
+    assert reason in invoke("plan-cluster", *arguments, code=2).stderr
+    assert reason in parsed("plan-cluster", *arguments, code=2)["error"]
 
 
 # ---- launch -------------------------------------------------------------------------------------------------------------------
@@ -166,9 +154,9 @@ def test_torchrun_understands_the_lines() -> None:
 
 def test_the_lines_are_printed_for_people_and_programs(plan_file: Path) -> None:
     arguments = ["launch", plan_file, "--rendezvous", "head:29400", "train.py", "--lr=1"]
-    shown = _run(*arguments).stdout
+    shown = invoke(*arguments).stdout
     assert "# On node0\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node=" in shown
-    assert shown.count("train.py --lr=1") == len(_json("launch", plan_file, "--rendezvous", "head:29400", "train.py")["nodes"])
+    assert shown.count("train.py --lr=1") == len(parsed("launch", plan_file, "--rendezvous", "head:29400", "train.py")["nodes"])
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:99999", "head:port"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -11,25 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cli import invoke, parsed
 from support.models import LitModel, Recipe, quiet_trainer
 from support.models import data as batches
-from typer.testing import CliRunner
 
-from lightning_hetero.cli.app import app
 from lightning_hetero.ir.plan import BlockPlan, Plan
 from lightning_hetero.strategies import HeteroOffloadStrategy
-
-
-def call(*arguments: Any, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def parsed(*arguments: Any, code: int = 0) -> Any:
-    return json.loads(CliRunner().invoke(app, [*map(str, arguments), "--json"]).stdout) if code == 2 else json.loads(
-        call(*arguments, "--json", code=code)
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +56,7 @@ def test_inspect_shows_a_stores_step_blocks_and_parameters(trained: Path) -> Non
     assert {row["weights"] for row in got["blocks"]} == {"float32", "bytes", None}  # bytes: of weights in memory
     assert {row["state_arrays"] for row in got["blocks"]} == {2, 0}
     assert {"model.blocks.0", "model.head (weights)"} <= {row["name"] for row in got["blocks"]}
-    text = call("inspect", trained / "store")
+    text = invoke("inspect", trained / "store").output
     assert "model.blocks.*.up.weight" in text
     assert "Blocks that the last record names" in text
 
@@ -82,7 +68,7 @@ def test_inspect_shows_a_checkpoint(trained: Path) -> None:
     rows = {(row["place"], row["name"]): row for row in got["tensors"]}
     assert rows["state_dict", "model.embed.weight"]["shape"] == [37, 24]
     assert rows["optimizer_states", "0/state/0/exp_avg"]["dtype"] == "float32"
-    assert "global step" in call("inspect", trained / "x.ckpt")
+    assert "global step" in invoke("inspect", trained / "x.ckpt").output
 
 
 def test_inspect_shows_safetensors_and_plans(tmp_path: Path) -> None:
@@ -90,10 +76,10 @@ def test_inspect_shows_safetensors_and_plans(tmp_path: Path) -> None:
     got = parsed("inspect", tmp_path)
     assert got["facts"] == {"files": ["w.safetensors"], "metadata": {"a": "b"}}
     assert got["tensors"][0] == {"name": "h.0.w", "dtype": "bfloat16", "shape": [3], "num_bytes": 6, "place": "w.safetensors"}
-    assert "h.*.w" in call("inspect", tmp_path / "w.safetensors")
+    assert "h.*.w" in invoke("inspect", tmp_path / "w.safetensors").output
     (tmp_path / "plan.json").write_text(Plan(name="mine", blocks=(BlockPlan(name="*"),)).to_json())
     assert parsed("inspect", tmp_path / "plan.json")["facts"]["plan"]["name"] == "mine"
-    assert "mine" in call("inspect", tmp_path / "plan.json")
+    assert "mine" in invoke("inspect", tmp_path / "plan.json").output
 
 
 class Trap:
@@ -132,7 +118,7 @@ def test_what_is_nothing_known_exits_2(command: str, make: Any, words: str, tmp_
     if command == "verify" and words == "format":
         assert words in parsed(command, tmp_path / "x", code=1)["faults"][0]
         return
-    call(command, tmp_path / "x", code=2)
+    invoke(command, tmp_path / "x", code=2)
     assert words in parsed(command, tmp_path / "x", code=2)["error"]
 
 
@@ -144,7 +130,7 @@ def test_what_is_whole_has_no_faults(trained: Path, tmp_path: Path) -> None:
         "kind": "store", "path": str(trained / "store"), "faults": [], "notes": [],
         "checked": parsed("verify", trained / "store")["checked"],
     }  # fmt: skip
-    assert "faults" in call("verify", trained / "store")
+    assert "faults" in invoke("verify", trained / "store").output
     assert parsed("verify", trained / "x.ckpt")["faults"] == []
     save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
     assert parsed("verify", tmp_path)["faults"] == []
@@ -159,7 +145,7 @@ def test_a_changed_byte_of_a_store_is_named_with_its_place(root: Path) -> None:
     assert fault.startswith("model")  # the block's name
     assert "offset 4096" in fault
     assert "differs" in fault
-    assert "fault:" in call("verify", root / "store", code=1)
+    assert "fault:" in invoke("verify", root / "store", code=1).output
 
 
 def test_a_changed_byte_of_a_checkpoint_is_named_with_its_record(root: Path) -> None:
@@ -184,16 +170,16 @@ def test_weights_go_to_safetensors_and_back(trained: Path, tmp_path: Path) -> No
     files = parsed("export", trained / "x.ckpt", tmp_path / "out", "--module", "model", "--max-shard-size", "10kB")["files"]
     assert len(files) > 1
     assert all(Path(f["path"]).stat().st_size == f["num_bytes"] for f in files)
-    assert "Wrote" in call("import", tmp_path / "out", tmp_path / "y.ckpt", "--module", "model")
+    assert "Wrote" in invoke("import", tmp_path / "out", tmp_path / "y.ckpt", "--module", "model").output
     back = torch.load(tmp_path / "y.ckpt", weights_only=True)["state_dict"]
     assert back.keys() == expected.keys()
     assert all(torch.equal(back[n], v) for n, v in expected.items())
-    call("export", tmp_path / "y.ckpt", tmp_path / "half", "--dtype", "bfloat16")
+    invoke("export", tmp_path / "y.ckpt", tmp_path / "half", "--dtype", "bfloat16")
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert half["model.embed.weight"].dtype == torch.bfloat16
     tied = ["--tie", "twin.weight=embed.weight", "--tie", "twin"]
     assert "--tie 'twin'" in parsed("import", tmp_path / "out", tmp_path / "z.ckpt", *tied, code=2)["error"]
-    call("import", tmp_path / "out", tmp_path / "z.ckpt", *tied[:2])
+    invoke("import", tmp_path / "out", tmp_path / "z.ckpt", *tied[:2])
     assert torch.equal(torch.load(tmp_path / "z.ckpt")["state_dict"]["twin.weight"], expected["model.embed.weight"])
 
 
