@@ -104,7 +104,7 @@ class Reports(pl.Callback):
         self._write, self._waiting = write, (0, None)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        ticket = trainer.strategy.session.store.last_commit
+        ticket = trainer.strategy.session.store.files.last_commit
         if ticket is not None and trainer.global_step != self._waiting[0]:
             self._tell()
             self._waiting = (trainer.global_step, ticket)

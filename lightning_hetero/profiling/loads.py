@@ -16,7 +16,7 @@ from lightning_hetero import _native
 from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.store.directory import StoreDirectory
-from lightning_hetero.store.tiers import EngineOptions
+from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.units import KIB, MIB, round_up
 
 _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100.0)

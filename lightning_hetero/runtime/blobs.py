@@ -13,7 +13,9 @@ from lightning_hetero.optim import blockwise
 from lightning_hetero.runtime.door import OffloadedTensor, materialize
 from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.blocks import PAGE, Part
-from lightning_hetero.store.tiers import WEIGHTS, TierStore
+from lightning_hetero.store.geometry import WEIGHTS, opaque_chunk
+from lightning_hetero.store.homes import close_home, open_home
+from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import round_up
 
 _ALIGN = 64
@@ -72,7 +74,7 @@ class StateBlobs:
         self.load(part, optimizer)
         blob, _ = self._blobs.pop(part, (None, ()))
         if blob is not None:
-            self._store.discard(blob)
+            close_home(self._store, blob)
 
     def _blob(self, part: Part, entries: list[_Entry], num_bytes: int) -> Part:
         known = self._blobs.get(part)
@@ -84,10 +86,10 @@ class StateBlobs:
             dtype=torch.uint8, num_elements=length, arena=Arena(length),
         )  # fmt: skip
         geometry = BlockGeometry(
-            id=self._store.next_id(), weight_dtype=U8, num_elements=length, num_state=0, weights_on_disk_file=True,
-            state_on_disk_file=False, num_slots=2, chunk_elements=self._store.opaque_chunk(length),
+            id=self._store.files.next_id(), weight_dtype=U8, num_elements=length, num_state=0, weights_on_disk_file=True,
+            state_on_disk_file=False, num_slots=2, chunk_elements=opaque_chunk(length, self._store.chunk_bytes_max),
         )  # fmt: skip
-        self._store.open(blob, geometry)
+        open_home(self._store, blob, geometry)
         blob.dirty = False  # nothing was ever in its memory: writes go straight to the file
         self._blobs[part] = (blob, entries)
         return blob

@@ -203,7 +203,7 @@ class Executor:
             for part in block.parts:
                 self.store.barrier(part)
         self.store.commit()
-        self.store.wait_for_commit()
+        self.store.files.wait_for_commit()
         self._schedule = None
         self._tickets = {}
         self._latest.clear()
@@ -300,7 +300,7 @@ class Executor:
         self.recorder.end_step()
         if self.serial:
             self._wait_in_flight(DONE)
-            self.store.wait_for_commit()
+            self.store.files.wait_for_commit()
         elif self.updater.waits or any(b.plan.update is UpdateLane.DEVICE and self._latest.get(b.index) for b in self.blocks):
             self._wait_in_flight()  # where the device is the host, its updates are part of the step
 

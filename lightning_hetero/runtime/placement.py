@@ -23,8 +23,9 @@ from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.store.geometry import chunk_bytes, geometry_of
+from lightning_hetero.store.options import EngineOptions, staging_bytes
 from lightning_hetero.store.partition import BlockCls
-from lightning_hetero.store.tiers import EngineOptions, chunk_bytes, geometry_of, staging_bytes
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)

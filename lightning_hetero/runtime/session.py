@@ -41,12 +41,15 @@ from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
+from lightning_hetero.store.geometry import geometry_of
+from lightning_hetero.store.homes import close_home, open_home, reset_home
+from lightning_hetero.store.keeping import committed_slots
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.mirrors import mirror_bytes
 from lightning_hetero.store.moves import move
 from lightning_hetero.store.partition import partition
 from lightning_hetero.store.snapshots import snapshot
-from lightning_hetero.store.tiers import TierStore, geometry_of
+from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 
 __all__ = ["Session", "SessionOptions", "StepRules"]
@@ -191,8 +194,8 @@ class Session:
         """Files for activations that go to the disk, in a directory of their own: no commit names them."""
         assert self.store is not None
         if placement.swaps_to_disk and self._files is None:
-            given = self.options.disk_path is not None and self.store.directory is not None
-            path = self.store.directory.path / "activations" if given and self.store.directory is not None else None
+            given = self.options.disk_path is not None and self.store.files.directory is not None
+            path = self.store.files.directory.path / "activations" if given and self.store.files.directory is not None else None
             manifest = {"model": type(self.root).__name__, "holds": "activations"}
             directory = self._make_directory(path, manifest, placement.swapped_bytes)
             self._files = NativeSwapFiles(self.store.engine, directory)
@@ -229,7 +232,8 @@ class Session:
             self._move(block, placed, placement)
         self.executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
-            self.store.detach()
+            assert not any(blob.on_disk for blob in self.store.blobs), "they are dropped first"
+            self.store.files.detach()
         if placement.staging_bytes != self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
         rules = placement.rules
@@ -344,27 +348,27 @@ class Session:
     def _make_disk_ready(self, placement: Placement) -> None:
         """Room for the plan's files, before anything moves."""
         assert self.store is not None
-        if self.store.directory is None:
+        if self.store.files.directory is None:
             directory = self._directory(placement)
             if directory is not None:
-                self.store.attach(directory)
+                self.store.files.attach(directory)
             return
         self._disk_bytes = placement.disk_bytes + self._mirror_bytes(placement)
         limits = DiskLimits(
             needed_bytes=self._disk_bytes + placement.later_bytes, capacity_bytes=self.options.disk_capacity,
             allow_tmpfs=True, allow_rotational=True,
         )  # fmt: skip  # the directory is in use already
-        self.store.directory.check_room(limits)
+        self.store.files.directory.check_room(limits)
 
     @property
     def on_disk(self) -> bool:
         """Whether anything lives on disk."""
-        return self.store is not None and self.store.directory is not None
+        return self.store is not None and self.store.files.directory is not None
 
     def disk_root(self) -> Path:
         """An existing directory on the disk where files are or would be."""
-        if self.store is not None and self.store.directory is not None:
-            return self.store.directory.path
+        if self.store is not None and self.store.files.directory is not None:
+            return self.store.files.directory.path
         wanted = (self.options.disk_path or self._default_root).expanduser().absolute()
         return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
@@ -448,12 +452,12 @@ class Session:
         """Opens the part with its weights as they are in memory and no state."""
         assert self.store is not None
         if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
-            self.store.reset(part)
+            reset_home(self.store, part)
         else:
             if part.native is not None:
-                self.store.discard(part)
+                close_home(self.store, part)
             if geometry is not None:
-                self.store.open(part, replace(geometry, id=self.store.free_id(geometry.id)))
+                open_home(self.store, part, replace(geometry, id=self.store.files.free_id(geometry.id)))
         if part.native is not None:
             self.store.flush(part)
 
@@ -501,9 +505,11 @@ class Session:
         block = part.block
         self.executor.bring(block)
         if part.native is not None:
-            self.store.discard(part)
-        geometry = geometry_of(part, self.store.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state)
-        self.store.open(part, geometry)
+            close_home(self.store, part)
+        geometry = geometry_of(
+            part, self.store.files.next_id(), num_state=num_state, weights=block.plan.weights, state=block.plan.state
+        )
+        open_home(self.store, part, geometry)
         self.store.flush(part)
         if self.steps is not None:
             self.steps.reopened(part)
@@ -564,8 +570,8 @@ class Session:
             StoreError: A transfer or a system call failed.
         """
         assert self.store is not None
-        assert self.store.directory is not None
-        snapshot(self.store.directory.path, path, self.store.committed_slots(self.blocks))
+        assert self.store.files.directory is not None
+        snapshot(self.store.files.directory.path, path, committed_slots(self.store, self.blocks))
 
     def keep_step(self, state: str) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included."""

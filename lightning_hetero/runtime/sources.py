@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.geometry import WEIGHTS
 from lightning_hetero.store.mirrors import writes_of
-from lightning_hetero.store.tiers import WEIGHTS, TierStore
+from lightning_hetero.store.tiers import TierStore
 
 
 class DeviceCopies(Protocol):

@@ -21,6 +21,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.placement import SessionOptions
 from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, MIB, format_bytes
@@ -89,37 +90,38 @@ class KeptSteps:
         store.describe = self._describe
         if not resume:
             return
-        found = record.parse(store.recovered)
-        assert store.directory is not None
-        names = store.directory.layout["parts"]
+        found = record.parse(store.files.recovered)
+        directory = store.files.directory
+        assert directory is not None
+        names = directory.layout["parts"]
         if names != part_names(self._blocks) or len(found.parts) != len(self._parts):
             raise ConfigError(
-                f"store {str(store.directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
+                f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
                 f"another dtype, than now. Resume with the model as it was when training began."
             )
         self._state, self._why = found.state, found.why
         self._found = dict(zip(self._parts, found.parts, strict=True))
         self._entries = {part: entry.to_json() for part, entry in self._found.items()}
-        store.reserve_ids(block.id for entry in found.parts for block in entry.files)
+        store.files.reserve_ids(block.id for entry in found.parts for block in entry.files)
 
     def adopt(self, part: Part) -> None:
         """Brings back what the store holds of a part."""
         assert self._store is not None
-        self._store.adopt(part, self._found.pop(part))
+        adopt(self._store, part, self._found.pop(part))
 
     def settled(self, part: Part) -> list[NativeBlock]:
         """The part is whole where a plan wants it; the next record says so. Returns mirrors to close after that."""
         if not self.kept or self._store is None:
             return []
-        gone = self._store.arrange_mirrors(part)
-        self._store.write_mirrors(part)
+        gone = arrange_mirrors(self._store, part)
+        write_mirrors(self._store, part)
         self._entries[part] = entry_of(part).to_json()
         return gone
 
     def reopened(self, part: Part) -> None:
         """The part has got a new home during a step, whose record says so."""
         if self.kept and self._store is not None:
-            self._retired += self._store.arrange_mirrors(part)
+            self._retired += arrange_mirrors(self._store, part)
 
     def placed(self) -> None:
         """All parts are where the plan wants them."""
@@ -131,7 +133,7 @@ class KeptSteps:
                 self._retired += self.settled(part)
         self._store.written = False
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in self._parts)
-        where = "" if self._store.directory is None else str(self._store.directory.path)
+        where = "" if self._store.files.directory is None else str(self._store.files.directory.path)
         log.info(
             "Every step is kept in %r: pass it as ckpt_path to go on from the last one. What the plan keeps in memory is written "
             'there too, %s in every step; durability="none" saves that, and keeps nothing.',
@@ -149,7 +151,7 @@ class KeptSteps:
         for part in self._parts:
             store.refresh_master(part)  # the next update would do it, and a resume cannot know
             store.flush(part)
-            store.write_mirrors(part)
+            write_mirrors(store, part)
             if part.mirrors or part.native is not None:
                 self._entries[part] = entry_of(part).to_json()
         store.written = False
@@ -158,7 +160,7 @@ class KeptSteps:
         if self._retired:
             retired, self._retired = self._retired, []
             for native in retired:
-                store.close_home(native)
+                store.files.close_block(native)
 
     def _describe(self) -> bytes:
         assert self._store is not None

@@ -15,6 +15,7 @@ import torch
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Patch
 from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.homes import give_home, new_home, open_home, take_home
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import MIB
 
@@ -46,24 +47,24 @@ def move(
         gone = settle(part)
         store.commit()
         for native in [n for n in (*gone, old) if n is not None]:  # mirrors lie over the old home's memory
-            store.close_home(native)
+            store.files.close_block(native)
 
 
 def _exchange(store: TierStore, part: Part, geometry: BlockGeometry | None) -> NativeBlock | None:
     """Gives the part its new native block, with everything in it; returns the old one, still open."""
     if part.native is None:
         if geometry is not None:
-            store.open(part, replace(geometry, id=store.next_id()))
+            open_home(store, part, replace(geometry, id=store.files.next_id()))
             store.flush(part)
         return None
     if geometry is None:
         store.flush(part)
-        return store.take_home(part)
+        return take_home(store, part)
     store.flush(part)
     stepped = part.stepped
-    new = store.new_home(part, replace(geometry, id=store.next_id()))  # a full disk refuses it while the old one is whole
-    old = store.take_home(part)
-    store.give_home(part, new)
+    new = new_home(store, part, replace(geometry, id=store.files.next_id()))  # a full disk refuses it while the old one is whole
+    old = take_home(store, part)
+    give_home(store, part, new)
     if stepped:
         part.dirty = False
         _copy_state(store, old, part)

@@ -34,9 +34,9 @@ from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
+from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.snapshots import bring
-from lightning_hetero.store.tiers import EngineOptions
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.machine import Machine

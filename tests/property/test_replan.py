@@ -77,7 +77,7 @@ class Switches(pl.Callback):
             placed = session.replan(wanted)
             assert session.executor.plan is placed
             on_disk = any(Tier.DISK in (b.weights, b.state) for b in placed.blocks)
-            files = [n for n in os.listdir(session.store.directory.path) if n.endswith(".a")] if session.on_disk else []
+            files = [n for n in os.listdir(session.store.files.directory.path) if n.endswith(".a")] if session.on_disk else []
             parts = [part for block in session.blocks for part in block.parts]
             assert session.on_disk == on_disk
             assert len(files) >= sum(part.on_disk for part in parts)
@@ -119,8 +119,8 @@ def test_plans_change_many_times_with_the_same_few_files(tmp_path: Path) -> None
             super().on_train_batch_start(trainer, *rest)
             store = trainer.strategy.session.store
             seen.extend(
-                int(n[6:11]) for n in os.listdir(store.directory.path) if n.startswith("block")
-            ) if store.directory else None
+                int(n[6:11]) for n in os.listdir(store.files.directory.path) if n.startswith("block")
+            ) if store.files.directory else None
 
     got = run(recipe, HeteroOffloadStrategy("disk"), tmp_path, callbacks=[Counts(sequence)])
     assert_same(got, run(recipe, "auto", tmp_path))

@@ -19,8 +19,11 @@ from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event,
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part, bind
+from lightning_hetero.store.geometry import chunk_bytes, geometry_of
+from lightning_hetero.store.homes import open_home
+from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import partition
-from lightning_hetero.store.tiers import EngineOptions, TierStore, chunk_bytes, geometry_of
+from lightning_hetero.store.tiers import TierStore
 
 _numbers = count()
 
@@ -99,7 +102,7 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
     store = TierStore(EngineOptions(update_threads=1), directory=None, num_blocks=64, chunk_bytes_max=largest)
     try:
         for part, geometry in zip(parts, geometries, strict=True):
-            store.open(part, geometry)
+            open_home(store, part, geometry)
             store.flush(part)
         binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_zero=_nothing)
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))

@@ -189,7 +189,7 @@ class DeviceExecutor(Executor):
         self.recorder.end_step()
         if self.serial or self.updater.waits:
             self.lanes.drain()
-            self.store.wait_for_commit()
+            self.store.files.wait_for_commit()
 
     def _update_now(self, block: Block, binding: OptimizerBinding) -> None:
         """The update of a block for which the schedule has none."""

@@ -29,7 +29,8 @@ from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event, Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
-from lightning_hetero.store.tiers import TierStore, versions
+from lightning_hetero.store.geometry import versions
+from lightning_hetero.store.tiers import TierStore
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
 

@@ -28,7 +28,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.lanes.base import Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
-from lightning_hetero.store.tiers import versions
+from lightning_hetero.store.geometry import versions
 
 
 @dataclass(slots=True)

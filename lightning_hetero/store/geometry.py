@@ -1,0 +1,74 @@
+"""Geometry: which arrays of a part the engine knows, and which of them have a section in a file."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_hetero import _native
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.ir.plan import Tier
+from lightning_hetero.store.blocks import Part
+from lightning_hetero.units import KIB, round_up
+
+NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
+WEIGHTS = -1  # the array number of a block's weights
+
+_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: evidence.md found 2-4 MB best
+_CHUNK_ALIGN = 4096
+
+
+def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> BlockGeometry:
+    """The native geometry of a part.
+
+    Args:
+        part: The part.
+        identifier: Number of its files.
+        num_state: fp32 state arrays of a native update rule; 0 for parts that the engine does not update, whose weights
+            it then sees as bytes.
+        weights: Tier of the weights.
+        state: Tier of the state arrays.
+    """
+    opaque = num_state == 0
+    length = part.num_elements * (part.dtype.itemsize if opaque else 1)
+    chunk = min(_CHUNK_ELEMENTS * (4 if opaque else 1), round_up(length, _CHUNK_ALIGN))
+    return BlockGeometry(
+        id=identifier,
+        weight_dtype=_native.U8 if opaque else NATIVE_DTYPES[part.dtype],
+        num_elements=round_up(length, 16),
+        num_state=num_state,
+        weights_on_disk_file=weights is Tier.DISK,
+        state_on_disk_file=bool(num_state) and state is Tier.DISK,
+        num_slots=2,
+        chunk_elements=chunk,
+    )
+
+
+def chunk_bytes(geometry: BlockGeometry) -> int:
+    """Bytes of one staged chunk: all of a block's arrays and the footers."""
+    width = {_native.F32: 4, _native.BF16: 2, _native.F16: 2, _native.U8: 1}[geometry.weight_dtype]
+    return int(geometry.chunk_elements * (width + 4 * geometry.num_state)) + 4 * _CHUNK_ALIGN
+
+
+def opaque_chunk(num_bytes: int, chunk_bytes_max: int) -> int:
+    """Elements of one chunk of a block of plain bytes, where at most ``chunk_bytes_max`` are staged at once."""
+    return min(_CHUNK_ELEMENTS, round_up(num_bytes, _CHUNK_ALIGN), chunk_bytes_max // _CHUNK_ALIGN * _CHUNK_ALIGN)
+
+
+def versions(part: Part) -> int:
+    """Changes when a parameter of the part is written to in place."""
+    return sum(p._version for p in part.params)
+
+
+def has_master(part: Part) -> bool:
+    """Whether the part's weights are 16-bit ones, whose fp32 master is the first array of its state."""
+    return part.native is not None and part.native.geometry.num_state == 3
+
+
+def has_file(geometry: BlockGeometry) -> bool:
+    """Whether any of the block's arrays has a section in a file."""
+    return bool(geometry.weights_on_disk_file or geometry.state_on_disk_file)
+
+
+def weights_on_file(part: Part) -> bool:
+    """Whether the part's weights have a section in a file."""
+    return part.native is not None and part.native.geometry.weights_on_disk_file

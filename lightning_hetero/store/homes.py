@@ -1,0 +1,61 @@
+"""A part's home: the native block that has its weights and state, opened, exchanged and closed."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.geometry import has_file, has_master, weights_on_file
+from lightning_hetero.store.tiers import TierStore
+
+
+def open_home(store: TierStore, part: Part, geometry: BlockGeometry) -> None:
+    """Opens a native block for the part; what has to be in its file is written there by the next flush."""
+    give_home(store, part, new_home(store, part, geometry))
+
+
+def new_home(store: TierStore, part: Part, geometry: BlockGeometry) -> NativeBlock:
+    """A native block for the part, beside the one that it may have."""
+    return store.files.open_block(geometry, part.arena.address)
+
+
+def give_home(store: TierStore, part: Part, native: NativeBlock) -> None:
+    """The part, which has none, gets its native block."""
+    part.native = native
+    if not part.params:
+        store.blobs.append(part)
+    part.on_disk = has_file(native.geometry)
+    # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
+    part.dirty = bool(native.geometry.weights_on_disk_file) or has_master(part)
+
+
+def take_home(store: TierStore, part: Part) -> NativeBlock:
+    """Takes the native block off the part, which has none then; everything of it is written and committed."""
+    assert part.native is not None
+    store.barrier(part)
+    store.commit()
+    store.files.wait_for_commit()
+    native = part.native
+    store.forget(part)
+    if part in store.blobs:
+        store.blobs.remove(part)
+    return native
+
+
+def close_home(store: TierStore, part: Part) -> None:
+    """Closes a part's native block and removes its files; the weights are in memory, the state is given up."""
+    store.files.close_block(take_home(store, part))
+
+
+def reset_home(store: TierStore, part: Part) -> None:
+    """Gives up a part's state; the weights are in memory, and are written anew by the next flush."""
+    assert part.native is not None
+    store.flush(part)
+    geometry = part.native.geometry
+    zeros = torch.zeros(geometry.num_elements)  # shared pages of zeros: nothing is written to them
+    runs = [(array, 0, zeros) for array in range(geometry.num_state)]
+    if part.stepped:
+        store.rewrite(part, runs, from_memory=False, state=True).wait()
+    part.dirty = weights_on_file(part) or has_master(part)

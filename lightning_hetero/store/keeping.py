@@ -1,0 +1,83 @@
+"""What a record needs beside homes on disk: mirrors are arranged and written, and found again by a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.store import mirrors
+from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.geometry import has_file, versions
+from lightning_hetero.store.record import PartEntry
+from lightning_hetero.store.tiers import TierStore
+
+
+def adopt(store: TierStore, part: Part, entry: PartEntry) -> None:
+    """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
+    tickets = []
+    if entry.home is not None:
+        part.native = store.files.open_block(entry.home, part.arena.address)
+        part.on_disk = has_file(entry.home)
+        part.dirty = False
+        if entry.home.weights_on_disk_file:
+            tickets.append(store.engine.fetch(part.native))
+    part.stepped = entry.stepped
+    for kind, geometry in ((mirrors.WEIGHTS, entry.weights), (mirrors.STATE, entry.state)):
+        if geometry is not None:
+            address, num_bytes = mirrors.spans(part)[kind]
+            if geometry.num_elements != num_bytes:
+                raise StoreCorruptError(
+                    f"block {geometry.id}: the commit record gives it {geometry.num_elements} bytes; {num_bytes} are needed "
+                    f"for the {kind} of {part.names[0]!r}."
+                )
+            native = store.files.open_block(geometry, address)
+            part.mirrors[kind] = mirrors.Mirror(native, part.native)
+            if kind == mirrors.WEIGHTS or entry.stepped:
+                tickets.append(store.engine.fetch(native))
+    for ticket in tickets:
+        ticket.wait()
+    store.master_is_current(part)
+    part.mirrored_versions = versions(part)
+
+
+def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:
+    """Gives the part the mirrors that it needs where it is now; :func:`write_mirrors` and a commit have to follow.
+
+    Returns:
+        Mirrors that it does not need any more, to be closed after that commit.
+    """
+    wanted = mirrors.spans(part)
+    gone = {kind: m for kind, m in part.mirrors.items() if kind not in wanted or not mirrors.is_current(part, kind)}
+    for kind in gone:
+        del part.mirrors[kind]
+    for kind, (address, num_bytes) in wanted.items():
+        if kind not in part.mirrors:
+            geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes)
+            part.mirrors[kind] = mirrors.Mirror(store.files.open_block(geometry, address), part.native)
+            part.mirrored_versions = -1
+    return [m.native for m in gone.values()]
+
+
+def committed_slots(store: TierStore, blocks: Sequence[Block]) -> list[str]:
+    """Names of the slot files that the last record names, once it is written; nothing was written since."""
+    store.files.wait_for_commit()
+    natives = [part.native for b in blocks for part in b.parts if part.native is not None and part.on_disk]
+    natives += [m.native for b in blocks for part in b.parts for m in part.mirrors.values() if m.ticket or part.stepped]
+    return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
+
+
+def write_mirrors(store: TierStore, part: Part) -> None:
+    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them."""
+    now = versions(part)
+    if not part.mirrors or part.mirrored_versions == now:
+        return
+    part.mirrored_versions = now
+    after = [part.updated] if part.updated is not None else []
+    for kind, mirror in part.mirrors.items():
+        if kind == mirrors.STATE and not part.stepped:
+            continue
+        mirror.ticket = store.engine.store(
+            mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=-1, after=after
+        )
+        store.mirrored = True

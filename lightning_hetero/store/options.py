@@ -1,0 +1,41 @@
+"""How the engine transfers and updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hetero.store.capacity import available_cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How transfers and updates run; the defaults suit most machines.
+
+    Attributes:
+        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"`` or ``"pool"``.
+        io_threads: Threads of the pool.
+        queue_depth: Transfers in flight.
+        update_threads: Threads that run update kernels; 0 means half of the processors that the process may use.
+        staging_bytes: Memory through which state streams; 0 means eight chunks.
+        durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
+        direct_io: Bypass the page cache.
+        verify_digests: Check the contents of every chunk that is read, not only its stamp.
+    """
+
+    io_backend: str = "auto"
+    io_threads: int = 3
+    queue_depth: int = 8
+    update_threads: int = 0
+    staging_bytes: int = 0
+    durability: str = "process"
+    direct_io: bool = True
+    verify_digests: bool = False
+
+    def threads(self) -> int:
+        """Update threads, resolved."""
+        return self.update_threads or max(1, available_cores() // 2)
+
+
+def staging_bytes(options: EngineOptions, chunk_bytes_max: int) -> int:
+    """Bytes of staging that the options ask for; never less than one update needs to make progress."""
+    return max(options.staging_bytes or 8 * chunk_bytes_max, 3 * chunk_bytes_max)
