@@ -2,15 +2,18 @@
 
 * ``plain``: Lightning's default strategy with ``AdamW(fused=True)``; ``compute``: the same without an optimizer.
 * ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under ``HeteroOffloadStrategy``.
-* ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host, with links without limit.
-* ``traced``: the plan ``host`` with ``trace=True``.
+* ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host, with links without limit;
+  ``device_offload``: the plan ``zero_offload`` there, with an op on some lane for whatever moves.
+* ``traced``, ``device_traced``: the plans ``host`` and, on that device, ``zero_offload`` with ``trace=True``.
 * ``io``: the update's transfers through the engine in the same directory, with nothing to compute: the bandwidth at hand.
 * with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer (see deepspeed_peer.py).
 
-Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round:
+Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round; ``intervals`` has for each
+the bounds between which the median of many more rounds lies, 19 times of 20:
 
 * ``resident_vs_plain``, ``host_vs_plain``: step time / that of plain Lightning; below 1 is faster.
-* ``device_vs_plain``, ``traced_vs_host``: what the lanes of a device cost, and what recording costs.
+* ``device_vs_plain``, ``device_vs_resident``: what the lanes of a device cost.
+* ``traced_vs_host``, ``device_traced_vs_offload``: what recording costs.
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
 * ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
 
@@ -23,6 +26,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import statistics
 import tempfile
 from collections import defaultdict
@@ -41,8 +45,20 @@ from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
 from lightning_hetero.ir.stalls import blame, op_of_block, stalls
 from lightning_hetero.ir.trace import Trace
 
-PLANS = ("resident", "host", "disk", "device", "traced")
-OF = {"device": "resident", "traced": "host"}  # the plan that such a contestant runs
+PLANS = ("resident", "host", "disk", "device", "traced", "device_offload", "device_traced")
+OF = {"device": "resident", "traced": "host", "device_offload": "zero_offload", "device_traced": "zero_offload"}  # what they run
+TRACED = ("traced", "device_traced")
+RATIOS = {
+    "resident_vs_plain": ("resident", "plain"),
+    "host_vs_plain": ("host", "plain"),
+    "device_vs_plain": ("device", "plain"),
+    "device_vs_resident": ("device", "resident"),
+    "traced_vs_host": ("traced", "host"),
+    "device_traced_vs_offload": ("device_traced", "device_offload"),
+    "disk_vs_plain": ("disk", "plain"),
+    "disk_speedup_vs_deepspeed": ("deepspeed_nvme", "disk"),
+    "host_speedup_vs_deepspeed": ("deepspeed_cpu", "host"),
+}
 PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
 
 
@@ -87,11 +103,11 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
     torch.manual_seed(0)
     strategy = HeteroOffloadStrategy(
         plan=OF.get(plan, plan),
-        device=EmulatedDevice(memory=args.device_memory) if plan == "device" else None,
+        device=EmulatedDevice(memory=args.device_memory) if plan.startswith("device") else None,
         host_memory=args.host_memory if plan == "disk" else None,
         io_backend=args.io_backend,
         update_threads=args.update_threads,
-        trace=args.trace is not None or plan == "traced",
+        trace=args.trace is not None or plan in TRACED,
     )
 
     def drain() -> None:
@@ -170,24 +186,26 @@ def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, 
     return turns, results
 
 
+def interval(values: list[float]) -> list[float]:
+    """Bounds of the median, 19 times of 20, whatever the distribution: the values that a sign test does not reject."""
+    ordered, n = sorted(values), len(values)
+    tails = (sum(math.comb(n, j) for j in range(k + 1)) / 2**n for k in range(n))  # at most k of n fall below the median
+    left_out = max(0, sum(tail <= 0.025 for tail in tails) - 1)
+    return [ordered[left_out], ordered[n - 1 - left_out]]
+
+
 def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
     """The figures; all of a ratio's parts come from one round."""
     seconds = {name: [statistics.median(turn.seconds) for turn in of_name] for name, of_name in turns.items()}
-
-    def ratio(above: str, below: str) -> float | None:
-        if above not in seconds or below not in seconds:
-            return None
-        return statistics.median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
-
+    ratios = {
+        key: [a / b for a, b in zip(seconds[above], seconds[below], strict=True)]
+        for key, (above, below) in RATIOS.items()
+        if above in seconds and below in seconds
+    }
     result: dict[str, Any] = {
-        "resident_vs_plain": ratio("resident", "plain"),
-        "host_vs_plain": ratio("host", "plain"),
-        "device_vs_plain": ratio("device", "plain"),
-        "traced_vs_host": ratio("traced", "host"),
+        **{key: statistics.median(ratios[key]) if key in ratios else None for key in RATIOS},
+        "intervals": {key: interval(values) for key, values in ratios.items()},
         "disk_vs_limit": None,
-        "disk_vs_plain": ratio("disk", "plain"),
-        "disk_speedup_vs_deepspeed": ratio("deepspeed_nvme", "disk"),
-        "host_speedup_vs_deepspeed": ratio("deepspeed_cpu", "host"),
         "seconds_per_step": {name: statistics.median(values) for name, values in seconds.items()},
     }
     if "disk" in turns:
@@ -217,7 +235,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of one turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
     parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
-    parser.add_argument("--plans", type=plans, default=PLANS, help="comma-separated")
+    parser.add_argument("--plans", type=plans, default=PLANS[:5], help=f"comma-separated, of {', '.join(PLANS)}")
     parser.add_argument("--peer", choices=("deepspeed",))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
     parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")

@@ -15,6 +15,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.lowering import fitted
 from lightning_hetero.units import GIB
 
 MORE_HOST_BYTES = 32 * GIB
@@ -82,7 +83,8 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
     """What it would cost to place one block of each group otherwise; changes that no plan may make are left out."""
     from lightning_hetero.planners.judge import judged
 
-    out = []
+    out, shape, on_device = [], model.shape(), not hardware.shared_memory
+    plan = fitted(plan, shape, device=on_device)
     for group in sorted(groups(plan), key=lambda g: -len(g.indices))[:_MOST_GROUPS]:
         index = group.indices[0]
         for change, values in _changes(group.placed, shared=hardware.shared_memory):
@@ -90,6 +92,8 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
             try:
                 placed = replace(plan.blocks[index], **values)
                 changed = replace(plan, blocks=(*plan.blocks[:index], placed, *plan.blocks[index + 1 :]))
+                if fitted(changed, shape, device=on_device) == plan:
+                    continue  # the block is pinned
                 predicted = judged(changed, model, hardware).predicted
             except PlanError as error:
                 found = Alternative(block=block, change=change, tier=error.tier, shortfall_bytes=error.shortfall_bytes)

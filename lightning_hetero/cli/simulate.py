@@ -11,6 +11,7 @@ from lightning_hetero.cli.plan import describe
 from lightning_hetero.cli.planning import micro_batch
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.stalls import Stall, op_of_block, stalls
+from lightning_hetero.lowering import fitted
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
 
@@ -29,7 +30,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
 
     plan, request = load_plan(path, request)
     model, hardware = request.profiles()
-    plan = plan.resolve(block.name for block in model.blocks)
+    plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
     simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=True)
     if trace is not None:
         write_text(trace, simulation.trace.to_chrome())

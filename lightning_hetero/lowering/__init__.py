@@ -3,6 +3,7 @@
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
 from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape
+from lightning_hetero.lowering.placement import fitted
 from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, budgeted, rooms
 from lightning_hetero.lowering.steady import steady, step_signatures
 
@@ -13,6 +14,7 @@ __all__ = [
     "Rooms",
     "budgeted",
     "check",
+    "fitted",
     "lower",
     "needs_of",
     "needs_of_shape",

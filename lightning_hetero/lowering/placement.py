@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hetero.ir.activations import SavedBytes, saved_bytes
 from lightning_hetero.ir.model import BlockShape, ModelShape
@@ -61,6 +61,31 @@ class Placement:
 
     def _lets(self, policy: Saved) -> bool:
         return self.has_device and policy in (self.plan.saved, self.plan.boundary, *self.plan.operators.values())
+
+
+def fitted(plan: Plan, model: ModelShape, *, device: bool) -> Plan:
+    """The plan as it runs on one kind of machine, one rule per block, whatever its patterns say of blocks that are pinned.
+
+    Such a block is used outside the repeated ones, without an anchor at which its weights or what it saves could be waited for. On
+    a device with memory of its own all of that stays there; where the device is the host, its weights stay in host memory.
+
+    Args:
+        plan: The plan.
+        model: The blocks' sizes.
+        device: The device has memory of its own.
+
+    Raises:
+        ConfigError: The plan does not fit the model.
+    """
+    plan = plan.resolve(b.name for b in model.blocks)
+    rows = tuple(_staying(p, device) if b.pinned else p for b, p in zip(model.blocks, plan.blocks, strict=True))
+    return plan if rows == plan.blocks else replace(plan, blocks=rows)
+
+
+def _staying(plan: BlockPlan, device: bool) -> BlockPlan:
+    if device:
+        return replace(plan, weights=Tier.DEVICE, saved=Saved.KEEP, boundary=Saved.KEEP, operators={})
+    return replace(plan, weights=Tier.HOST) if plan.weights is Tier.DISK else plan
 
 
 def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placement, ...]:

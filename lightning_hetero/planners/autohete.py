@@ -28,7 +28,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import rooms
+from lightning_hetero.lowering import fitted, rooms
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.units import format_bytes
 
@@ -394,7 +394,7 @@ def plan(
             if counts is None:
                 break
             counts = relieved(tight, counts)
-            emitted = _emit(model, k, counts, priority=priority)
+            emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=not hardware.shared_memory)
             try:
                 _check_slots(emitted, slots, model, hardware)
                 return judged(emitted, model, hardware, updates=updates)

@@ -55,7 +55,7 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
     def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
         if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
             return False
-        if weights is _K and block.pinned:
+        if block.pinned and weights is not _D and (weights is _K or not shared):  # see lowering.fitted
             return False
         if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
             return False
@@ -66,9 +66,9 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
     return tuple(p for p in (_ONE_MEMORY if shared else _OWN_MEMORY) if allowed(*p))
 
 
-def policies(hardware: HardwareProfile) -> tuple[Saved, ...]:
-    """The policies that a machine allows for what forward saves."""
-    if hardware.shared_memory:
+def policies(hardware: HardwareProfile, block: BlockProfile | None = None) -> tuple[Saved, ...]:
+    """The policies that a machine allows for what forward saves: of one block, or of those that are not pinned."""
+    if hardware.shared_memory or (block is not None and block.pinned):
         return (Saved.KEEP,)
     able = _able(hardware)
     disk = able >= _DISK_WORK and hardware.disk_capacity_bytes > 0
@@ -128,11 +128,11 @@ def columns(segments: Sequence[Segment], model: ModelProfile, hardware: Hardware
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
     """
-    able, allowed = _able(hardware), policies(hardware)
+    able = _able(hardware)
     for index, segment in enumerate(segments):
         for placed in _allowed(segment.block, hardware, able):
             yield _placed(index, segment, placed, model, hardware, micro_batches)
-        yield from _saved(index, segment, allowed, model, hardware, micro_batches)
+        yield from _saved(index, segment, policies(hardware, segment.block), model, hardware, micro_batches)
 
 
 def _placed(index: int, segment: Segment, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:

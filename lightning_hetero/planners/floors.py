@@ -24,7 +24,7 @@ class Floors:
         self._uses: dict[object, Vector] = {}
 
     def seconds(self, plan: Plan) -> float:
-        """No step of a resolved plan is shorter, whatever it gives its caches.
+        """No step of a fitted plan is shorter, whatever it gives its caches.
 
         Args:
             plan: Its number of micro-batches is the relaxation's.
@@ -46,8 +46,6 @@ class Floors:
         if found is None:
             r = self._relaxation
             found = self._uses[key] = uses(block, rule, r.model, r.hardware, r.micro_batches)
-            if block.pinned:  # the simulator's backward of such a block waits for no activations (sim.compile, _is_unseen)
-                found[[Use.SWAPPED, Use.SWAPPED_DISK]] = 0.0
         return found
 
 

@@ -24,6 +24,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.floors import Floors
 from lightning_hetero.planners.judge import proved
@@ -170,7 +171,8 @@ class _Joint:
             memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
             return math.inf if sum(b.weight_bytes + b.state_bytes for b in shape.blocks) > memory else 0.0
         # LoHan places weights and state as disk does, and whatever becomes of activations takes longer than keeping them.
-        return self.floors.seconds(replace(disk(shape), priority=False, micro_batches=self.parts))
+        plan = replace(disk(shape), priority=False, micro_batches=self.parts)
+        return self.floors.seconds(fitted(plan, shape, device=not h.shared_memory))
 
     def described(self) -> Plan:
         """The best plan, proved and with its decisions."""

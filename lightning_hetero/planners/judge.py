@@ -10,7 +10,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Schedule, Updates
-from lightning_hetero.lowering import Rooms, check, rooms, steady, step_signatures
+from lightning_hetero.lowering import Rooms, check, fitted, rooms, steady, step_signatures
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
 
@@ -27,7 +27,7 @@ def simulation(
     """Simulates a plan in steady state.
 
     Args:
-        plan: The plan; patterns are resolved.
+        plan: The plan; it is resolved and fitted (``lowering.fitted``).
         model: The model's profile.
         hardware: The machine's profile.
         updates: When updates may run: during backward, or only once all gradients are known.
@@ -62,7 +62,7 @@ def _lowered(
     plan: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates
 ) -> tuple[Plan, Rooms, tuple[Schedule, ...]]:
     """The resolved plan, the memory that it leaves, and the schedules of one step."""
-    plan = plan.resolve(b.name for b in model.blocks)
+    plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
     space = rooms(plan, model, hardware, updates=updates)
     return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), rooms=space)
 
@@ -82,7 +82,7 @@ def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
     """
     predicted = simulation(plan, model, hardware, updates=updates, prove=True).prediction
     _check_peaks(plan, predicted, hardware)
-    return replace(plan.resolve(b.name for b in model.blocks), predicted=predicted)
+    return replace(fitted(plan, model.shape(), device=not hardware.shared_memory), predicted=predicted)
 
 
 def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -> None:

@@ -12,7 +12,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import rooms
+from lightning_hetero.lowering import fitted, rooms
 from lightning_hetero.planners.judge import simulation
 
 
@@ -62,7 +62,7 @@ class Referee:
     def shortfall(self, plan: Plan) -> PlanError | None:
         """Why a resolved plan does not fit; ``None`` if it may."""
         try:
-            rooms(plan, self.model, self.hardware, updates=self.updates)
+            rooms(self._fitted(plan), self.model, self.hardware, updates=self.updates)
         except PlanError as error:
             self.refusal = error
             return error
@@ -79,6 +79,7 @@ class Referee:
 
         Infinite if it does not fit, if it cannot be the best, or if no simulation is left and ``always`` does not ask for one.
         """
+        plan = self._fitted(plan)
         key = _key(plan)
         if key not in self._known:
             if self.exhausted and not always:
@@ -88,6 +89,9 @@ class Referee:
             if predicted is not None:
                 self.admit(replace(plan, predicted=predicted), proved=False)
         return self._known[key]
+
+    def _fitted(self, plan: Plan) -> Plan:
+        return fitted(plan, self.model.shape(), device=not self.hardware.shared_memory)
 
     def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:

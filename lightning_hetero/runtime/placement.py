@@ -15,7 +15,7 @@ from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, Unsuppo
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, lower, needs_of_shape
+from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
 from lightning_hetero.lowering.needs import Constant, total_bytes
 from lightning_hetero.lowering.placement import placements
 from lightning_hetero.optim import adam
@@ -252,13 +252,12 @@ class Placer:
             ConfigError: The plan does not fit the model.
         """
         plan = plan.resolve(b.name for b in self.model.blocks)
-        if self.device_memory is not None:
-            rows = tuple(map(_on_device, self.model.blocks, plan.blocks))
-            return plan if rows == plan.blocks else replace(plan, blocks=rows)
-        pinned = [b.name for b, p in zip(self.model.blocks, plan.blocks, strict=True) if b.pinned and p.weights is Tier.DISK]
-        if pinned:
-            log.info("The weights of %s are used outside repeated blocks, so they stay in host memory.", ", ".join(pinned))
-        return replace(plan, blocks=tuple(replace(p, weights=Tier.HOST) if p.name in pinned else p for p in plan.blocks))
+        found = fitted(plan, self.model, device=self.device_memory is not None)
+        moved = [new for old, new in zip(plan.blocks, found.blocks, strict=True) if old.weights is not new.weights]
+        if moved:
+            names, tier = ", ".join(p.name for p in moved), moved[0].weights.value
+            log.info("The weights of %s are used outside repeated blocks, so they stay in %s memory.", names, tier)
+        return found
 
     def _check_optimizers(self, plan: Plan) -> None:
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
@@ -368,13 +367,6 @@ class Placer:
 def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
     """What may become of what the block's forward saves."""
     return placed.saved, placed.boundary, *placed.operators.values()
-
-
-def _on_device(block: BlockShape, placed: BlockPlan) -> BlockPlan:
-    """Weights that are used outside a repeated block stay on the device, and so does what is saved around them."""
-    if not block.pinned:
-        return placed
-    return replace(placed, weights=Tier.DEVICE, saved=Saved.KEEP, boundary=Saved.KEEP, operators={})
 
 
 def host_budget(options: SessionOptions, present_bytes: int) -> int:

@@ -20,6 +20,7 @@ class EngineOptions:
         durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
         direct_io: Bypass the page cache.
         verify_digests: Check the contents of every chunk that is read, not only its stamp.
+        emulated_bytes_per_s: The disk reads so much in a second, and writes as much beside that, if it can; 0: as fast as it is.
     """
 
     io_backend: str = "auto"
@@ -30,6 +31,7 @@ class EngineOptions:
     durability: str = "process"
     direct_io: bool = True
     verify_digests: bool = False
+    emulated_bytes_per_s: float = 0.0
 
     def threads(self) -> int:
         """Update threads, resolved."""

@@ -81,12 +81,14 @@ class TierStore:
         with ExitStack() as undo:
             undo.callback(self.files.close, remove=not resume)
             self.engine = Engine(
-                io_backend=options.io_backend,
+                io_backend="synthetic" if options.emulated_bytes_per_s else options.io_backend,
                 io_threads=options.io_threads,
                 queue_depth=options.queue_depth,
                 update_threads=options.threads(),
                 staging_bytes=max(self.staging_bytes, 3 * chunk_bytes_max),
                 chunk_bytes_max=chunk_bytes_max,
+                synthetic_read_bytes_per_s=options.emulated_bytes_per_s,
+                synthetic_write_bytes_per_s=options.emulated_bytes_per_s,
             )
             undo.pop_all()
 

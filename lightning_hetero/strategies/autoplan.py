@@ -25,7 +25,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import needs_of, rooms, steady
+from lightning_hetero.lowering import fitted, needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.speculation import speculation
@@ -398,7 +398,7 @@ def _predicted(
     plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loop, updates: Updates, *, room_for: Updates
 ) -> Plan:
     shape = model.shape()
-    plan = plan.resolve(b.name for b in shape.blocks)
+    plan = fitted(plan, shape, device=not machine.shared_memory)
     space = rooms(plan, model, machine, updates=room_for)
     order = tuple(range(len(shape.blocks)))
     last = StepSignature(order=order, training=True, updates=updates)
@@ -413,10 +413,11 @@ def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
     The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
     """
     assert session.executor is not None
+    shared = session.device_memory is None
     plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
     differences = []
-    for plan in plans:
-        needs = needs_of(plan, model, shared_memory=session.device_memory is None, updates=loop.updates)
+    for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
+        needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)
         planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
         differences.append(planners - session.needed_bytes(plan))
     return max(differences)

@@ -150,6 +150,7 @@ class HeteroOffload(_Base):
                 update_threads=0 if update_threads is None else _count("update_threads", update_threads),
                 durability=_one_of("durability", durability, ("none", "process", "power")),
                 verify_digests=verify_digests,
+                emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
         self.session: Session | None = None

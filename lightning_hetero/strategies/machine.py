@@ -14,6 +14,7 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.units import format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
+_STATE_BYTES = 8
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +57,29 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
 
     Args:
         host: The machine that emulates it.
-        device: The device. Without a bandwidth its copies run at half of what memory gives, which they read and write.
+        device: The device. Without a bandwidth its copies run at half of what memory gives, which they read and write. Set rates
+            of updates count as those of fp32 weights, which have 8 bytes of state each.
     """
     h2d, d2h = (rate or host.host_dram_bytes_per_s / 2 for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s))
-    figures = ("device_memory_bytes", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "device_update_params_per_s")
+    read, write = (device.disk_bytes_per_s or rate for rate in (host.disk_read_bytes_per_s, host.disk_write_bytes_per_s))
+    on_cpu, on_device = (
+        host.cpu_update_params_per_s / slowdown if rate is None else rate / _STATE_BYTES
+        for rate, slowdown in ((device.cpu_update_bytes_per_s, 1.0), (device.device_update_bytes_per_s, device.compute_slowdown))
+    )
+    figures = ["device_memory_bytes", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "device_update_params_per_s"]
+    figures += ["disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_duplex"] if device.disk_bytes_per_s else []
+    figures += ["cpu_update_params_per_s"] if device.cpu_update_bytes_per_s else []
     return replace(
         host,
         name=f"{host.name}, emulated device of {format_bytes(device.memory_bytes)}",
         shared_memory=False,
         device_memory_bytes=device.memory_bytes,
         device_flop_per_s=host.device_flop_per_s / device.compute_slowdown,
-        device_update_params_per_s=host.cpu_update_params_per_s / device.compute_slowdown,
+        cpu_update_params_per_s=on_cpu,
+        device_update_params_per_s=on_device,
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=write,
+        disk_duplex=host.disk_duplex or device.disk_bytes_per_s is not None,
         link_h2d_bytes_per_s=h2d,
         link_d2h_bytes_per_s=d2h,
         source={**host.source, **dict.fromkeys(figures, "the emulated device")},

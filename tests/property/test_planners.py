@@ -142,7 +142,7 @@ def test_no_plan_is_faster_than_the_bound(model: ModelProfile, hardware: Hardwar
     bound = relaxation.bound_s()
     assert bound is not None, "a plan fits and the relaxation does not"
     assert bound <= found.predicted.iteration_s * SOLVED
-    assert Floors(relaxation).seconds(placed) <= found.predicted.iteration_s * TIE
+    assert Floors(relaxation).seconds(found) <= found.predicted.iteration_s * TIE
 
 
 @examples(40)

@@ -344,11 +344,11 @@ def test_less_is_swapped_where_the_device_cannot_hold_what_is_on_its_way() -> No
     assert small.predicted.device_peak_bytes <= 18 * GIB
 
 
-def test_weights_that_must_stay_in_memory_do() -> None:
+def test_weights_that_have_no_anchor_stay_on_the_device() -> None:
     model = gpt(3)
     pinned = replace(model.blocks[0], pinned=True)
     plan = lohan.plan(replace(model, blocks=(pinned, *model.blocks[1:])), machine())
-    assert [(b.weights, b.state) for b in plan.blocks] == [(Tier.HOST, Tier.DISK), (Tier.DISK, Tier.DISK), (Tier.DISK, Tier.DISK)]
+    assert [(b.weights, b.state) for b in plan.blocks] == [(Tier.DEVICE, Tier.DISK), (Tier.DISK, Tier.DISK), (Tier.DISK, Tier.DISK)]
 
 
 def test_nothing_is_swapped_where_the_device_is_the_host() -> None:

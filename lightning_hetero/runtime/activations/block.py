@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -235,7 +235,7 @@ class BlockActivations:
                 if event is not None:
                     return event
                 break
-        return self.owner.lanes.submit(op, tuple, after)
+        return self.owner.lanes.submit(replace(op, num_bytes=0), tuple, after)
 
     @property
     def moved_bytes(self) -> int:

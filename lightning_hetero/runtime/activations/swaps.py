@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
@@ -222,7 +223,7 @@ class Swap:
                 rows.clear()
             return ()
 
-        self._out = self._submit(op, run, [*after, self._lanes.mark()])
+        self._out = self._submit(op, self.num_bytes, run, [*after, self._lanes.mark()])
         self._swapper.leaving(self)
         return self._out
 
@@ -251,7 +252,7 @@ class Swap:
             self._file = file
             return (file.value.write(outgoing.value),)
 
-        self._written = self._submit(op, run, [*after, self._out], self._forget_outgoing)
+        self._written = self._submit(op, self._disk_bytes, run, [*after, self._out], self._forget_outgoing)
         return self._written
 
     def read(self, op: Op, after: Sequence[Event]) -> Event:
@@ -268,7 +269,7 @@ class Swap:
             held += [incoming, file]
             return (file.value.read(incoming.value),)
 
-        self._read = self._submit(op, run, [*after, self._written])
+        self._read = self._submit(op, self._disk_bytes if needed else 0, run, [*after, self._written])
         return self._read
 
     def bring(self, op: Op, after: Sequence[Event]) -> Event:
@@ -299,7 +300,8 @@ class Swap:
             return ()
 
         before = [event for event in (self._out, self._written, self._read) if event is not None]
-        self._in = self._submit(op, run, [*after, *before, self._lanes.mark()], self._forget_host)
+        num_bytes = 0 if memory is None else self.num_bytes
+        self._in = self._submit(op, num_bytes, run, [*after, *before, self._lanes.mark()], self._forget_host)
         return self._in
 
     def memory(self) -> torch.UntypedStorage:
@@ -356,18 +358,22 @@ class Swap:
     def _submit(
         self,
         op: Op,
+        num_bytes: int,
         run: Callable[[list[object]], tuple[Ticket, ...]],
         after: Sequence[Event],
         then: Callable[[], object] = lambda: None,
     ) -> Event:
-        """Submits a hop; what its ``run`` puts on the list is not lent to others until the hop is over."""
+        """Submits a hop with the bytes that it moves, which no schedule knows before a batch has been profiled.
+
+        What its ``run`` puts on the list is not lent to others until the hop is over.
+        """
         held: list[object] = [self]
 
         def over() -> None:
             held.clear()
             then()
 
-        event = self._lanes.submit(op, lambda: run(held), after)
+        event = self._lanes.submit(replace(op, num_bytes=num_bytes), lambda: run(held), after)
         self._swapper.afterwards(event, over)
         return event
 

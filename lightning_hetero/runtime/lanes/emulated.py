@@ -4,7 +4,8 @@
 A copy really happens, and then the lane sleeps until the op has taken the time that the link would: latency and bytes over
 bandwidth, counted from when the op started. A lane that wakes a little late starts its next op where the last one should have
 ended, so lateness does not add up. Compute runs at the host's speed; at each mark and wait the calling thread sleeps so long
-that compute has taken ``compute_slowdown`` times as long.
+that compute has taken ``compute_slowdown`` times as long. Updates take their time as copies do; with a set rate those on the CPU
+run one after the other, as the schedule issues them.
 
 [Note: Hazards]
 Under poison a copy behaves as the slowest and the fastest transfer at once: what it reads is what lies there when it starts,
@@ -18,13 +19,14 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import Arena
 from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
@@ -44,6 +46,9 @@ class EmulatedDevice:
         d2h_bytes_per_s: The same from the device.
         latency_s: What every op of a copy lane takes beside its bytes.
         compute_slowdown: How many times as long as on the host compute takes; at least 1.
+        cpu_update_bytes_per_s: Bytes of optimizer state in memory that the CPU beside the device updates in a second at most.
+        device_update_bytes_per_s: The same of the device.
+        disk_bytes_per_s: What the disk beside it reads in a second at most, and what it writes at the same time.
         seed: Not ``None``: every op is delayed at random before it starts, the same op by the same time in every run.
 
     Raises:
@@ -55,11 +60,14 @@ class EmulatedDevice:
     d2h_bytes_per_s: float | None = None
     latency_s: float = 0.0
     compute_slowdown: float = 1.0
+    cpu_update_bytes_per_s: float | None = None
+    device_update_bytes_per_s: float | None = None
+    disk_bytes_per_s: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         _ = self.memory_bytes
-        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+        for name in [field.name for field in fields(self) if field.name.endswith("_bytes_per_s")]:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ConfigError(f"{name}={rate!r}; allowed: a positive number of bytes per second, or None for no limit.")
@@ -96,6 +104,8 @@ class EmulatedLanes(QueuedLanes):
         rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
         sleep = self._failures.closing.wait  # nobody waits for a link that is closed
         self._links = {lane: _Link(rate, emulated.latency_s, sleep) for lane, rate in rates.items()}
+        rates = {Lane.CPU: emulated.cpu_update_bytes_per_s, Lane.COMPUTE: emulated.device_update_bytes_per_s}
+        self._updates = {lane: _Link(rate, 0.0, sleep) for lane, rate in rates.items() if rate is not None}
 
     def mark(self) -> Event:
         """Where compute is, once it has taken its time."""
@@ -121,7 +131,9 @@ class EmulatedLanes(QueuedLanes):
         super().drain()
 
     def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
-        link, on_compute = self._links.get(queued.op.lane), queued.op.lane is Lane.COMPUTE
+        op = queued.op
+        link, on_compute = self._links.get(op.lane), op.lane is Lane.COMPUTE
+        update = self._updates.get(op.lane) if op.kind is OpKind.UPDATE else None
         if on_compute:
             self._compute.pause()
         at_once = all(event.done() for event in queued.after)
@@ -134,7 +146,13 @@ class EmulatedLanes(QueuedLanes):
             self._compute.resume()
         if link is not None:
             queued.started_s = link.begin(queued.submitted_s if at_once else None)
+        if update is not None:
+            queued.started_s = update.begin(queued.submitted_s if at_once else None)
         tickets = self._run(queued)
+        if update is not None:
+            for ticket in tickets:
+                queued.passes(ticket, READY)
+            update.carry(op.num_bytes)
         if link is not None:
             link.end()
         return tickets

@@ -72,7 +72,7 @@ class Arena:
             if gap.start == gap.end:
                 self._gaps.remove(gap)
             self.used_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._note_peak()
         if self._poison:
             memory.fill_(POISON)
         return memory
@@ -87,10 +87,15 @@ class Arena:
             if num_bytes > self._free_bytes():
                 raise self._error(num_bytes, what)
             self._reserved_bytes += num_bytes
+            self._note_peak()
 
     def unreserve(self, num_bytes: int) -> None:
         """Undoes :meth:`reserve`; may be called from a destructor."""
         self._unreserved.append(num_bytes)
+
+    def _note_peak(self) -> None:
+        """To be called while nothing is unreserved that is known to be free: right after :meth:`_free_bytes`."""
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + self._reserved_bytes)
 
     def _free_bytes(self) -> int:
         while self._unreserved:

@@ -138,7 +138,7 @@ class QueuedOp:
         self._check()
         what = passed_at(self.op)
         for ticket in self._tickets if what else ():
-            self._wait(ticket, what)
+            self.passes(ticket, what)
         self._tickets = ()
 
     def wait(self) -> None:
@@ -207,7 +207,8 @@ class QueuedOp:
             assert self._error is not None
             raise self._error from None
 
-    def _wait(self, ticket: Ticket, what: int) -> None:
+    def passes(self, ticket: Ticket, what: int) -> None:
+        """Blocks until one of its tickets has come so far."""
         while self._guarded(ticket.poll) < what:
             try:
                 self._guarded(lambda: ticket.wait(what, _TICKET_SLICE_S))
