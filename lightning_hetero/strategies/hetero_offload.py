@@ -33,7 +33,8 @@ from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
-from lightning_hetero.runtime.session import Session, SessionOptions, StepRules
+from lightning_hetero.runtime.placement import SessionOptions, StepRules
+from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.store.snapshots import bring

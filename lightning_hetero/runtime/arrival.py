@@ -1,0 +1,127 @@
+"""How a model's weights come under the runtime: as they are, read from files, initialized, or from another Trainer's disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
+from lightning_hetero.runtime.placement import Placement
+from lightning_hetero.runtime.steps import KeptSteps
+from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
+from lightning_hetero.store.homes import close_home, open_home, reset_home
+from lightning_hetero.store.moves import move
+from lightning_hetero.store.partition import BlockCls, partition
+from lightning_hetero.store.tiers import TierStore
+
+
+class Arrival:
+    """Cuts one model into blocks, and brings their weights to where the first plan wants them.
+
+    Args:
+        root: The model.
+        block_cls: Classes of the blocks; see ``HeteroOffloadStrategy``.
+        content: Weights in files for parameters on the meta device.
+
+    Attributes:
+        blocks: The blocks, bound to reserved memory.
+
+    Raises:
+        ConfigError: Something on the meta device cannot be set.
+    """
+
+    def __init__(self, root: nn.Module, block_cls: BlockCls | None, content: Content | None) -> None:
+        self._root = root
+        self._initializer = Initializer(root, content)
+        self._initializer.check()
+        specs = partition(root, block_cls)
+        self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
+        self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
+        self._elsewhere = {id(p) for s in specs for p in s.params.values() if isinstance(p, OffloadedParameter)}
+        self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
+
+    def is_set(self, block: Block) -> bool:
+        """Whether the block's memory has content."""
+        return block.name not in self._unset
+
+    def had_memory(self, block: Block) -> bool:
+        """Whether any parameter of the block had content before the runtime came."""
+        return not self._made_on_meta.issuperset(block.spec.params)
+
+    def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
+        """Opens files block by block, writes the weights there, and keeps in memory what fits the budget.
+
+        Args:
+            store: The tiers.
+            executor: The executor, which has no block in use.
+            placement: The plan.
+            resumed: Steps of an earlier run, whose weights and state count instead.
+        """
+        used, later = 0, list[tuple[str, nn.Parameter]]()
+        self._initializer.read_buffers()
+        for block in in_order_of_construction(self._root, self.blocks):
+            if block.name in self._unset and not self._initializer.read(block, self._made_on_meta):
+                later += [(n, block.spec.params[n]) for n in self._initializer.set(block, self._made_on_meta)]
+            self._take_over(block)
+            executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
+            for part in block.parts:
+                if resumed is not None:
+                    resumed.adopt(part)
+                    move(store, part, placement.geometries.get(part), resumed.settled)
+                else:
+                    _open(store, part, placement.geometries.get(part))
+            if block.weights_on_disk:
+                size = sum(p.weight_bytes for p in block.parts)
+                executor.hide(block)
+                if used + size <= placement.cache_bytes:
+                    used += size
+                else:
+                    executor.release(block)
+                    for part in block.parts:
+                        store.barrier(part)
+        self._initializer.set_buffers()
+        if later and resumed is None:  # [Note: Meta initialization]
+            for name, param in later:
+                self._initializer.fill(name, param)
+            self._initializer.read_buffers()
+        self._unset = set()
+
+    def _take_over(self, block: Block) -> None:
+        """Brings weights into the block's memory that another Trainer left on its disk, where they stay as they are."""
+        for part in block.parts:
+            for i, param in enumerate(part.params):
+                if id(param) in self._elsewhere:
+                    memory = part.memory(i)
+                    memory.copy_(materialize(param))
+                    restore(param)
+                    param.data = memory
+                    self._elsewhere.discard(id(param))
+
+    def restore(self, block: Block) -> None:
+        """The block's parameters are ordinary ones, but for those that are still on another Trainer's disk."""
+        for param in block.params():
+            if type(param) is OffloadedParameter and id(param) not in self._elsewhere:
+                restore(param)
+
+    def undo(self) -> None:
+        """Of a refused start nothing is left: no memory that was never initialized."""
+        for block in self.blocks:
+            self.restore(block)
+            back_to_meta(self._root, block, self._made_on_meta)
+
+
+def _open(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
+    """Opens the part with its weights as they are in memory and no state."""
+    if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
+        reset_home(store, part)
+    else:
+        if part.native is not None:
+            close_home(store, part)
+        if geometry is not None:
+            open_home(store, part, replace(geometry, id=store.files.free_id(geometry.id)))
+    if part.native is not None:
+        store.flush(part)

@@ -1,0 +1,111 @@
+"""What plans for one model may use of the machine, and what of it is in use."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.runtime.arrival import Arrival
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.initialize import Content
+from lightning_hetero.runtime.optimizers import OptimizerBinding
+from lightning_hetero.runtime.placement import Placer, SessionOptions, StepRules, host_budget, least_bytes
+from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
+
+
+class Budgets:
+    """One model, and the memory that it takes under the runtime.
+
+    Args:
+        root: The model.
+        options: The user's choices.
+        content: Weights in files for parameters on the meta device.
+
+    Attributes:
+        blocks: Its blocks.
+        bindings: The optimizers.
+        executor: What runs its steps, from the start on.
+        profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
+    """
+
+    def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None) -> None:
+        self.root, self.options = root, options
+        self._arrival = Arrival(root, options.block_cls, content)
+        self.blocks = self._arrival.blocks
+        self.bindings: list[OptimizerBinding] = []
+        self.executor: Executor | None = None
+        self.profile: ModelProfile | None = None
+        self._rules = StepRules()
+        self._started = False
+
+    def needed_bytes(self, plan: Plan) -> int:
+        """The least host memory that a resolved plan needs, whether there is as much or not."""
+        return least_bytes(self._placer().needs(plan))
+
+    def fitting(self, plan: Plan) -> Plan:
+        """The plan as it would run here, resolved: weights that are used outside repeated blocks stay where those can be.
+
+        Raises:
+            ConfigError: The plan does not fit the model.
+        """
+        return self._placer().fitting(plan)
+
+    @property
+    def device_memory(self) -> int | None:
+        """What plans may use of a device with memory of its own, bytes; ``None`` where the device is the host."""
+        return self._placer().device_memory
+
+    def check(self, plan: Plan) -> None:
+        """Refuses a plan that could not run in the session as it is, without changing anything.
+
+        Raises:
+            OutOfMemoryBudgetError: As for :meth:`~lightning_hetero.runtime.session.Session.start`.
+            ConfigError: The same.
+            UnsupportedError: The same.
+        """
+        self._placer().place(plan, present_bytes=self._held_bytes)
+
+    @property
+    def rules(self) -> StepRules:
+        """How the training loop uses gradients."""
+        return self._rules
+
+    def _placer(self) -> Placer:
+        # What a user gives is for what a plan can place; what the machine has free has to hold activations as well. A plan for a
+        # device with memory of its own places activations too.
+        profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
+        return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules, profile)
+
+    def host_memory(self) -> int:
+        """The budget in bytes: the user's, else what is free and what of it is in use already."""
+        return host_budget(self.options, self._held_bytes)
+
+    @property
+    def _held_bytes(self) -> int:
+        """What the process holds of its budget: all but the constant part, once that is known; what malloc keeps is free too."""
+        present = self.present_bytes
+        if self.profile is None or not self._started:
+            return present
+        return max(present, resident_bytes() - self.profile.constant_host_bytes)
+
+    @property
+    def present_bytes(self) -> int:
+        """Weights and optimizer state that are in memory now."""
+        there = [b for b in self.blocks if b.resident and self._arrival.is_set(b)]
+        if self.executor is None:
+            return sum(p.weight_bytes for b in there for p in b.parts)
+        weights = sum(p.weight_bytes for b in there if self.executor.is_on_host(b) for p in b.parts)
+        away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
+        rows = zip(self.executor.model.blocks, self.blocks, strict=True)
+        return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
+
+    def _fits_memory(self) -> bool:
+        """Whether all weights and all state may be in memory at once."""
+        assert self.executor is not None
+        pairs = list(zip(self.executor.model.blocks, self.executor.plan.blocks, strict=True))
+        if self.options.host_memory is not None:
+            return sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
+        more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)
+        more += sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK)
+        return more <= available_memory_bytes() * 3 // 4

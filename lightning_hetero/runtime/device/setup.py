@@ -1,0 +1,35 @@
+"""Builds the executor for a device with memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
+from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes
+from lightning_hetero.runtime.placement import Placement
+from lightning_hetero.store.blocks import Block
+
+
+def executor_on(
+    device: EmulatedDevice, blocks: list[Block], placement: Placement, *, poison: bool, **common: Any
+) -> DeviceExecutor:
+    """The executor for one device.
+
+    Args:
+        device: The device.
+        blocks: The model's blocks.
+        placement: The plan.
+        poison: Fill memory that is free or not yet filled with NaN (tests).
+        **common: As for :class:`~lightning_hetero.runtime.executor.Executor`.
+    """
+    lanes = EmulatedLanes(device, poison=poison)
+    common["recorder"].observe(lanes, [block.name for block in blocks])
+    weights = DeviceWeights(lanes)
+    side = common["updater"].device = DeviceSide(
+        weights=weights,
+        gradients=HostGradients(lanes, norm_type=2.0 if placement.rules.norms else None),
+        updates=DeviceUpdates(lanes, weights, common["store"]),
+    )
+    cache = placement.device_cache_bytes
+    return DeviceExecutor(blocks, lanes=lanes, side=side, device_cache_bytes=cache, poison=poison, **common)

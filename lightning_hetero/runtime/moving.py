@@ -1,0 +1,65 @@
+"""Moves blocks while a model trains: to where another plan wants them, or to a home with state once they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import BlockGeometry
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import BlockPlan, Tier
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.geometry import geometry_of
+from lightning_hetero.store.homes import close_home, open_home
+from lightning_hetero.store.moves import move
+
+
+def move_block(
+    executor: Executor,
+    block: Block,
+    placed: BlockPlan,
+    geometries: Mapping[Part, BlockGeometry],
+    settle: Callable[[Part], list[NativeBlock]],
+) -> None:
+    """Brings one block's weights and state to where its new plan wants them, while the executor rests.
+
+    Args:
+        executor: The executor.
+        block: The block.
+        placed: Its new plan.
+        geometries: Those of the new plan.
+        settle: See :func:`~lightning_hetero.store.moves.move`.
+    """
+    before = block.plan
+    same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)
+    same_state = (before.state is Tier.DISK) == (placed.state is Tier.DISK)
+    where = (before.weights, before.state, before.update)
+    if where != (placed.weights, placed.state, placed.update) or executor.is_away(block):
+        executor.leave(block)
+    if not (same_weights and same_state):
+        executor.bring(block, force=True)
+        for part in block.parts:
+            move(executor.store, part, geometries.get(part), settle)
+    block.plan = placed
+    if not same_state:
+        for part in block.parts:
+            executor.updater.move_state(part)
+
+
+def growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
+    """Bytes of host memory that moving the block takes."""
+    shape = model.blocks[block.index]
+    tiers = ((shape.weight_bytes, block.plan.weights, placed.weights), (shape.state_bytes, block.plan.state, placed.state))
+    return sum(size * ((after is not Tier.DISK) - (before is not Tier.DISK)) for size, before, after in tiers)
+
+
+def reopen(executor: Executor, part: Part, num_state: int) -> None:
+    """Gives a part, whose parameters have joined an optimizer, a home with state."""
+    store, placed = executor.store, part.block.plan
+    executor.bring(part.block)
+    if part.native is not None:
+        close_home(store, part)
+    identifier = store.files.next_id()
+    open_home(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
+    store.flush(part)
