@@ -5,61 +5,44 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_hetero import callbacks
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import ModelWeights, Weights
-from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.stalls import describe, stalls
-from lightning_hetero.ir.trace import Trace
-from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.profiling.memory import OperatorMeasure
-from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.device.executor import DeviceExecutor
-from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.placement import SessionOptions, StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
-from lightning_hetero.store.snapshots import bring
-from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.autoplan import Autoplan
+from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.choices import count, drift, one_of, planner, planner_name, steps
 from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.recovery import Recovery
-from lightning_hetero.strategies.resume import as_checkpoint, check_use, go_on, is_store, load_buffers, read_state
+from lightning_hetero.strategies.reports import Reports
+from lightning_hetero.strategies.resume import load_buffers
 from lightning_hetero.strategies.rules import step_rules
+from lightning_hetero.strategies.steps import Steps
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.verdicts import Verdicts
 from lightning_hetero.strategies.verification import Verifier
 from lightning_hetero.units import parse_bytes
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
-else:
-    _Base = object  # the namespace's class comes second among the bases (strategies.factory)
-
 log = logging.getLogger(__name__)
 
-_AUTO = "holistic"  # the planner behind plan="auto"
 
-
-class HeteroOffload(_Base):
+class HeteroOffload(Steps, Checkpoints, Reports):
     """Trains models that do not fit memory: weights and optimizer state on host or disk, updates in native threads.
 
     A plan changes speed and memory, never a bit of the result: in ``32-true`` it is that of ``torch.optim.AdamW(fused=True)`` under
@@ -97,9 +80,6 @@ class HeteroOffload(_Base):
         trace: Record what happens; see :attr:`trace`.
     """
 
-    namespace = "lightning.pytorch"
-    strategy_name = "hetero_offload"
-
     def __init__(
         self,
         plan: str | os.PathLike[str] | Plan = "auto",
@@ -127,13 +107,11 @@ class HeteroOffload(_Base):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        self.autoplan: Autoplan | None = None
+        autoplan = None
         if (name := planner_name(plan)) is not None:
-            machine = Machine(hardware_profile)
-            self.autoplan = Autoplan(name, machine.profile, drift=_drift(replan_drift))
-        self.options = SessionOptions(
-            plans=(planner(plan),) if self.autoplan is None else self.autoplan.provisional(on_device=device is not None),
+            autoplan = Autoplan(name, Machine(hardware_profile).profile, drift=drift(replan_drift))
+        options = SessionOptions(
+            plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
@@ -146,35 +124,19 @@ class HeteroOffload(_Base):
             on_patched=release_pages,
             poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
             engine=EngineOptions(
-                io_backend=_one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
-                io_threads=_count("io_threads", io_threads),
-                update_threads=0 if update_threads is None else _count("update_threads", update_threads),
-                durability=_one_of("durability", durability, ("none", "process", "power")),
+                io_backend=one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
+                io_threads=count("io_threads", io_threads),
+                update_threads=0 if update_threads is None else count("update_threads", update_threads),
+                durability=one_of("durability", durability, ("none", "process", "power")),
                 verify_digests=verify_digests,
                 emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
-        self.session: Session | None = None
-        self._verify = _steps("verify", verify)
-        self._verifier: Verifier | None = None
-        self._recovery: Recovery | None = None
+        super().__init__(options, autoplan, "cpu", accelerator, checkpoint_io, precision_plugin)
+        self._verify = steps("verify", verify)
         self._weights = weights
-        self._imported: weakref.ref[nn.Module] | None = None  # the model that has got them
-        self._may_use_disk = self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
-        self._callback: Any = None
-        self._last_plan: Plan | None = None
-        self._verdicts: Verdicts | None = None
-        self._began_s = self._step_s = 0.0
-        self._stepped = False
-        self._failed = False
-        self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
-        self._state: TrainingState | None = None  # takes it for every step that is kept
         self._link_checkpoints = link_checkpoints
-        self._snapshots: list[Path] = []  # to be made when the batch has ended
-        self._step_ended = False
-        self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
-        self._last_trace = Trace(spans=())
-        self._last_report: dict[str, int] = {}
+        self._failed = False
 
     # ---- setup ------------------------------------------------------------------------------------------------------------
 
@@ -266,289 +228,6 @@ class HeteroOffload(_Base):
         with device, self.precision_plugin.tensor_init_context():
             yield
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a batch that trains."""
-        if self._verifier is not None and self.session is not None:
-            self.session.drain()
-            with self._plain_precision():
-                self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
-        self._began_s = time.monotonic()
-        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
-            output = self._recovery.training_step(self._executor, args, kwargs)
-        else:
-            output = self._forward(*args, **kwargs)
-        if self._verifier is not None:
-            self._verifier.batch_ended(output)
-        return output
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_step(training=True)
-        with nullcontext() if self._profiler is None else self._profiler.forward():
-            return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a batch that only reads."""
-        with self._evaluating():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a batch that only reads."""
-        with self._evaluating():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a batch that only reads."""
-        with self._evaluating():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self._begin_step(training=False)
-        try:
-            yield
-        finally:
-            if self._executor is not None:
-                self._executor.end_batch()
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs a backward."""
-        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
-            return self._recovery.backward(self._executor, closure_loss, optimizer, *args, **kwargs)
-        return self._backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with nullcontext() if self._profiler is None else self._profiler.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Lets the runtime know that backward begins."""
-        if self._executor is not None:
-            self._executor.backward_starts()
-        super().pre_backward(closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Lets the runtime know that backward has ended."""
-        super().post_backward(closure_loss)
-        if self._executor is not None:
-            self._executor.backward_ends()
-            self._executor.check_gradients()
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Takes note of a training dataloader before its iterator is made."""
-        if self._state is not None and self._state.is_training:
-            self._state.loader_seen(dataloader)
-        return super().process_dataloader(dataloader)
-
-    def on_train_start(self) -> None:
-        """Goes on where the store's last step ended."""
-        super().on_train_start()
-        if self._resumed is not None and self.lightning_module is not None:
-            state, self._resumed = self._resumed, None
-            go_on(self.lightning_module.trainer, state, self.namespace)
-            if self._state is not None:
-                self._state.resume(state["data"])
-
-    def _batch_ends(self) -> None:
-        """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
-        if self._step_ended and self._state is not None and self.session is not None:
-            self._step_ended = False
-            self.session.keep_step(self._state.take([b.books() for b in self.session.bindings]))
-            paths, self._snapshots = self._snapshots, []
-            for path in paths:
-                self.session.snapshot(path)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
-        self._stepped = self._step_ended = True
-        if self.session is None or self._executor is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._executor.arm(self.session.binding_of(optimizer))
-        try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._executor.arm(None)
-            self._executor.end_batch()
-            if self._recovery is not None:
-                self._recovery.step_ended()
-        if self._verifier is not None:
-            began_s = time.monotonic()
-            self.session.drain()
-            with self._plain_precision():
-                self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
-            if not self._verifier.steps_left:
-                self._verifier = None
-            self._began_s += time.monotonic() - began_s  # no part of the step
-        return output
-
-    def _plain_precision(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._verdicts is None else self._verdicts.aside()
-
-    def _abandon_profile(self, error: BaseException) -> None:
-        if self.autoplan is not None:
-            self.autoplan.demoted(error)
-
-    def take_step_seconds(self) -> float | None:
-        """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
-        self._step_s += time.monotonic() - self._began_s
-        if not self._stepped:
-            return None
-        seconds, self._step_s, self._stepped = self._step_s, 0.0, False
-        return seconds
-
-    @property
-    def _profiler(self) -> BatchProfiler | None:
-        return None if self.autoplan is None else self.autoplan.profiler
-
-    def _begin_step(self, *, training: bool) -> None:
-        if self._executor is not None:  # steps may be called by hand after the Trainer has torn down
-            self._executor.begin_step(training=training)
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Lightning's checkpoint IO, streaming while something lives on disk; one that the user gave stays."""
-        base: Any = super().checkpoint_io
-        plain = checkpoint_io.plain_class(self.namespace)
-        if type(base) is plain:
-            self._checkpoint_io = base = checkpoint_io.make(self.namespace)
-        elif type(getattr(base, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
-            base.checkpoint_io = checkpoint_io.make(self.namespace)
-        ours = getattr(base, "checkpoint_io", base)
-        if hasattr(ours, "streams"):
-            ours.streams = self._may_use_disk if self.session is None else self.session.on_disk  # ckpt_path is loaded before setup
-        return base
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint file; with ``link_checkpoints``, where steps are kept, links the store's last step instead.
-
-        Within a batch that ends in a step the links are made when its last hook has run.
-        """
-        if not self._link_checkpoints or self.session is None or not self.session.keeps_steps:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._step_ended:
-            self._snapshots.append(Path(filepath))
-        else:
-            self.session.snapshot(Path(filepath))
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
-        self._resumed = None
-        if not is_store(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        path, own = Path(checkpoint_path).absolute(), self.options.disk_path
-        check_use(self.lightning_module, path, own, self.namespace)
-        assert own is not None
-        self._resumed = read_state(path)
-        if not own.exists() or not path.samefile(own):
-            bring(path, own.absolute())
-        return as_checkpoint(self._resumed, self.precision_plugin)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights on disk appear as lazy tensors."""
-        if self.session is not None:
-            self.session.drain()
-        return super().lightning_module_state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
-        assert self.lightning_module is not None
-        if self._resumed is not None:
-            return
-        if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
-            self._waiting_checkpoint = (checkpoint, strict)
-            return
-        super().load_model_state_dict(checkpoint, strict=strict)
-        if self.session is not None:
-            self.session.commit()
-        for value in checkpoint["state_dict"].values():
-            if isinstance(value, torch.Tensor):
-                release_pages(value)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """State goes to the tier that the plan chose; nothing is moved to a device."""
-        if self._resumed is not None and self.session is not None:
-            for binding, books in zip(self.session.bindings, checkpoint["optimizer_states"], strict=True):
-                binding.take_over(books)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
-
-    # ---- what it offers ----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
-        """The door to weights outside their block's forward: inside the context they are ordinary parameters in memory.
-
-        Args:
-            params: A module, or parameters.
-        """
-        assert self.session is not None, "materialize() works between the Trainer's setup and teardown"
-        wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
-        with self.session.materialized(wanted):
-            yield
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
-        return self._executor.plan if self._executor is not None else self._last_plan
-
-    @property
-    def model_profile(self) -> ModelProfile | None:
-        """What the first batches have shown of the model, once there is a plan."""
-        return None if self.autoplan is None else self.autoplan.model
-
-    def operator_measures(self) -> tuple[OperatorMeasure, ...]:
-        """Every operator of the recorded batch, forward and backward: seconds, FLOP, and memory before, during and after it."""
-        return () if self.autoplan is None else self.autoplan.operators()
-
-    def replan(self, *, host_memory: str | int | None = None) -> None:
-        """Asks for a new plan: the next training batches are timed again, and the plan comes into force after them.
-
-        Args:
-            host_memory: A new budget, in force from then on; the plan then comes before the next batch, which raises a
-                :class:`~lightning_hetero.errors.PlanError` if none fits.
-
-        Raises:
-            ConfigError: The strategy was given a plan instead of a planner.
-        """
-        if self.autoplan is None:
-            raise ConfigError('replan() needs a planner, and this strategy was given a plan. Pass plan="auto".')
-        budget = parse_bytes(host_memory, name="host_memory")
-        if budget is not None:
-            self.options = replace(self.options, host_memory=budget)
-            if self.session is not None:
-                self.session.options = self.options
-        self.autoplan.request(budget=budget is not None)
-
-    def prediction_error(self) -> dict[str, float]:
-        """How far the plan's prediction is from its steps so far: ``step_time_error``, ``host_peak_error``.
-
-        Mean absolute errors relative to what is measured; empty before there are any.
-        """
-        return {} if self._callback is None else self._callback.error.compute()
-
-    @property
-    def trace(self) -> Trace:
-        """Spans of the latest steps, with ``trace=True``."""
-        return self.session.recorder.trace() if self.session is not None else self._last_trace
-
-    def stall_report(self) -> str:
-        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
-        trace = self.trace
-        found = stalls(trace)
-        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
-
-    def memory_report(self) -> dict[str, int]:
-        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far."""
-        return self.session.memory_report() if self.session is not None else dict(self._last_report)
-
     # ---- teardown -----------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
@@ -595,66 +274,6 @@ class HeteroOffload(_Base):
         self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
         self.session = self._recovery = None
 
-    def _running(self) -> Executor:
-        assert self._executor is not None, "while a fit lasts there is an executor"
-        return self._executor
-
-    @property
-    def _executor(self) -> Executor | None:
-        return None if self.session is None else self.session.executor
-
     def __getstate__(self) -> dict[str, Any]:
         absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier"))
         return {**super().__getstate__(), **absent}
-
-
-def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
-    """The planner that ``plan`` names, if it names one: plans that need no profile are none."""
-    name = _AUTO if plan == "auto" else plan
-    return name if isinstance(name, str) and name in PLANNERS and name not in BUILTIN_PLANS else None
-
-
-def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]:
-    """What makes the plan once the model is known.
-
-    Raises:
-        ConfigError: Not a plan's name, and not a readable plan file.
-    """
-    if isinstance(plan, Plan):
-        return partial(_given, plan)
-    if isinstance(plan, str) and plan in BUILTIN_PLANS:
-        return BUILTIN_PLANS[plan]
-    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file():
-        names = ", ".join(map(repr, dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))))
-        raise ConfigError(f"plan={plan!r}; allowed: {names}, the path of a plan file, or a Plan.")
-    return partial(_given, Plan.load(Path(plan)))
-
-
-def _given(plan: Plan, model: ModelShape) -> Plan:
-    return plan
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.")
-    return value
-
-
-def _count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
-        raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
-    return value
-
-
-def _steps(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(
-            f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
-        )
-    return value
-
-
-def _drift(value: float | None) -> float | None:
-    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
-        raise ConfigError(f"replan_drift={value!r}; allowed: a number above 0, or None.")
-    return value

@@ -1,0 +1,100 @@
+"""Checkpoints of a model that may not be in memory: written and read tensor by tensor, or linked to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint import release_pages
+from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.store.snapshots import bring
+from lightning_hetero.strategies import checkpoint_io
+from lightning_hetero.strategies.core import Core
+from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_store, read_state
+
+
+class Checkpoints(Core):
+    """Lightning's checkpoint methods."""
+
+    _link_checkpoints = False
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Lightning's checkpoint IO, streaming while something lives on disk; one that the user gave stays."""
+        base: Any = super().checkpoint_io
+        plain = checkpoint_io.plain_class(self.namespace)
+        if type(base) is plain:
+            self._checkpoint_io = base = checkpoint_io.make(self.namespace)
+        elif type(getattr(base, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
+            base.checkpoint_io = checkpoint_io.make(self.namespace)
+        ours = getattr(base, "checkpoint_io", base)
+        if hasattr(ours, "streams"):
+            # ckpt_path is loaded before setup.
+            ours.streams = self._may_use_disk if self.session is None else self.session.on_disk
+        return base
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint file; with ``link_checkpoints``, where steps are kept, links the store's last step instead.
+
+        Within a batch that ends in a step the links are made when its last hook has run.
+        """
+        if not self._link_checkpoints or self.session is None or not self.session.keeps_steps:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._step_ended:
+            self._snapshots.append(Path(filepath))
+        else:
+            self.session.snapshot(Path(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
+        self._resumed = None
+        if not is_store(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        path, own = Path(checkpoint_path).absolute(), self.options.disk_path
+        check_use(self.lightning_module, path, own, self.namespace)
+        assert own is not None
+        self._resumed = read_state(path)
+        if not own.exists() or not path.samefile(own):
+            bring(path, own.absolute())
+        return as_checkpoint(self._resumed, self.precision_plugin)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights on disk appear as lazy tensors."""
+        if self.session is not None:
+            self.session.drain()
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
+        assert self.lightning_module is not None
+        if self._resumed is not None:
+            return
+        if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
+            self._waiting_checkpoint = (checkpoint, strict)
+            return
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self.session is not None:
+            self.session.commit()
+        for value in checkpoint["state_dict"].values():
+            if isinstance(value, torch.Tensor):
+                release_pages(value)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """State goes to the tier that the plan chose; nothing is moved to a device."""
+        if self._resumed is not None and self.session is not None:
+            for binding, books in zip(self.session.bindings, checkpoint["optimizer_states"], strict=True):
+                binding.take_over(books)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    @property
+    def _may_use_disk(self) -> bool:
+        return self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])

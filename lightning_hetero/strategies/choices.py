@@ -1,0 +1,71 @@
+"""What the strategy's options may be, and which plan ``plan`` stands for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+
+_AUTO = "holistic"  # the planner behind plan="auto"
+
+
+def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
+    """The planner that ``plan`` names, if it names one: plans that need no profile are none."""
+    name = _AUTO if plan == "auto" else plan
+    return name if isinstance(name, str) and name in PLANNERS and name not in BUILTIN_PLANS else None
+
+
+def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]:
+    """What makes the plan once the model is known.
+
+    Raises:
+        ConfigError: Not a plan's name, and not a readable plan file.
+    """
+    if isinstance(plan, Plan):
+        return partial(_given, plan)
+    if isinstance(plan, str) and plan in BUILTIN_PLANS:
+        return BUILTIN_PLANS[plan]
+    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file():
+        names = ", ".join(map(repr, dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))))
+        raise ConfigError(f"plan={plan!r}; allowed: {names}, the path of a plan file, or a Plan.")
+    return partial(_given, Plan.load(Path(plan)))
+
+
+def _given(plan: Plan, model: ModelShape) -> Plan:
+    return plan
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    """The value of an option, if it is allowed; else a ConfigError says what is."""
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.")
+    return value
+
+
+def count(name: str, value: int) -> int:
+    """The same for a number of threads."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
+        raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
+    return value
+
+
+def steps(name: str, value: int) -> int:
+    """The same for a number of steps."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(
+            f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
+        )
+    return value
+
+
+def drift(value: float | None) -> float | None:
+    """The same for a relative difference."""
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+        raise ConfigError(f"replan_drift={value!r}; allowed: a number above 0, or None.")
+    return value

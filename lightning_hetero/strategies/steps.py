@@ -1,0 +1,152 @@
+"""One training step as the strategy sees it, from its batch to the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.strategies.core import Core
+from lightning_hetero.strategies.resume import go_on
+
+
+class Steps(Core):
+    """Training steps, and the batches that only read."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Takes note of a training dataloader before its iterator is made."""
+        if self._state is not None and self._state.is_training:
+            self._state.loader_seen(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Goes on where the store's last step ended."""
+        super().on_train_start()
+        if self._resumed is not None and self.lightning_module is not None:
+            state, self._resumed = self._resumed, None
+            go_on(self.lightning_module.trainer, state, self.namespace)
+            if self._state is not None:
+                self._state.resume(state["data"])
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that trains."""
+        if self._verifier is not None and self.session is not None:
+            self.session.drain()
+            with self._plain_precision():
+                self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
+        self._began_s = time.monotonic()
+        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+            output = self._recovery.training_step(self._executor, args, kwargs)
+        else:
+            output = self._forward(*args, **kwargs)
+        if self._verifier is not None:
+            self._verifier.batch_ended(output)
+        return output
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_step(training=True)
+        with nullcontext() if self._profiler is None else self._profiler.forward():
+            return super().training_step(*args, **kwargs)
+
+    def _begin_step(self, *, training: bool) -> None:
+        if self._executor is not None:  # steps may be called by hand after the Trainer has torn down
+            self._executor.begin_step(training=training)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs a backward."""
+        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+            return self._recovery.backward(self._executor, closure_loss, optimizer, *args, **kwargs)
+        return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with nullcontext() if self._profiler is None else self._profiler.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Lets the runtime know that backward begins."""
+        if self._executor is not None:
+            self._executor.backward_starts()
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Lets the runtime know that backward has ended."""
+        super().post_backward(closure_loss)
+        if self._executor is not None:
+            self._executor.backward_ends()
+            self._executor.check_gradients()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
+        self._stepped = self._step_ended = True
+        if self.session is None or self._executor is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._executor.arm(self.session.binding_of(optimizer))
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._executor.arm(None)
+            self._executor.end_batch()
+            if self._recovery is not None:
+                self._recovery.step_ended()
+        if self._verifier is not None:
+            began_s = time.monotonic()
+            self.session.drain()
+            with self._plain_precision():
+                self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
+            if not self._verifier.steps_left:
+                self._verifier = None
+            self._began_s += time.monotonic() - began_s  # no part of the step
+        return output
+
+    def _batch_ends(self) -> None:
+        """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
+        if self._step_ended and self._state is not None and self.session is not None:
+            self._step_ended = False
+            self.session.keep_step(self._state.take([b.books() for b in self.session.bindings]))
+            paths, self._snapshots = self._snapshots, []
+            for path in paths:
+                self.session.snapshot(path)
+
+    def _plain_precision(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._verdicts is None else self._verdicts.aside()
+
+    def _abandon_profile(self, error: BaseException) -> None:
+        if self.autoplan is not None:
+            self.autoplan.demoted(error)
+
+    def take_step_seconds(self) -> float | None:
+        """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
+        self._step_s += time.monotonic() - self._began_s
+        if not self._stepped:
+            return None
+        seconds, self._step_s, self._stepped = self._step_s, 0.0, False
+        return seconds
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a batch that only reads."""
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._begin_step(training=False)
+        try:
+            yield
+        finally:
+            if self._executor is not None:
+                self._executor.end_batch()
