@@ -19,6 +19,7 @@ import typer
 from lightning_hetero.cli.output import print_json
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
+from lightning_hetero.parallel.pipeline.layout import NODE
 
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LAST_CALL_S = 2  # how long a rendezvous waits for further nodes once it has the fewest that it needs
@@ -45,7 +46,8 @@ def run(path: Path, script: Sequence[str], *, rendezvous: str, least_nodes: int,
     typer.echo(shlex.join(lines["store"]["command"]))
     prefix = " ".join(f"{key}={value}" for key, value in lines["environment"].items())
     for node in lines["nodes"]:
-        typer.echo(f"\n# On {node['node']}\n{prefix} {shlex.join(node['command'])}")
+        own = " ".join(f"{key}={shlex.quote(value)}" for key, value in node["environment"].items())
+        typer.echo(f"\n# On {node['node']}\n{prefix} {own} {shlex.join(node['command'])}")
 
 
 def launch_lines(plan: ClusterPlan, script: Sequence[str], *, rendezvous: str, least_nodes: int, run_id: str) -> dict[str, Any]:
@@ -80,7 +82,11 @@ def launch_lines(plan: ClusterPlan, script: Sequence[str], *, rendezvous: str, l
         "environment": ENVIRONMENT,
         "store": {"command": ["python", "-c", _STORE.format(host="0.0.0.0", port=int(match.group(2)))]},
         "nodes": [
-            {"node": node, "command": ["torchrun", f"--nproc-per-node={plan.tensor_parallel * n}", *elastic, *script]}
+            {
+                "node": node,
+                "environment": {NODE: node},
+                "command": ["torchrun", f"--nproc-per-node={plan.tensor_parallel * n}", *elastic, *script],
+            }
             for node, n in processes.items()
         ],
     }

@@ -18,8 +18,8 @@ from lightning_hetero.strategies.factory import (
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
-    from lightning_hetero.strategies.hetero_parallel import HeteroParallel as HeteroParallelStrategy
     from lightning_hetero.strategies.hetero_parallel import HeteroParallelFsdp as HeteroParallelFsdpStrategy
+    from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines as HeteroParallelStrategy
 
 __all__ = [
     "HeteroOffloadStrategy",

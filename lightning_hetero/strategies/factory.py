@@ -35,7 +35,7 @@ def make_parallel(namespace: str, **options: Any) -> Any:
 
     Args:
         namespace: As in :func:`make`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_pipelines.HeteroPipelines`.
     """
     return parallel_class(namespace)(**options)
 
@@ -69,9 +69,9 @@ def parallel_class(namespace: str) -> type[Any]:
     Raises:
         ConfigError: Unknown namespace.
     """
-    from lightning_hetero.strategies import hetero_parallel
+    from lightning_hetero.strategies import hetero_pipelines
 
-    return _class(hetero_parallel.HeteroParallel, "DDPStrategy", PARALLEL_NAMESPACES, namespace)
+    return _class(hetero_pipelines.HeteroPipelines, "DDPStrategy", PARALLEL_NAMESPACES, namespace)
 
 
 @functools.cache

@@ -114,16 +114,18 @@ class HeteroParallel(_Base):
         if not self._is_training():
             return dataloader
         self._check(dataloader)
-        copied = copy.copy(dataloader)
-        # DataLoader forbids to assign it, since workers may run; those of a copy do not.
-        vars(copied)["batch_sampler"] = self._batches = SharedBatches(
+        self._batches = SharedBatches(
             dataloader.sampler,
-            batch=dataloader.batch_size * self._parts[0],
+            batch=dataloader.batch_size * self._micro_batches(),
             seconds=self._seconds(),
             rank=self._parts[1],
             drop_last=dataloader.drop_last,
         )
-        return copied
+        return with_batches(dataloader, self._batches)
+
+    def _micro_batches(self) -> int:
+        """Batches of the loader's size that make one step."""
+        return self._parts[0]
 
     def _seconds(self) -> tuple[float, ...]:
         """Of one sample on each rank: as measured before, as given, or equal."""
@@ -223,6 +225,14 @@ class HeteroParallel(_Base):
     def _is_training(self) -> bool:
         assert self.lightning_module is not None
         return self._is_fitting() and bool(self.lightning_module.trainer.training)
+
+
+def with_batches(dataloader: Any, batches: SharedBatches) -> Any:
+    """The same loader with other batches."""
+    copied = copy.copy(dataloader)
+    # DataLoader forbids to assign it, since workers may run; those of a copy do not.
+    vars(copied)["batch_sampler"] = batches
+    return copied
 
 
 class HeteroParallelFsdp(HeteroParallel):

@@ -139,6 +139,7 @@ def test_every_node_runs_a_process_per_device_that_works() -> None:
         assert {"--nnodes=1:2", "--rdzv-endpoint=h:1", "--rdzv-id=r"} <= set(command)
         assert any("is_host=false" in word for word in command)  # no preemptible node holds the store
     assert lines["environment"] == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert [node["environment"] for node in lines["nodes"]] == [{"LIGHTNING_HETERO_NODE": "a"}, {"LIGHTNING_HETERO_NODE": "b"}]
 
 
 def test_torchrun_understands_the_lines() -> None:
@@ -155,7 +156,7 @@ def test_torchrun_understands_the_lines() -> None:
 def test_the_lines_are_printed_for_people_and_programs(plan_file: Path) -> None:
     arguments = ["launch", plan_file, "--rendezvous", "head:29400", "train.py", "--lr=1"]
     shown = invoke(*arguments).stdout
-    assert "# On node0\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node=" in shown
+    assert "# On node0\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 LIGHTNING_HETERO_NODE=node0 torchrun --nproc-per-node=" in shown
     assert shown.count("train.py --lr=1") == len(parsed("launch", plan_file, "--rendezvous", "head:29400", "train.py")["nodes"])
 
 

@@ -1,0 +1,292 @@
+"""One rank of the pipelines: steps and evaluation through torch's schedules, gradients that wait for Lightning's backward."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils import _pytree as pytree
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.parallel.pipeline.layers import Layers
+from lightning_hetero.parallel.pipeline.layout import Layout
+from lightning_hetero.parallel.pipeline.module import run_layers
+from lightning_hetero.parallel.pipeline.sums import Sums, joined, num_samples, split
+from lightning_hetero.parallel.pipeline.synchronise import Groups, Synchronisation, broadcast, local
+
+_SCHEDULES = 8  # kept for shapes of batches that come again; each has its own receive buffers
+_ADDITIVE = 1e-2  # by how much, relatively, the loss of two micro-batches together may differ from their sum
+
+
+@dataclass(frozen=True)
+class Means:
+    """A step's or a batch's sums over all groups, divided by their items; the same on all ranks.
+
+    Attributes:
+        loss: Float64, on the CPU.
+        count: Items.
+        further: The other sums that ``loss_sum`` gave.
+    """
+
+    loss: Tensor
+    count: float
+    further: dict[str, Tensor]
+
+
+class Pipelines:
+    """This rank's stage, and what it does together with others.
+
+    All ranks call :meth:`train`, :meth:`evaluate` and :meth:`clip_norm` at the same time. After :meth:`train` gradients are parked
+    here; :meth:`restore` puts them where optimizers find them.
+
+    Attributes:
+        layout: Who computes what.
+        layers: The module's layers.
+        rank: This rank.
+        groups: The process groups.
+        synchronisation: Of gradients.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        layout: Layout,
+        *,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Makes the groups, gives all ranks the first one's weights, and keeps this stage's layers only.
+
+        Args:
+            layers: Of the whole module, in host memory.
+            layout: The plan for these ranks and layers.
+            rank: This rank in the default process group.
+            device: Where it computes.
+            timeout: Of the process groups; they do not inherit the default one's.
+            context: Entered around the forward of layers and the loss: autocast, a default dtype.
+        """
+        self.layers, self.layout, self.rank, self.device = layers, layout, rank, device
+        self.slot = layout.slots[rank]
+        own = layout.layers(self.slot.group, self.slot.stage)
+        self.groups = Groups(layout, layers, timeout)
+        broadcast(layers, device)
+        layers.keep(own, device)
+        self.synchronisation = Synchronisation(layout, layers, self.groups, rank)
+        self._context = context
+        self._stage = _Stage([layers.modules[i] for i in own], context)
+        self._pipeline = layout.pipeline(self.slot.group, self.slot.shard)
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._micro: list[Any] = []
+        self._found: dict[int, Sums] = {}
+        self._outputs: dict[int, Any] | None = {}  # of the first step, until the loss is known to be additive
+        self._names: tuple[str, ...] | None = None
+        self._parked: dict[nn.Parameter, Tensor] = {}
+        self._count = 1.0
+
+    @property
+    def is_last(self) -> bool:
+        """Losses are computed here."""
+        return self.slot.stage == self.layout.depth(self.slot.group) - 1
+
+    # ---- steps --------------------------------------------------------------------------------------------------------------
+
+    def train(self, batch: Any) -> Means:
+        """Forward and backward of this group's part of a step, as many micro-batches as the plan says.
+
+        Gradients of earlier calls that were restored stay as they are.
+
+        Args:
+            batch: The group's part, the same on all ranks of the group.
+        """
+        parameters = self.parameters()
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        count = self.layout.micro_batches[self.slot.group]
+        self._run(batch, count, training=True)
+        self._parked = self.synchronisation.reduce()
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        additive = self._is_additive()
+        means = self._means(1.0, failed=not additive)
+        self._count = means.count
+        return means
+
+    @torch.no_grad()
+    def restore(self, scale: Tensor) -> None:
+        """Adds the parked gradients, divided by the step's items, to those of the parameters.
+
+        Args:
+            scale: The gradient of the mean loss, a scalar: 1, or less where several batches make a step.
+        """
+        factor = scale.detach().double() / self._count
+        parked, self._parked = self._parked, {}
+        for parameter, gradient in parked.items():
+            local(gradient).mul_(factor.to(gradient.device))
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, *, weight: float = 1.0) -> Means:
+        """Forward of a batch, in as many equal micro-batches as it can be cut into.
+
+        Args:
+            batch: The group's part.
+            weight: 0: a batch that others evaluate, computed because all have to take part.
+        """
+        most = self.layout.micro_batches[self.slot.group]
+        samples = num_samples(batch)
+        self._run(batch, max(k for k in range(1, most + 1) if samples % k == 0), training=False)
+        return self._means(weight)
+
+    def _run(self, batch: Any, count: int, *, training: bool) -> None:
+        self._micro, self._found = split(batch, count), {}
+        schedule = self._schedule(count, training=training)
+        arguments = self.layers.stage_inputs(batch) if self.slot.stage == 0 else ()
+        options = {"target": torch.arange(count)} if self.is_last else {}
+        run = schedule.step if training else schedule.eval
+        run(*arguments, **options, return_outputs=False)
+        self._micro = []
+
+    def _schedule(self, count: int, *, training: bool) -> Any:
+        """A schedule of torch's for batches of this shape; all ranks of a group see the same ones."""
+        shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(self._micro[0]) if isinstance(t, Tensor)]
+        key = (training, torch.is_inference_mode_enabled(), count, tuple(shapes))
+        if key not in self._schedules:
+            group = self.groups.of(self._pipeline)
+            stage = PipelineStage(self._stage, self.slot.stage, len(self._pipeline), self.device, group=group)
+            stage.stage_index_to_group_rank = {s: dist.get_group_rank(group, r) for s, r in enumerate(self._pipeline)}
+            # Evaluation may have fewer micro-batches than stages, which 1F1B does not take.
+            kind: Any = Schedule1F1B if training else ScheduleGPipe
+            self._schedules[key] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
+            if len(self._schedules) > _SCHEDULES:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _loss(self, output: Any, index: Tensor) -> Tensor:
+        """The loss of one micro-batch. Torch also calls it to learn shapes; what counts is the last call."""
+        number = int(index)
+        batch, hooks = self._micro[number], self.layers.module
+        with self._context():
+            sums = Sums.of(hooks.loss_sum(output, batch), batch)  # type: ignore[operator]
+        self._found[number] = sums
+        if self._outputs is not None and number < 2:
+            self._outputs[number] = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, output), batch
+        return sums.loss
+
+    @torch.no_grad()
+    def _is_additive(self) -> bool:
+        """In the first step, whether the loss of two micro-batches at once is the sum of both."""
+        kept, self._outputs = self._outputs or {}, None
+        if len(kept) < 2:
+            return True
+        (one, first), (other, second) = kept[0], kept[1]
+        batch = joined(first, second)
+        with self._context():
+            both = Sums.of(self.layers.module.loss_sum(joined(one, other), batch), batch)  # type: ignore[operator]
+        apart = self._found[0].loss + self._found[1].loss
+        return bool((both.loss - apart).abs() <= _ADDITIVE * apart.abs() + 1e-6) or not bool(torch.isfinite(both.loss))
+
+    # ---- what all groups have to know ---------------------------------------------------------------------------------------
+
+    def _means(self, weight: float, *, failed: bool = False) -> Means:
+        names = self._agreed_names()
+        row = torch.zeros(3 + len(names), dtype=torch.float64)
+        if self.is_last and self.slot.shard == 0:
+            for sums in self._found.values():
+                row[:-1] += weight * sums.as_row(names)
+            unknown = {name for sums in self._found.values() for name in sums.further} - set(names)
+            row[-1] = 1.0 * failed + 1e6 * bool(unknown)
+        self._found = {}
+        row = row.to(self.device)
+        dist.all_reduce(row)
+        row = row.cpu()
+        if row[-1] >= 1e6:
+            raise UnsupportedError(f"loss_sum gave other names than at first, {list(names)}; give the same ones each time.")
+        if row[-1]:
+            raise UnsupportedError(
+                "loss_sum is not additive: of two micro-batches together it is not the sum of theirs, so gradients would depend on "
+                "how groups cut a step. Sum over items instead of taking the mean (reduction='sum')."
+            )
+        count = float(row[1])
+        return Means(row[0] / count, count, {n: v / count for n, v in zip(names, row[2:-1], strict=True)})
+
+    def _agreed_names(self) -> tuple[str, ...]:
+        if self._names is None:
+            own = sorted({name for sums in self._found.values() for name in sums.further})
+            of_all: list[Any] = [None] * len(self.layout.slots)
+            dist.all_gather_object(of_all, own)
+            self._names = tuple(sorted({name for names in of_all for name in names}))
+        return self._names
+
+    # ---- parameters ---------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank holds."""
+        named = dict(self.layers.module.named_parameters())
+        return [named[name] for name in self.synchronisation.names()]
+
+    @torch.no_grad()
+    def clip_norm(self, parameters: list[nn.Parameter], most: float) -> Tensor:
+        """Scales gradients so that the norm of all of them, of all stages, is at most ``most``.
+
+        The norms of single parameters are added up in the order of ``parameters`` on every rank: replicas stay equal bit for bit.
+
+        Args:
+            parameters: Of the whole model in its order, wherever their values are.
+            most: The largest norm.
+
+        Returns:
+            The norm before.
+        """
+        held = [i for i, p in enumerate(parameters) if p.grad is not None]
+        counted = set(self._counted_once())
+        wide = any(p.dtype == torch.float64 for p in parameters)
+        norms = torch.zeros(len(parameters), dtype=torch.float64 if wide else torch.float32, device=self.device)
+        found = torch._foreach_norm([_gradient(parameters[i]) for i in held], 2.0) if held else ()
+        for i, norm in zip(held, found, strict=True):
+            whole: Any = norm
+            value = whole.full_tensor() if hasattr(whole, "full_tensor") else norm
+            if parameters[i] in counted:
+                norms[i] = value
+        dist.all_reduce(norms, group=self.groups.of(self._pipeline))
+        total: Tensor = torch.linalg.vector_norm(norms)
+        torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in held], most, total)
+        return total
+
+    def _counted_once(self) -> list[nn.Parameter]:
+        """Parameters of this stage, without tied ones that an earlier stage of the pipeline holds too."""
+        named, tied = dict(self.layers.module.named_parameters()), self.layers.tied
+        begin = self.layout.layers(self.slot.group, self.slot.stage).start
+        return [named[name] for name in self.synchronisation.names() if name not in tied or tied[name][0] >= begin]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+class _Stage(nn.Module):
+    """Layers one after another, inside a context."""
+
+    def __init__(self, layers: list[nn.Module], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.context = context
+
+    def forward(self, *values: Any) -> Any:
+        with self.context():
+            return run_layers(self.layers, values if len(values) > 1 else values[0])

@@ -1,0 +1,106 @@
+"""States as one process would have them: gathered on rank 0, and cut down to what a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.parallel.pipeline.layers import is_elsewhere
+from lightning_hetero.parallel.pipeline.runtime import Pipelines
+from lightning_hetero.parallel.pipeline.synchronise import like, local
+
+
+def model_state(pipelines: Pipelines) -> dict[str, Any]:
+    """The whole module's state dict on rank 0, tensors on the CPU; an empty one elsewhere. All ranks have to ask."""
+    layers = pipelines.layers
+    found = _gathered(pipelines, lambda layer: {name: _whole(value) for name, value in layers.entries(layer).items()})
+    if pipelines.rank:
+        return {}
+    own = layers.module.state_dict()
+    return {name: found.get(name, value) for name, value in own.items()}
+
+
+def optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict on rank 0, of all parameters; an empty one elsewhere. All ranks have to ask."""
+    own = optimizer.state_dict()
+    index = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+
+    def of(layer: int) -> dict[int, Any]:
+        numbers = (index[id(p)] for p in pipelines.layers.parameters(layer).values() if id(p) in index)
+        return {i: {k: _whole(v) for k, v in own["state"][i].items()} for i in numbers if i in own["state"]}
+
+    found = _gathered(pipelines, of)
+    return {} if pipelines.rank else {**own, "state": dict(sorted(found.items()))}
+
+
+def load_model_state(pipelines: Pipelines, state: dict[str, Any], *, strict: bool) -> None:
+    """Loads what this rank holds of a whole state dict."""
+    module = pipelines.layers.module
+    held: dict[str, Any] = module.state_dict(keep_vars=True)
+    own = {name: value for name, value in state.items() if name not in held or not is_elsewhere(held[name])}
+    own = {name: _part(held[name], value) if name in held else value for name, value in own.items()}
+    here = {name for name, value in held.items() if isinstance(value, Tensor) and not is_elsewhere(value)}
+    result = module.load_state_dict(own, strict=False)
+    missing = [name for name in result.missing_keys if name in here or name not in state]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(f"the state dict lacks {missing} and has unexpected {result.unexpected_keys}.")
+
+
+def load_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads what this rank holds of a whole optimizer's state dict."""
+    held = {id(p) for p in pipelines.parameters()}
+    own = {}
+    for i, parameter in enumerate(_parameters(optimizer)):
+        if id(parameter) in held and i in state["state"]:
+            own[i] = {k: _part(parameter, v) for k, v in state["state"][i].items()}
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gathered(pipelines: Pipelines, of: Callable[[int], dict[Any, Any]]) -> dict[Any, Any]:
+    """What rank 0's pipeline holds, layer by layer: never more than one layer is on its way."""
+    layout, slot = pipelines.layout, pipelines.slot
+    home = layout.slots[0]
+    assert home.shard == 0
+    if slot.group != home.group:
+        return {}
+    group = pipelines.groups.of(layout.pipeline(slot.group, slot.shard))
+    found: dict[Any, Any] = {}
+    for layer in range(layout.num_layers):
+        owner = layout.rank(slot.group, layout.stage_of(slot.group, layer), slot.shard)
+        piece = of(layer) if owner == pipelines.rank else {}
+        if slot.shard:
+            continue
+        if owner == pipelines.rank and owner:
+            dist.send_object_list([piece], dst=0, group=group, device=pipelines.device)
+        elif owner and pipelines.rank == 0:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=owner, group=group, device=pipelines.device)
+            piece = received[0]
+        for key, value in piece.items():
+            found.setdefault(key, value)
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """A tensor put together from its shards, on the CPU; anything else as it is."""
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _part(parameter: Any, value: Any) -> Any:
+    """This rank's part of a whole tensor, for a parameter of its shape."""
+    if not isinstance(value, Tensor) or not hasattr(parameter, "to_local") or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return like(parameter, local(part))

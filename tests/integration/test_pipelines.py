@@ -1,0 +1,122 @@
+"""Six processes in pipelines of depth 3, 2 and 1 train as one process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import pipeline_train
+from support.ranks import start
+
+SCRIPT = Path(str(pipeline_train.__file__))
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What six ranks and one process left; and of three and one that go on from a checkpoint of the six."""
+    out = tmp_path_factory.mktemp("pipelines")
+    with ThreadPoolExecutor() as pool:
+        for run in [pool.submit(start, SCRIPT, out, world=world) for world in (6, 1)]:
+            run.result()
+        checkpoint = out / "plain-6" / "step=3.ckpt"
+        for run in [pool.submit(start, SCRIPT, out, checkpoint, world=world) for world in (3, 1)]:
+            run.result()
+    return out
+
+
+def load(folder: Path, name: str) -> Results:
+    found: Results = torch.load(folder / name, weights_only=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Results:
+    return load(folder, "world1-rank0.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Results]:
+    return [load(folder, f"world6-rank{r}.pt") for r in range(6)]
+
+
+def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert found
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scenario", ["plain", "clipped", "accumulated"])
+def test_pipelines_train_as_one_process(scenario: str, alone: Results, ranks: list[Results]) -> None:
+    expected = alone[scenario]
+    for rank in ranks:
+        assert_close(expected["weights"], rank[scenario]["weights"])
+        assert len(rank[scenario]["gradients"]) == len(expected["gradients"])
+        for a, b in zip(expected["gradients"], rank[scenario]["gradients"], strict=True):
+            assert_close(a, b)
+        torch.testing.assert_close(rank[scenario]["losses"], expected["losses"], rtol=1e-12, atol=1e-12)
+        assert rank[scenario]["lr"] == expected["lr"]
+
+
+def test_every_layer_is_held_once_by_each_group(alone: Results, ranks: list[Results]) -> None:
+    everything = set(alone["plain"]["weights"])
+    held = [set(rank["plain"]["weights"]) for rank in ranks]
+    assert held[0] | held[1] | held[2] == everything
+    assert held[0] & held[2] == {"embedding.tokens.weight", "head.out.weight"}  # tied
+    assert held[3] | held[4] == everything
+    assert held[5] == everything
+    assert {n.split(".")[1] for n in held[1] if n.startswith("blocks")} == {"1", "2"}
+
+
+def test_replicas_are_equal_bit_for_bit(ranks: list[Results]) -> None:
+    whole = ranks[5]
+    for scenario in ("plain", "clipped", "accumulated", "bf16"):
+        for rank in ranks:
+            assert all(torch.equal(value, whole[scenario]["weights"][name]) for name, value in rank[scenario]["weights"].items())
+
+
+def test_validation_is_the_mean_over_all_items_on_all_ranks(alone: Results, ranks: list[Results]) -> None:
+    for rank in ranks:
+        found, expected = rank["plain"]["metrics"], alone["plain"]["metrics"]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-6, atol=0)  # alone, counts are fp32
+        torch.testing.assert_close(rank["plain"]["val"][1:], alone["plain"]["val"][1:], rtol=1e-12, atol=0)
+        assert rank["plain"]["best"] == ranks[0]["plain"]["best"]
+        assert Path(rank["plain"]["best"]).name == Path(alone["plain"]["best"]).name
+
+
+def test_a_checkpoint_is_that_of_one_process(folder: Path) -> None:
+    found = load(folder, "plain-6/step=3.ckpt")
+    expected = load(folder, "plain-1/step=3.ckpt")
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    assert_close(expected["state_dict"], found["state_dict"])
+    (a,), (b,) = expected["optimizer_states"], found["optimizer_states"]
+    assert a["param_groups"] == b["param_groups"]
+    assert list(a["state"]) == list(b["state"])
+    for index, state in a["state"].items():
+        assert_close(state, b["state"][index])
+
+
+@pytest.mark.parametrize("world", [3, 1])
+def test_it_goes_on_with_another_number_of_ranks(world: int, folder: Path, alone: Results) -> None:
+    for rank in range(world):
+        found = load(folder, f"resumed{world}-rank{rank}.pt")["resumed"]
+        assert len(found["losses"]) == 3
+        assert_close(alone["plain"]["weights"], found["weights"])
+
+
+def test_mixed_precision_computes_in_16_bit(alone: Results, ranks: list[Results]) -> None:
+    for rank in ranks:
+        assert all(value.dtype == torch.float32 for value in rank["bf16"]["weights"].values())
+        torch.testing.assert_close(rank["bf16"]["losses"], alone["bf16"]["losses"], rtol=2e-2, atol=0)
+        assert rank["bf16"]["losses"] != rank["plain"]["losses"][:2]
+        for name, value in rank["bf16"]["gradients"][0].items():
+            torch.testing.assert_close(value, alone["bf16"]["gradients"][0][name], rtol=0.1, atol=0.05)
+
+
+def test_a_mean_loss_is_refused_on_all_ranks(ranks: list[Results]) -> None:
+    assert all("loss_sum is not additive" in rank["refused"]["message"] for rank in ranks)

@@ -1,0 +1,223 @@
+"""One rank of pipelines that train together, or the one process that they are compared with: ``pipeline_train.py OUT``.
+
+Runs every scenario through ``Trainer.fit`` and saves what came of it. ``WORLD_SIZE`` says which it is. With the file of a
+checkpoint as a further argument, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.parallel import StagedSteps
+from lightning_hetero.strategies import HeteroParallelStrategy
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+WORDS, WIDTH, LENGTH, BATCH = 13, 8, 5, 2
+PADDING = 0
+Layers = tuple[int, ...]
+
+
+def cluster_plan(*groups: tuple[int, Layers], tensor_parallel: int = 1) -> ClusterPlan:
+    """A plan of groups ``(micro-batches, layers of each stage)``, all on one node."""
+
+    def stage(layers: int) -> StagePlan:
+        return StagePlan(node="node0", device="cpu", layers=layers, micro_batch_s=1.0, memory_bytes=0)
+
+    return ClusterPlan(
+        name="test",
+        tensor_parallel=tensor_parallel,
+        tokens=1,
+        iteration_s=1.0,
+        sync_s=0.0,
+        utilisation=1.0,
+        groups=tuple(GroupPlan(micro_batches=k, seconds=1.0, stages=tuple(map(stage, layers))) for k, layers in groups),
+    )
+
+
+class Embedding(nn.Module):
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.register_buffer("scale", torch.tensor([3.0]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = nn.Linear(LENGTH, LENGTH, bias=False)  # a bias would be lost in every norm, its gradient nothing but rounding
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Head(nn.Module):
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WORDS, bias=False)
+        self.out.weight = tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+class Net(StagedSteps, pl.LightningModule):
+    """A small transformer without attention, tied embeddings, whose loss counts tokens that are not padding."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        tokens = nn.Embedding(WORDS, WIDTH)
+        self.embedding, self.head = Embedding(tokens), Head(tokens)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.lr = lr
+
+    def stage_layers(self) -> nn.ModuleDict:
+        blocks = {f"block{i}": block for i, block in enumerate(self.blocks)}
+        return nn.ModuleDict({"embedding": self.embedding, **blocks, "head": self.head})
+
+    def loss_sum(self, output: Tensor, batch: Any) -> Any:
+        targets = batch[1]
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=PADDING)
+        known = targets != PADDING
+        return loss, known.sum(), {"accuracy": ((output.argmax(-1) == targets) & known).sum()}
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class MeanNet(Net):
+    """Its loss cannot be added up."""
+
+    def loss_sum(self, output: Tensor, batch: Any) -> Any:
+        loss, count, _ = super().loss_sum(output, batch)
+        return loss / count, count
+
+
+class Notes(Callback):
+    """What happened, batch by batch: losses, and gradients of the parameters that are here, as the optimizer sees them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.val: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.gradients.append({name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None})
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.val.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def data(samples: int, *, step: int, alone: bool) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, WORDS, (samples, LENGTH + 1), generator=generator)
+    dataset = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    unseen = TensorDataset(tokens[:11, 1:], tokens[:11, :-1])
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None
+    return (
+        DataLoader(dataset, batch_size=step if alone else BATCH, sampler=sampler, shuffle=None if alone else True, drop_last=alone),
+        DataLoader(unseen, batch_size=3),
+    )
+
+
+def fit(
+    out: Path,
+    name: str,
+    plan: ClusterPlan | None,
+    *,
+    step: int = 24,
+    resume: str | None = None,
+    dtype: Any = torch.float64,
+    net: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(RANK if plan else 0)  # all ranks have other weights; those of rank 0 count
+    module = (net or Net()).to(dtype)
+    notes = Notes()
+    train, val = data(80, step=step, alone=plan is None)
+    checkpoint = ModelCheckpoint(
+        dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1, monitor="val_loss", save_on_train_epoch_end=False
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD if plan else 1,
+        strategy=HeteroParallelStrategy(plan=plan) if plan else "auto",
+        plugins=[LightningEnvironment()] if plan else [],
+        callbacks=[notes, checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+        num_sanity_val_steps=1,
+        **options,
+    )
+    trainer.fit(module, train, val, ckpt_path=resume)
+    return {
+        "weights": {n: whole(p) for n, p in module.state_dict().items() if any(p.stride())},
+        "state": [whole(s["exp_avg_sq"]) for _, s in sorted(trainer.optimizers[0].state_dict()["state"].items())],
+        "losses": notes.losses,
+        "gradients": notes.gradients,
+        "val": notes.val,
+        "metrics": dict(trainer.callback_metrics),
+        "best": checkpoint.best_model_path,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+# Depths 3, 2 and 1, boundaries nowhere the same, micro-batches 3, 5 and 4.
+PLANS = {6: cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,))), 3: cluster_plan((7, (5, 1)), (5, (6,))), 1: None}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, plan = Path(sys.argv[1]), PLANS[WORLD]
+    if len(sys.argv) > 2:
+        out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2])}
+        torch.save(out, folder / f"resumed{WORLD}-rank{RANK}.pt")
+        return
+    out = {
+        "plain": fit(folder, "plain", plan, max_epochs=2),
+        "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
+        "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
+        "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
+    }
+    if plan:
+        try:
+            fit(folder, "refused", plan, net=MeanNet(), max_steps=1)
+        except UnsupportedError as error:
+            out["refused"] = {"message": str(error)}
+    torch.save(out, folder / f"world{WORLD}-rank{RANK}.pt")
+
+
+if __name__ == "__main__":
+    main()

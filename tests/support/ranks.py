@@ -1,0 +1,30 @@
+"""Scripts as several ranks on this machine, over the loopback device."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from support.scripts import run_script
+
+
+def port() -> int:
+    """A free one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(script: Path, out: Path, *arguments: str | Path, world: int) -> None:
+    """Runs ``script OUT …`` on as many ranks, and fails with the first one's output that fails."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def run(rank: int) -> None:
+        env = {**os.environ, **address, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        done = run_script(script, out, *arguments, cwd=out, env=env, timeout_s=300)
+        assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(run, range(world)))
