@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline import states
+from lightning_hetero.parallel.pipeline.automatic import node_name, plan_here
 from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import NODE, Layout, is_data_parallel
 from lightning_hetero.parallel.pipeline.module import StagedSteps
@@ -24,6 +26,8 @@ from lightning_hetero.strategies.hetero_parallel import HeteroParallel, with_bat
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class HeteroPipelines(HeteroParallel):
@@ -38,22 +42,39 @@ class HeteroPipelines(HeteroParallel):
     the same on all ranks. Checkpoints are those of one process.
 
     Args:
-        plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file.
+        plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file; ``"auto"``: as training begins, every rank
+            measures its device with 1, 2, 4 and 8 layers, and a plan is made for them.
+        micro_batches: With ``plan="auto"``: batches of the loader's size that make one step. Default: as many as ranks.
         options: Those of ``HeteroParallel``.
     """
 
-    def __init__(self, *, plan: ClusterPlan | str | Path | None = None, **options: Any) -> None:
+    def __init__(self, *, plan: ClusterPlan | str | Path | None = None, micro_batches: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.plan = plan if plan is None or isinstance(plan, ClusterPlan) else ClusterPlan.load(plan)
-        if self.plan is not None and self._speeds is not None:
+        self._automatic = plan == "auto"
+        self.plan = None if plan is None or self._automatic else plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(plan)
+        if plan is not None and self._speeds is not None:
             raise ConfigError("speeds and plan were given; the plan says what each device takes. Give one of them.")
+        if micro_batches is not None and (not self._automatic or micro_batches < 1):
+            raise ConfigError(
+                f'micro_batches={micro_batches!r}; allowed: at least 1, with plan="auto". Other plans have their own.'
+            )
+        self._step_batches = micro_batches
         self.pipelines: Pipelines | None = None
 
     # ---- setup --------------------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        """None where torchrun has started the processes: Lightning's wants as many on every node."""
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            super()._configure_launcher()
+
     def setup(self, trainer: Any) -> None:
         """Sets up pipelines, or what the base class does where the plan has none."""
-        if self.plan is None or is_data_parallel(self.plan):
+        if self._automatic and self.plan is None and self._is_fitting():
+            self.plan = self._make_plan(trainer)
+        # Ranks that idle take part in pipelines' steps, but DDP has no place for them.
+        if self.plan is None or (is_data_parallel(self.plan) and self.world_size == self.plan.world_size):
             if self.plan is not None:
                 self._speeds = self._planned_speeds(self.plan)
             super().setup(trainer)
@@ -75,17 +96,36 @@ class HeteroPipelines(HeteroParallel):
         if fitting:
             self._say_what_runs()
 
+    def _make_plan(self, trainer: Any) -> ClusterPlan:
+        """Measures with one micro-batch of the training data; what is random stays as it was."""
+        module: Any = self.lightning_module
+        with torch.random.fork_rng():
+            data = trainer.fit_loop._data_source.dataloader()
+            self._check(data)
+            batch = data.collate_fn([data.dataset[i] for i in range(min(data.batch_size, len(data.dataset)))])
+            batch = self.precision_plugin.convert_input(self.batch_to_device(batch, self.root_device))
+            found = plan_here(
+                Layers(self.precision_plugin.convert_module(module)),
+                batch,
+                micro_batches=self._step_batches or self.world_size,
+                device=self.root_device,
+                context=self.precision_plugin.forward_context,
+            )
+        if self.is_global_zero:
+            log.info("Planned for %d ranks: %s.", self.world_size, "; ".join(found.in_short().groups))
+        return found
+
     def _nodes(self) -> list[str | None]:
         """The plan's name of each rank's node, where it is known."""
         nodes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(nodes, os.environ.get(NODE))
+        dist.all_gather_object(nodes, node_name() if self._automatic else os.environ.get(NODE))
         return nodes
 
     def _planned_speeds(self, plan: ClusterPlan) -> tuple[float, ...]:
         """For each rank the micro-batches that the plan gives it."""
         layers = range(plan.groups[0].stages[0].layers)
         layout = Layout.of(plan, num_layers=len(layers), repeated=layers, nodes=self._nodes())
-        return tuple(float(layout.micro_batches[slot.group]) for slot in layout.slots)
+        return tuple(float(layout.micro_batches[slot.group]) for slot in layout.slots if slot is not None)
 
     def _build(self, module: torch.nn.Module, plan: ClusterPlan) -> Pipelines:
         layers = Layers(module)
@@ -137,7 +177,14 @@ class HeteroPipelines(HeteroParallel):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """With pipelines one sampler over everything, the same on all ranks."""
-        return {"num_replicas": 1, "rank": 0} if self.pipelines else super().distributed_sampler_kwargs
+        if self.pipelines or self._is_training():
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """A part for each rank, also where nodes have different numbers of them."""
+        return self.world_size, self.global_rank
 
     def _micro_batches(self) -> int:
         """Batches of the loader's size that make one step."""
@@ -158,7 +205,7 @@ class HeteroPipelines(HeteroParallel):
             dataloader.sampler,
             batch=dataloader.batch_size * (self._micro_batches() if training else layout.num_groups),
             seconds=[1 / count for count in layout.micro_batches],
-            rank=self.pipelines.slot.group,
+            rank=self.pipelines.group,
             drop_last=training or dataloader.drop_last,
         )
         if training and not len(batches):

@@ -23,8 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for run in [pool.submit(start, SCRIPT, out, world=world) for world in (6, 1)]:
             run.result()
         checkpoint = out / "plain-6" / "step=3.ckpt"
-        for run in [pool.submit(start, SCRIPT, out, checkpoint, world=world) for world in (3, 1)]:
-            run.result()
+        three = pool.submit(start, SCRIPT, out, checkpoint, world=3, nodes=("b", "a", "a"))
+        start(SCRIPT, out, checkpoint, world=1)
+        three.result()
     return out
 
 
@@ -120,3 +121,21 @@ def test_mixed_precision_computes_in_16_bit(alone: Results, ranks: list[Results]
 
 def test_a_mean_loss_is_refused_on_all_ranks(ranks: list[Results]) -> None:
     assert all("loss_sum is not additive" in rank["refused"]["message"] for rank in ranks)
+
+
+def test_a_plan_is_made_for_the_ranks_that_are_there(folder: Path, alone: Results) -> None:
+    found = [load(folder, f"resumed3-rank{r}.pt")["auto"] for r in range(3)]
+    plan = found[0]["plan"]
+    assert all(rank["plan"] == plan for rank in found)
+    assert plan.micro_batches == 12
+    assert max(len(group.stages) for group in plan.groups) > 1  # no rank has memory for all layers
+    assert {stage.node for group in plan.groups for stage in group.stages} <= {"a", "b"}
+    for rank in found:
+        assert_close({n: v for g in alone["plain"]["gradients"][:1] for n, v in g.items()}, rank["gradients"][0])
+
+
+def test_where_the_model_fits_every_rank_the_plan_is_data_parallel(folder: Path) -> None:
+    for rank in range(3):
+        found = load(folder, f"resumed3-rank{rank}.pt")["fits"]
+        assert [len(group.stages) for group in found["plan"].groups] == [1] * 3
+        assert len(found["weights"]) == len(found["gradients"][0]) + 2  # everything is here: a tied name and a buffer more

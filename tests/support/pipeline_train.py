@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.parallel import StagedSteps
+from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.strategies import HeteroParallelStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -30,11 +32,11 @@ PADDING = 0
 Layers = tuple[int, ...]
 
 
-def cluster_plan(*groups: tuple[int, Layers], tensor_parallel: int = 1) -> ClusterPlan:
-    """A plan of groups ``(micro-batches, layers of each stage)``, all on one node."""
+def cluster_plan(*groups: tuple[int, Layers], tensor_parallel: int = 1, nodes: Sequence[str] = ()) -> ClusterPlan:
+    """A plan of groups ``(micro-batches, layers of each stage)``, all on one node, or each on one of ``nodes``."""
 
-    def stage(layers: int) -> StagePlan:
-        return StagePlan(node="node0", device="cpu", layers=layers, micro_batch_s=1.0, memory_bytes=0)
+    def stage(node: str, layers: int) -> StagePlan:
+        return StagePlan(node=node, device="cpu", layers=layers, micro_batch_s=1.0, memory_bytes=0)
 
     return ClusterPlan(
         name="test",
@@ -43,7 +45,10 @@ def cluster_plan(*groups: tuple[int, Layers], tensor_parallel: int = 1) -> Clust
         iteration_s=1.0,
         sync_s=0.0,
         utilisation=1.0,
-        groups=tuple(GroupPlan(micro_batches=k, seconds=1.0, stages=tuple(map(stage, layers))) for k, layers in groups),
+        groups=tuple(
+            GroupPlan(micro_batches=k, seconds=1.0, stages=tuple(stage(node, n) for n in layers))
+            for (k, layers), node in zip(groups, nodes or ["node0"] * len(groups), strict=True)
+        ),
     )
 
 
@@ -153,8 +158,9 @@ def data(samples: int, *, step: int, alone: bool) -> tuple[Any, Any]:
 def fit(
     out: Path,
     name: str,
-    plan: ClusterPlan | None,
+    plan: ClusterPlan | str | None,
     *,
+    micro_batches: int | None = None,
     step: int = 24,
     resume: str | None = None,
     dtype: Any = torch.float64,
@@ -168,11 +174,14 @@ def fit(
     checkpoint = ModelCheckpoint(
         dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1, monitor="val_loss", save_on_train_epoch_end=False
     )
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    strategy: Any = HeteroParallelStrategy(plan=plan, micro_batches=micro_batches) if plan else "auto"
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=WORLD if plan else 1,
-        strategy=HeteroParallelStrategy(plan=plan) if plan else "auto",
-        plugins=[LightningEnvironment()] if plan else [],
+        devices=1 if not plan else 2 if elastic else WORLD,
+        num_nodes=2 if elastic else 1,
+        strategy=strategy,
+        plugins=[] if strategy == "auto" or elastic else [LightningEnvironment()],
         callbacks=[notes, checkpoint],
         logger=False,
         enable_progress_bar=False,
@@ -189,13 +198,18 @@ def fit(
         "gradients": notes.gradients,
         "val": notes.val,
         "metrics": dict(trainer.callback_metrics),
+        "plan": getattr(strategy, "plan", None),
         "best": checkpoint.best_model_path,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
 
 
 # Depths 3, 2 and 1, boundaries nowhere the same, micro-batches 3, 5 and 4.
-PLANS = {6: cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,))), 3: cluster_plan((7, (5, 1)), (5, (6,))), 1: None}
+PLANS = {
+    6: cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,))),
+    3: cluster_plan((7, (5, 1)), (5, (6,)), nodes=("a", "b")),
+    1: None,
+}
 
 
 def main() -> None:
@@ -203,6 +217,11 @@ def main() -> None:
     folder, plan = Path(sys.argv[1]), PLANS[WORLD]
     if len(sys.argv) > 2:
         out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2])}
+        if plan:
+            automatic.memory_bytes = lambda device: 140_000
+            out["auto"] = fit(folder, "auto", "auto", max_steps=3, micro_batches=12)
+            automatic.memory_bytes = lambda device: 1_000_000
+            out["fits"] = fit(folder, "fits", "auto", max_steps=1)
         torch.save(out, folder / f"resumed{WORLD}-rank{RANK}.pt")
         return
     out = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,12 +18,23 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(script: Path, out: Path, *arguments: str | Path, world: int) -> None:
-    """Runs ``script OUT …`` on as many ranks, and fails with the first one's output that fails."""
+def start(script: Path, out: Path, *arguments: str | Path, world: int, nodes: Sequence[str] = ()) -> None:
+    """Runs ``script OUT …`` on as many ranks, and fails with the first one's output that fails.
+
+    With ``nodes``, each rank's, as torchrun starts them, however many a node has.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
     def run(rank: int) -> None:
         env = {**os.environ, **address, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if nodes:
+            local, names = nodes[:rank].count(nodes[rank]), list(dict.fromkeys(nodes))
+            env |= {
+                "LIGHTNING_HETERO_NODE": nodes[rank],
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+            }
+            env |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(names.index(nodes[rank]))}
         done = run_script(script, out, *arguments, cwd=out, env=env, timeout_s=300)
         assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

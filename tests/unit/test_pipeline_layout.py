@@ -63,6 +63,13 @@ def test_ranks_go_where_their_node_is_named() -> None:
         layout(plan, nodes=["b", "b", "b", "a", "a", None])
 
 
+def test_devices_that_the_plan_leaves_idle_have_no_place() -> None:
+    plan = replace(on_nodes(PLAN, ("a", "b", "b"), ("a", "b"), ("a",)), idle={"a": 1, "c": 1})
+    assert layout(plan, nodes=["a", "b", "b", "b", "a", "a", "a", "c"]).slots[6:] == (None, None)
+    assert layout(plan, nodes=[None] * 8).slots[3:5] == (None, Slot(0, 1, 0))
+    assert None not in layout(plan).slots
+
+
 def test_ranks_of_one_stage_are_neighbours() -> None:
     plan = cluster_plan((2, (2, 4)), (1, (6,)), tensor_parallel=2)
     found = layout(plan)

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.cluster_plan import ClusterPlan, StagePlan
+from lightning_hetero.ir.cluster_plan import ClusterPlan
 
 NODE = "LIGHTNING_HETERO_NODE"  # in a process' environment: the plan's name of its node
 
@@ -35,12 +35,12 @@ class Layout:
 
     Attributes:
         plan: The plan.
-        slots: Each rank's place.
+        slots: Each rank's place; ``None``: it idles.
         bounds: For each group, the layer at which each stage begins, and the number of layers at the end.
     """
 
     plan: ClusterPlan
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot | None, ...]
     bounds: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -52,16 +52,11 @@ class Layout:
             num_layers: Layers of the module, repeated or not.
             repeated: Those that the plan counts. What precedes them is the first stage's, what follows them the last's.
             nodes: For each rank the plan's name of its node. All ``None``: ranks are numbered node by node, in the order in which
-                the plan names them.
+                the plan names them; its idle devices have none, or all have one.
 
         Raises:
             ConfigError: Ranks, nodes, layers or micro-batches do not match the plan.
         """
-        if len(nodes) != plan.world_size:
-            raise ConfigError(
-                f"the plan has {plan.world_size} working devices, and {len(nodes)} processes were started. "
-                "Start one for each (`lightning-hetero launch` prints the lines), or plan for this cluster."
-            )
         bounds = []
         for j, group in enumerate(plan.groups):
             layers = [stage.layers for stage in group.stages]
@@ -141,7 +136,7 @@ class Layout:
 
     @cached_property
     def _ranks(self) -> dict[Slot, int]:
-        return {slot: rank for rank, slot in enumerate(self.slots)}
+        return {slot: rank for rank, slot in enumerate(self.slots) if slot is not None}
 
 
 def is_data_parallel(plan: ClusterPlan) -> bool:
@@ -149,20 +144,29 @@ def is_data_parallel(plan: ClusterPlan) -> bool:
     return plan.tensor_parallel == 1 and all(len(group.stages) == 1 for group in plan.groups)
 
 
-def _slots(plan: ClusterPlan, nodes: Sequence[str | None]) -> tuple[Slot, ...]:
-    """A place for each rank: those of a node to its ranks, in order; shards of one stage are neighbours."""
-    stages: dict[str, list[tuple[int, int, StagePlan]]] = {}
+def _slots(plan: ClusterPlan, nodes: Sequence[str | None]) -> tuple[Slot | None, ...]:
+    """A place for each rank: those of a node to its first ranks, in order, shards of one stage side by side; the others idle."""
+    places: dict[str, list[Slot | None]] = {}
     for j, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
-            stages.setdefault(stage.node, []).append((j, s, stage))
-    places = {node: [Slot(j, s, shard) for j, s, _ in own for shard in range(plan.tensor_parallel)] for node, own in stages.items()}
+            places.setdefault(stage.node, []).extend(Slot(j, s, shard) for shard in range(plan.tensor_parallel))
+    expected = {node: len(own) for node, own in places.items()}
     if all(node is None for node in nodes):
-        return tuple(slot for own in places.values() for slot in own)
-    found, expected = Counter(nodes), Counter({node: len(own) for node, own in places.items()})
-    if found != expected:
+        idle = plan.idle if len(nodes) > plan.world_size else {}
+        for node, count in idle.items():
+            places.setdefault(node, []).extend([None] * count)
+        found = tuple(slot for own in places.values() for slot in own)
+        if len(found) == len(nodes):
+            return found
         raise ConfigError(
-            f"processes by node: {dict(found)}; the plan has {dict(expected)}. Set {NODE} on every node to its name "
-            "in the plan, as `lightning-hetero launch` does, and start as many processes as it has working devices."
+            f"the plan has {plan.world_size} working devices, and {len(nodes)} processes were started. "
+            "Start one for each (`lightning-hetero launch` prints the lines), or plan for this cluster."
+        )
+    started = Counter(nodes)
+    if any(started[node] < count for node, count in expected.items()):
+        raise ConfigError(
+            f"processes by node: {dict(started)}; the plan has {expected}. Set {NODE} on every node to its name in the plan, as "
+            "`lightning-hetero launch` does, and start as many processes as it has working devices."
         )
     left = {node: iter(own) for node, own in places.items()}
-    return tuple(next(left[node]) for node in nodes if node is not None)
+    return tuple(next(left.get(node or "", iter(())), None) for node in nodes)

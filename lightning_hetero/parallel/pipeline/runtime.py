@@ -77,14 +77,14 @@ class Pipelines:
         """
         self.layers, self.layout, self.rank, self.device = layers, layout, rank, device
         self.slot = layout.slots[rank]
-        own = layout.layers(self.slot.group, self.slot.stage)
+        own = range(0) if self.slot is None else layout.layers(self.slot.group, self.slot.stage)
         self.groups = Groups(layout, layers, timeout)
         broadcast(layers, device)
         layers.keep(own, device)
         self.synchronisation = Synchronisation(layout, layers, self.groups, rank)
         self._context = context
         self._stage = _Stage([layers.modules[i] for i in own], context)
-        self._pipeline = layout.pipeline(self.slot.group, self.slot.shard)
+        self._pipeline = () if self.slot is None else layout.pipeline(self.slot.group, self.slot.shard)
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._micro: list[Any] = []
         self._found: dict[int, Sums] = {}
@@ -96,7 +96,12 @@ class Pipelines:
     @property
     def is_last(self) -> bool:
         """Losses are computed here."""
-        return self.slot.stage == self.layout.depth(self.slot.group) - 1
+        return self.slot is not None and self.slot.stage == self.layout.depth(self.slot.group) - 1
+
+    @property
+    def group(self) -> int:
+        """Whose batches this rank loads: its pipeline's; an idle rank has to load some, and loads the first one's."""
+        return 0 if self.slot is None else self.slot.group
 
     # ---- steps --------------------------------------------------------------------------------------------------------------
 
@@ -112,8 +117,7 @@ class Pipelines:
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        count = self.layout.micro_batches[self.slot.group]
-        self._run(batch, count, training=True)
+        self._run(batch, self.layout.micro_batches[self.group], training=True)
         self._parked = self.synchronisation.reduce()
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -146,27 +150,30 @@ class Pipelines:
             batch: The group's part.
             weight: 0: a batch that others evaluate, computed because all have to take part.
         """
-        most = self.layout.micro_batches[self.slot.group]
+        most = self.layout.micro_batches[self.group]
         samples = num_samples(batch)
         self._run(batch, max(k for k in range(1, most + 1) if samples % k == 0), training=False)
         return self._means(weight)
 
     def _run(self, batch: Any, count: int, *, training: bool) -> None:
-        self._micro, self._found = split(batch, count), {}
-        schedule = self._schedule(count, training=training)
+        self._found = {}
+        if self.slot is None:
+            return
+        self._micro = split(batch, count)
+        schedule = self._schedule(self.slot.stage, count, training=training)
         arguments = self.layers.stage_inputs(batch) if self.slot.stage == 0 else ()
         options = {"target": torch.arange(count)} if self.is_last else {}
         run = schedule.step if training else schedule.eval
         run(*arguments, **options, return_outputs=False)
         self._micro = []
 
-    def _schedule(self, count: int, *, training: bool) -> Any:
+    def _schedule(self, index: int, count: int, *, training: bool) -> Any:
         """A schedule of torch's for batches of this shape; all ranks of a group see the same ones."""
         shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(self._micro[0]) if isinstance(t, Tensor)]
         key = (training, torch.is_inference_mode_enabled(), count, tuple(shapes))
         if key not in self._schedules:
             group = self.groups.of(self._pipeline)
-            stage = PipelineStage(self._stage, self.slot.stage, len(self._pipeline), self.device, group=group)
+            stage = PipelineStage(self._stage, index, len(self._pipeline), self.device, group=group)
             stage.stage_index_to_group_rank = {s: dist.get_group_rank(group, r) for s, r in enumerate(self._pipeline)}
             # Evaluation may have fewer micro-batches than stages, which 1F1B does not take.
             kind: Any = Schedule1F1B if training else ScheduleGPipe
@@ -205,7 +212,7 @@ class Pipelines:
     def _means(self, weight: float, *, failed: bool = False) -> Means:
         names = self._agreed_names()
         row = torch.zeros(3 + len(names), dtype=torch.float64)
-        if self.is_last and self.slot.shard == 0:
+        if self.slot is not None and self.is_last and self.slot.shard == 0:
             for sums in self._found.values():
                 row[:-1] += weight * sums.as_row(names)
             unknown = {name for sums in self._found.values() for name in sums.further} - set(names)
@@ -262,13 +269,16 @@ class Pipelines:
             value = whole.full_tensor() if hasattr(whole, "full_tensor") else norm
             if parameters[i] in counted:
                 norms[i] = value
-        dist.all_reduce(norms, group=self.groups.of(self._pipeline))
+        if self.slot is not None:
+            dist.all_reduce(norms, group=self.groups.of(self._pipeline))
         total: Tensor = torch.linalg.vector_norm(norms)
         torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in held], most, total)
         return total
 
     def _counted_once(self) -> list[nn.Parameter]:
         """Parameters of this stage, without tied ones that an earlier stage of the pipeline holds too."""
+        if self.slot is None:
+            return []
         named, tied = dict(self.layers.module.named_parameters()), self.layers.tied
         begin = self.layout.layers(self.slot.group, self.slot.stage).start
         return [named[name] for name in self.synchronisation.names() if name not in tied or tied[name][0] >= begin]

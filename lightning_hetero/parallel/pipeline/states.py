@@ -66,23 +66,17 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def _gathered(pipelines: Pipelines, of: Callable[[int], dict[Any, Any]]) -> dict[Any, Any]:
     """What rank 0's pipeline holds, layer by layer: never more than one layer is on its way."""
-    layout, slot = pipelines.layout, pipelines.slot
-    home = layout.slots[0]
-    assert home.shard == 0
-    if slot.group != home.group:
-        return {}
-    group = pipelines.groups.of(layout.pipeline(slot.group, slot.shard))
+    layout, rank = pipelines.layout, pipelines.rank
+    group = 0 if layout.slots[0] is None else layout.slots[0].group
     found: dict[Any, Any] = {}
     for layer in range(layout.num_layers):
-        owner = layout.rank(slot.group, layout.stage_of(slot.group, layer), slot.shard)
-        piece = of(layer) if owner == pipelines.rank else {}
-        if slot.shard:
-            continue
-        if owner == pipelines.rank and owner:
-            dist.send_object_list([piece], dst=0, group=group, device=pipelines.device)
-        elif owner and pipelines.rank == 0:
+        owners = layout.stage(group, layout.stage_of(group, layer))
+        piece = of(layer) if rank in owners else {}
+        if owners[0] == rank != 0:
+            dist.send_object_list([piece], dst=0, device=pipelines.device)
+        elif owners[0] != rank == 0:
             received: list[Any] = [None]
-            dist.recv_object_list(received, src=owner, group=group, device=pipelines.device)
+            dist.recv_object_list(received, src=owners[0], device=pipelines.device)
             piece = received[0]
         for key, value in piece.items():
             found.setdefault(key, value)

@@ -61,9 +61,11 @@ class Synchronisation:
 
     def __init__(self, layout: Layout, layers: Layers, groups: Groups, rank: int) -> None:
         self.layers, self._groups = layers, groups
+        self._buckets: list[_Bucket] = []
         slot = layout.slots[rank]
+        if slot is None:
+            return
         own = layout.layers(slot.group, slot.stage)
-        self._buckets = []
         for segment in layout.segments:
             if segment.start in own:
                 names = dict.fromkeys(n for i in segment for n in layers.parameters(i) if n not in layers.tied)
