@@ -297,9 +297,14 @@ class HeteroPipelines(HeteroParallel):
             states.load_optimizer_state(self.pipelines, optimizer, state)
 
     def teardown(self) -> None:
-        """Gives clipping back to the precision plugin."""
+        """Gives clipping back to the precision plugin. A pipeline's layers stay on their device: other ranks hold the rest."""
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        super().teardown()
+        if self.pipelines is None:
+            super().teardown()
+            return
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            assert part is not None
+            part.teardown()
 
 
 class _Parked(torch.autograd.Function):

@@ -50,7 +50,7 @@ def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scenario", ["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("scenario", ["plain", "clipped", "accumulated", "sharded"])
 def test_pipelines_train_as_one_process(scenario: str, alone: Results, ranks: list[Results]) -> None:
     expected = alone[scenario]
     for rank in ranks:
@@ -74,7 +74,7 @@ def test_every_layer_is_held_once_by_each_group(alone: Results, ranks: list[Resu
 
 def test_replicas_are_equal_bit_for_bit(ranks: list[Results]) -> None:
     whole = ranks[5]
-    for scenario in ("plain", "clipped", "accumulated", "bf16"):
+    for scenario in ("plain", "clipped", "accumulated", "sharded", "bf16"):
         for rank in ranks:
             assert all(torch.equal(value, whole[scenario]["weights"][name]) for name, value in rank[scenario]["weights"].items())
 
@@ -90,9 +90,10 @@ def test_validation_is_the_mean_over_all_items_on_all_ranks(alone: Results, rank
         assert Path(rank["plain"]["best"]).name == Path(alone["plain"]["best"]).name
 
 
-def test_a_checkpoint_is_that_of_one_process(folder: Path) -> None:
-    found = load(folder, "plain-6/step=3.ckpt")
-    expected = load(folder, "plain-1/step=3.ckpt")
+@pytest.mark.parametrize("name", ["plain-6", "sharded-6", "idle-3"])
+def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path) -> None:
+    found = load(folder, f"{name}/step=3.ckpt")
+    expected = load(folder, f"{'plain' if name == 'plain-6' else 'clipped'}-1/step=3.ckpt")
     assert list(found["state_dict"]) == list(expected["state_dict"])
     assert_close(expected["state_dict"], found["state_dict"])
     (a,), (b,) = expected["optimizer_states"], found["optimizer_states"]
@@ -117,6 +118,20 @@ def test_mixed_precision_computes_in_16_bit(alone: Results, ranks: list[Results]
         assert rank["bf16"]["losses"] != rank["plain"]["losses"][:2]
         for name, value in rank["bf16"]["gradients"][0].items():
             torch.testing.assert_close(value, alone["bf16"]["gradients"][0][name], rtol=0.1, atol=0.05)
+
+
+def test_ranks_of_one_stage_share_its_widest_layers(ranks: list[Results]) -> None:
+    assert ranks[0]["sharded"]["local"]["blocks.0.up.weight"] == (16, 8)
+    assert ranks[1]["sharded"]["local"]["blocks.0.down.weight"] == (8, 16)
+    assert ranks[1]["sharded"]["local"]["blocks.0.norm.weight"] == (8,)
+
+
+def test_a_rank_that_idles_holds_nothing(folder: Path, alone: Results) -> None:
+    idle, first, second = (load(folder, f"resumed3-rank{rank}.pt")["idle"] for rank in range(3))
+    assert not idle["weights"]
+    assert_close(alone["clipped"]["weights"], first["weights"])
+    assert_close(alone["clipped"]["weights"], second["weights"])
+    assert idle["losses"] == first["losses"] == second["losses"]
 
 
 def test_a_mean_loss_is_refused_on_all_ranks(ranks: list[Results]) -> None:

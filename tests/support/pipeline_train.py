@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.pipeline import automatic
+from lightning_hetero.parallel.pipeline.synchronise import local
 from lightning_hetero.strategies import HeteroParallelStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -194,6 +196,7 @@ def fit(
     return {
         "weights": {n: whole(p) for n, p in module.state_dict().items() if any(p.stride())},
         "state": [whole(s["exp_avg_sq"]) for _, s in sorted(trainer.optimizers[0].state_dict()["state"].items())],
+        "local": {n: tuple(local(p).shape) for n, p in module.named_parameters()},
         "losses": notes.losses,
         "gradients": notes.gradients,
         "val": notes.val,
@@ -210,6 +213,8 @@ PLANS = {
     3: cluster_plan((7, (5, 1)), (5, (6,)), nodes=("a", "b")),
     1: None,
 }
+SHARDED = cluster_plan((5, (2, 4)), (7, (6,)), tensor_parallel=2)
+IDLE = replace(cluster_plan((12, (2, 4)), nodes=("a",)), idle={"b": 1})
 
 
 def main() -> None:
@@ -218,6 +223,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2])}
         if plan:
+            out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
             automatic.memory_bytes = lambda device: 140_000
             out["auto"] = fit(folder, "auto", "auto", max_steps=3, micro_batches=12)
             automatic.memory_bytes = lambda device: 1_000_000
@@ -228,6 +234,7 @@ def main() -> None:
         "plain": fit(folder, "plain", plan, max_epochs=2),
         "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
+        "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
     }
     if plan:

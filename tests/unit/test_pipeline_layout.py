@@ -15,6 +15,7 @@ from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline.layers import Layers, is_elsewhere
 from lightning_hetero.parallel.pipeline.layout import Layout, Slot, is_data_parallel
 from lightning_hetero.parallel.pipeline.sums import Sums, split
+from lightning_hetero.parallel.pipeline.tensor import linear_pairs
 
 PLAN = cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,)))
 
@@ -154,3 +155,16 @@ def test_batches_are_cut_into_equal_micro_batches() -> None:
     assert parts[0]["name"] == "n"
     with pytest.raises(ConfigError, match="6 samples cannot be cut into 4"):
         split(torch.arange(6), 4)
+
+
+def test_linears_that_widen_and_narrow_are_shared() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+            self.mlp = nn.ModuleDict({"gate": nn.Linear(8, 24), "up": nn.Linear(8, 24), "act": nn.GELU(), "down": nn.Linear(24, 8)})
+
+    found = {name: type(style).__name__ for name, style in linear_pairs(Gated()).items()}
+    assert found == {"mlp.gate": "ColwiseParallel", "mlp.up": "ColwiseParallel", "mlp.down": "RowwiseParallel"}
+    assert linear_pairs(nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 32))) == {}
+    assert linear_pairs(nn.Linear(8, 24)) == {}

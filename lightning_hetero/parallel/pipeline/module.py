@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.parallel.pipeline.sums import Sums
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class StagedSteps:
@@ -43,6 +46,15 @@ class StagedSteps:
         if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor):
             return batch[0]
         raise ConfigError(f"the batch is a {type(batch).__name__}; say with stage_inputs(batch) what of it the first layer gets.")
+
+    def tensor_parallel(self, layer: nn.Module) -> Mapping[str, ParallelStyle]:
+        """How the ranks of one stage share a layer: torch's styles by the names of its modules; none: each computes all of it.
+
+        Default: pairs of Linears of which one widens and the next narrows.
+        """
+        from lightning_hetero.parallel.pipeline.tensor import linear_pairs
+
+        return linear_pairs(layer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss, logged as ``train_loss``."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
@@ -21,6 +22,7 @@ from lightning_hetero.parallel.pipeline.layout import Layout
 from lightning_hetero.parallel.pipeline.module import run_layers
 from lightning_hetero.parallel.pipeline.sums import Sums, joined, num_samples, split
 from lightning_hetero.parallel.pipeline.synchronise import Groups, Synchronisation, broadcast, local
+from lightning_hetero.parallel.pipeline.tensor import parallelize
 
 _SCHEDULES = 8  # kept for shapes of batches that come again; each has its own receive buffers
 _ADDITIVE = 1e-2  # by how much, relatively, the loss of two micro-batches together may differ from their sum
@@ -82,6 +84,9 @@ class Pipelines:
         broadcast(layers, device)
         layers.keep(own, device)
         self.synchronisation = Synchronisation(layout, layers, self.groups, rank)
+        if self.slot is not None and layout.num_shards > 1:
+            stage = self.groups.of(layout.stage(self.slot.group, self.slot.stage))
+            parallelize(layers, own, DeviceMesh.from_group(stage, device.type))
         self._context = context
         self._stage = _Stage([layers.modules[i] for i in own], context)
         self._pipeline = () if self.slot is None else layout.pipeline(self.slot.group, self.slot.shard)
@@ -259,20 +264,22 @@ class Pipelines:
         Returns:
             The norm before.
         """
-        held = [i for i, p in enumerate(parameters) if p.grad is not None]
         counted = set(self._counted_once())
         wide = any(p.dtype == torch.float64 for p in parameters)
         norms = torch.zeros(len(parameters), dtype=torch.float64 if wide else torch.float32, device=self.device)
-        found = torch._foreach_norm([_gradient(parameters[i]) for i in held], 2.0) if held else ()
-        for i, norm in zip(held, found, strict=True):
-            whole: Any = norm
-            value = whole.full_tensor() if hasattr(whole, "full_tensor") else norm
-            if parameters[i] in counted:
-                norms[i] = value
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                norm: Any = torch.linalg.vector_norm(parameter.grad)
+                value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                if parameter in counted:
+                    norms[i] = value
         if self.slot is not None:
             dist.all_reduce(norms, group=self.groups.of(self._pipeline))
         total: Tensor = torch.linalg.vector_norm(norms)
-        torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in held], most, total)
+        factor = torch.clamp(most / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
         return total
 
     def _counted_once(self) -> list[nn.Parameter]:
@@ -282,11 +289,6 @@ class Pipelines:
         named, tied = dict(self.layers.module.named_parameters()), self.layers.tied
         begin = self.layout.layers(self.slot.group, self.slot.stage).start
         return [named[name] for name in self.synchronisation.names() if name not in tied or tied[name][0] >= begin]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class _Stage(nn.Module):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_hetero.parallel.pipeline.layers import is_elsewhere
 from lightning_hetero.parallel.pipeline.runtime import Pipelines
-from lightning_hetero.parallel.pipeline.synchronise import like, local
 
 
 def model_state(pipelines: Pipelines) -> dict[str, Any]:
@@ -96,5 +95,4 @@ def _part(parameter: Any, value: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return like(parameter, local(part))
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -22,6 +22,8 @@ class Groups:
         self._made: dict[tuple[int, ...], Any] = {}
         wanted = [layout.pipeline(j, k) for k in range(layout.num_shards) for j in range(layout.num_groups)]
         wanted += [layout.owners(segment.start, k) for k in range(layout.num_shards) for segment in layout.segments]
+        if layout.num_shards > 1:
+            wanted += [layout.stage(j, s) for j in range(layout.num_groups) for s in range(layout.depth(j))]
         wanted += [tied_ranks(layout, users, k) for k in range(layout.num_shards) for users in layers.tied.values()]
         for ranks in wanted:
             key = tuple(sorted(ranks))
@@ -107,9 +109,19 @@ def local(tensor: Tensor) -> Tensor:
     return whole.to_local() if hasattr(whole, "to_local") else tensor
 
 
+def _placed(parameter: nn.Parameter) -> Tensor:
+    """The gradient, sharded as its parameter is."""
+    whole: Any = parameter
+    gradient: Any = parameter.grad
+    if hasattr(whole, "placements") and gradient.placements != whole.placements:
+        gradient = gradient.redistribute(placements=whole.placements)
+    found: Tensor = gradient
+    return found
+
+
 def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Their gradients in one tensor; behind them, for each, whether it has one."""
-    grads = [None if p.grad is None else local(p.grad) for p in parameters]
+    grads = [None if p.grad is None else local(_placed(p)) for p in parameters]
     pieces = [torch.zeros_like(local(p)) if g is None else g for p, g in zip(parameters, grads, strict=True)]
     present = pieces[0].new_tensor([g is not None for g in grads])
     return torch.cat([*(piece.reshape(-1) for piece in pieces), present])
