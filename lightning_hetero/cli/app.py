@@ -236,12 +236,14 @@ def launch(
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the rendezvous store runs.")],
     least_nodes: Annotated[int, typer.Option(metavar="N", help="Training goes on with so many nodes.")] = 1,
     run_id: Annotated[str, typer.Option(metavar="NAME", help="Tells runs on one store apart.")] = "hetero",
+    steps: Annotated[str | None, typer.Option(metavar="PATH", help="Where steps are committed; a directory or URL.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="NODE", help='Run this node\'s line, or the "store".')] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Prints the torchrun lines that start a cluster plan. Nodes may vanish and join while it trains."""
+    """Prints the torchrun lines that start a cluster plan, or runs one. Nodes may vanish and join while it trains."""
     from lightning_hetero.cli import launch as command
 
-    command.run(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, as_json=as_json)
+    command.run(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, steps=steps, name=run, as_json=as_json)
 
 
 SomePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, safetensors, a checkpoint or a plan file.")]

@@ -9,6 +9,7 @@ others have too, with weight 0, since every rank has to take part in the reducti
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class SharedBatches(Sampler[list[int]]):
         self.given = 0  # global batches that were handed out, of all epochs
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(seconds))]
         self._taken: deque[Taken] = deque()
+        self._begin = 0  # the first global batch of the next epoch that is handed out
         self.shares  # noqa: B018  refuses what cannot be cut
 
     @property
@@ -95,6 +97,10 @@ class SharedBatches(Sampler[list[int]]):
         """What this rank has of the batch that is computed next: they are computed in the order in which they were handed out."""
         return self._taken.popleft()
 
+    def begin_at(self, batch: int) -> None:
+        """The epoch that is begun next leaves out its first global batches: they were trained on before."""
+        self._begin = batch
+
     def __len__(self) -> int:
         """Global batches of an epoch."""
         full, rest = divmod(len(self.sampler), self.batch)
@@ -103,8 +109,12 @@ class SharedBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of every global batch."""
         self._taken.clear()  # of an epoch that was left early
+        begin, self._begin = self._begin, 0
+        return self._handed_out(begin)
+
+    def _handed_out(self, begin: int) -> Iterator[list[int]]:
         whole: list[int] = []
-        for index in self.sampler:
+        for index in itertools.islice(self.sampler, begin * self.batch, None):
             whole.append(index)
             if len(whole) == self.batch:
                 yield self._part(whole)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,8 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.parallel.elastic import Elastic, elastic_from, node_name
 from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
+from lightning_hetero.strategies import elastic as elastic_callback
+from lightning_hetero.strategies.resume import end_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -27,18 +32,23 @@ log = logging.getLogger(__name__)
 class HeteroParallel(_Base):
     """Data parallelism for devices of different speed: batches are cut by speed, gradients weighted by samples.
 
-    A step trains on ``batch_size`` samples times the number of devices, as with DDP, but a rank that is twice as fast gets twice as
-    many of them. The gradient is that of the mean over all samples of the step, whoever computed them: that of one process with the
-    whole batch, but for the order of additions. Samples come in the order of one
+    A step trains on ``batch_size`` samples times the number of devices, as with DDP, or on ``global_batch_size``, but a rank that
+    is twice as fast gets twice as many of them. The gradient is that of the mean over all samples of the step, whoever computed
+    them: that of one process with the whole batch, but for the order of additions. Samples come in the order of one
     :class:`~torch.utils.data.DistributedSampler` over all of them. A last batch that is not full is cut like any other, nothing is
     repeated. The loss has to be a mean over the samples of its batch.
 
-    Validation and testing are DDP's.
+    Validation and testing are DDP's. Under torchrun there are as many ranks as it starts, whatever ``num_nodes`` says.
 
     Args:
-        speeds: Relative speed of each rank, by rank, such as ``[1, 1, 3]``. Default: equal at first, then as measured.
+        speeds: Relative speed of each rank, by rank, such as ``[1, 1, 3]``, or by the name of its node, such as ``{"spot": 3.0}``:
+            the name in the cluster plan that was launched, else the host's. Default: equal at first, then as measured.
         rebalance_every: Training batches between two looks at the speeds; 0: ``speeds`` stay.
         rebalance_drift: By how much, relatively, other shares must shorten a step before they come into force.
+        global_batch_size: Samples of a step, of all ranks. Default: ``batch_size`` times the number of ranks; an elastic run keeps
+            what it began with.
+        elastic: Where steps are committed, or an :class:`~lightning_hetero.parallel.elastic.Elastic`: a restart goes on from the
+            newest one, with the ranks that are there. Default: the environment variable ``LIGHTNING_HETERO_STEPS``.
         ddp: Everything else is given to :class:`~lightning.pytorch.strategies.DDPStrategy`.
     """
 
@@ -48,19 +58,32 @@ class HeteroParallel(_Base):
     def __init__(
         self,
         *,
-        speeds: Sequence[float] | None = None,
+        speeds: Sequence[float] | Mapping[str, float] | None = None,
         rebalance_every: int = 20,
         rebalance_drift: float = 0.05,
+        global_batch_size: int | None = None,
+        elastic: str | os.PathLike[str] | Elastic | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        if speeds is not None and not all(isinstance(s, int | float) and 0 < s < float("inf") for s in speeds):
-            raise ConfigError(f"speeds={speeds!r}; allowed: a positive number for each rank.")
+        numbers = speeds.values() if isinstance(speeds, Mapping) else speeds or ()
+        if not all(isinstance(s, int | float) and 0 < s < float("inf") for s in numbers):
+            raise ConfigError(f"speeds={speeds!r}; allowed: a positive number for each rank, or for each node by its name.")
+        whole = isinstance(global_batch_size, int) and not isinstance(global_batch_size, bool) and global_batch_size > 0
+        if global_batch_size is not None and not whole:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size!r}; allowed: a whole number of samples, at least one for each rank."
+            )
         if isinstance(rebalance_every, bool) or not isinstance(rebalance_every, int) or rebalance_every < 0:
             raise ConfigError(f"rebalance_every={rebalance_every!r}; allowed: a whole number of batches, 0 for never.")
         if not isinstance(rebalance_drift, int | float) or not 0 <= rebalance_drift < float("inf"):
             raise ConfigError(f"rebalance_drift={rebalance_drift!r}; allowed: a number of at least 0.")
-        self._speeds = None if speeds is None else tuple(map(float, speeds))
+        self._speeds = speeds
+        self._global_batch = global_batch_size
+        self._elastic = elastic_from(elastic)
+        self._elastic_callback: Any = None
+        self._names: tuple[str, ...] = ()  # of the ranks' nodes
+        self._known: dict[str, float] = {}  # seconds of one sample by node, as measured before a restart
         self._every, self._drift = rebalance_every, float(rebalance_drift)
         self._batches: SharedBatches | None = None
         self._taken = Taken(1, 1.0)
@@ -74,6 +97,27 @@ class HeteroParallel(_Base):
 
     # ---- setup --------------------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            super()._configure_launcher()
+
+    @property
+    def _under_torchrun(self) -> bool:
+        environments = importlib.import_module(f"{self.namespace}.plugins.environments")
+        return isinstance(self.cluster_environment, environments.TorchElasticEnvironment)
+
+    def setup_environment(self) -> None:
+        """Asks all ranks on which node they are; a fit that is elastic gets its callback."""
+        super().setup_environment()
+        names: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(names, node_name())
+        self._names = tuple(names)
+        if self._elastic is not None and self._is_fitting():
+            self._elastic_callback = elastic_callback.make(self.namespace, self._elastic)
+            self._callbacks().append(self._elastic_callback)
+
     def setup(self, trainer: Any) -> None:
         """Sets up what the base class does, and watches the model to time it."""
         super().setup(trainer)
@@ -86,22 +130,40 @@ class HeteroParallel(_Base):
         assert self.lightning_module is not None
         stopwatch.watch_gradients(self.lightning_module.parameters())
 
+    def on_exception(self, exception: BaseException) -> None:
+        """A fit that has failed gives back the signal: Lightning calls no other hook."""
+        super().on_exception(exception)
+        self._end_elastic()
+
     def teardown(self) -> None:
         """Takes the hooks off the parameters."""
         if self.stopwatch is not None:
             self.stopwatch.stop_watching()
+        self._end_elastic()
         super().teardown()
+
+    def _end_elastic(self) -> None:
+        if self._elastic_callback is None:
+            return
+        self._elastic_callback.end()
+        if self._elastic_callback in self._callbacks():
+            self._callbacks().remove(self._elastic_callback)
+        self._elastic_callback = None
+
+    def _callbacks(self) -> list[Any]:
+        module: Any = self.lightning_module
+        return [] if module is None or module._trainer is None else module._trainer.callbacks
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For training one sampler over everything, the same on all ranks; else DDP's."""
-        return {"num_replicas": 1, "rank": 0} if self._is_training() else super().distributed_sampler_kwargs
+        parts, part = self._parts
+        return {"num_replicas": 1, "rank": 0} if self._is_training() else {"num_replicas": parts, "rank": part}
 
     @property
     def _parts(self) -> tuple[int, int]:
         """Into how many parts a batch is cut, and which one is this rank's."""
-        of_all = super().distributed_sampler_kwargs
-        return int(of_all["num_replicas"]), int(of_all["rank"])
+        return int(self.world_size), int(self.global_rank)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Cuts the batches of the training data by the shares.
@@ -116,7 +178,7 @@ class HeteroParallel(_Base):
         self._check(dataloader)
         self._batches = SharedBatches(
             dataloader.sampler,
-            batch=dataloader.batch_size * self._micro_batches(),
+            batch=self._global_batch or dataloader.batch_size * self._micro_batches(),
             seconds=self._seconds(),
             rank=self._parts[1],
             drop_last=dataloader.drop_last,
@@ -132,10 +194,23 @@ class HeteroParallel(_Base):
         parts, _ = self._parts
         if self._batches is not None and len(self._batches.seconds) == parts:
             return self._batches.seconds
+        nodes = self._part_names()
+        if self._known:
+            new = sum(self._known.values()) / len(self._known)
+            return tuple(self._known.get(name, new) for name in nodes)
         speeds = self._speeds or (1.0,) * parts
+        if isinstance(speeds, Mapping):
+            if strangers := sorted(set(nodes) - set(speeds)):
+                raise ConfigError(f"speeds={dict(speeds)!r} lacks nodes {strangers}; give one for each node that may come.")
+            speeds = [speeds[name] for name in nodes]
         if len(speeds) != parts:
-            raise ConfigError(f"speeds has {len(speeds)} numbers for {parts} ranks; give one for each.")
+            by_name = " Where ranks come and go, give them by the name of the node." if self._elastic is not None else ""
+            raise ConfigError(f"speeds has {len(speeds)} numbers for {parts} ranks; give one for each.{by_name}")
         return tuple(1 / s for s in speeds)
+
+    def _part_names(self) -> tuple[str, ...]:
+        """The node of each part of a batch."""
+        return self._names
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise UnsupportedError(f"strategy {self.strategy_name!r} got {what}; its batches cannot be cut by speed. {remedy}")
@@ -158,6 +233,36 @@ class HeteroParallel(_Base):
         data = self.lightning_module.trainer.train_dataloader
         if not isinstance(data, DataLoader):
             self._refuse(f"{type(data).__name__} of loaders as training data", "Pass one torch DataLoader.")
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins with the first batch that the checkpoint has not seen, if there is one: Lightning would begin the epoch anew."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        loop = trainer.fit_loop
+        done = loop.epoch_loop.batch_progress.current.processed
+        if loop.restarting and 0 < done < trainer.num_training_batches:
+            trainer.train_dataloader.batch_sampler.begin_at(done)
+            iter(loop._data_fetcher)
+            # Lightning warns that data begins anew; it does not.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        if self._elastic_callback is not None and self._elastic_callback.resumed is not None:
+            end_batch(trainer, self.namespace)
+
+    # ---- elastic ------------------------------------------------------------------------------------------------------------
+
+    def elastic_state(self) -> dict[str, Any]:
+        """What a restart wants to know: the samples of a step, and how fast the nodes are."""
+        if self._batches is None:
+            return {"global_batch_size": self._global_batch, "seconds": self._known}
+        measured = dict(zip(self._part_names(), self._batches.seconds, strict=True)) if self._every else {}
+        return {"global_batch_size": self._batches.batch, "seconds": self._known | measured}
+
+    def load_elastic_state(self, state: dict[str, Any]) -> None:
+        """Goes on with what another incarnation knew."""
+        if self._global_batch is None:
+            self._global_batch = state["global_batch_size"]
+        self._known = dict(state["seconds"])
 
     # ---- steps --------------------------------------------------------------------------------------------------------------
 
@@ -248,6 +353,8 @@ class HeteroParallelFsdp(HeteroParallel):
         speeds: As in :class:`HeteroParallel`, one for each data-parallel part.
         rebalance_every: The same.
         rebalance_drift: The same.
+        global_batch_size: The same.
+        elastic: The same.
         data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
         tensor_parallel_size: Ranks of one part.
         model_parallel: Everything else is given to Lightning's ``ModelParallelStrategy``.
@@ -258,9 +365,11 @@ class HeteroParallelFsdp(HeteroParallel):
     def __init__(
         self,
         *,
-        speeds: Sequence[float] | None = None,
+        speeds: Sequence[float] | Mapping[str, float] | None = None,
         rebalance_every: int = 20,
         rebalance_drift: float = 0.05,
+        global_batch_size: int | None = None,
+        elastic: str | os.PathLike[str] | Elastic | None = None,
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int = 1,
         **model_parallel: Any,
@@ -269,6 +378,8 @@ class HeteroParallelFsdp(HeteroParallel):
             speeds=speeds,
             rebalance_every=rebalance_every,
             rebalance_drift=rebalance_drift,
+            global_batch_size=global_batch_size,
+            elastic=elastic,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             **model_parallel,
@@ -278,8 +389,18 @@ class HeteroParallelFsdp(HeteroParallel):
     def setup_environment(self) -> None:
         """Puts all ranks into the data-parallel dimension where its size is not given."""
         data, tensor = self._mesh_sizes
-        self._data_parallel_size = self.num_nodes * self.num_processes // tensor if data == "auto" else data
+        assert self.cluster_environment is not None
+        ranks = self.cluster_environment.world_size() if self._under_torchrun else self.num_nodes * self.num_processes
+        self._data_parallel_size = ranks // tensor if data == "auto" else data
         super().setup_environment()
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        of_mesh = super(HeteroParallel, self).distributed_sampler_kwargs  # ModelParallelStrategy's
+        return int(of_mesh["num_replicas"]), int(of_mesh["rank"])
+
+    def _part_names(self) -> tuple[str, ...]:
+        return self._names[:: self._mesh_sizes[1]]
 
     def _watch(self, stopwatch: Stopwatch) -> None:
         from torch.distributed.fsdp import FSDPModule

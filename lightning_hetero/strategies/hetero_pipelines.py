@@ -54,6 +54,8 @@ class HeteroPipelines(HeteroParallel):
         self.plan = None if plan is None or self._automatic else plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(plan)
         if plan is not None and self._speeds is not None:
             raise ConfigError("speeds and plan were given; the plan says what each device takes. Give one of them.")
+        if plan is not None and self._global_batch is not None:
+            raise ConfigError("global_batch_size and plan were given; a plan says micro-batches of a step. Give one of them.")
         if micro_batches is not None and (not self._automatic or micro_batches < 1):
             raise ConfigError(
                 f'micro_batches={micro_batches!r}; allowed: at least 1, with plan="auto". Other plans have their own.'
@@ -62,12 +64,6 @@ class HeteroPipelines(HeteroParallel):
         self.pipelines: Pipelines | None = None
 
     # ---- setup --------------------------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        """None where torchrun has started the processes: Lightning's wants as many on every node."""
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            super()._configure_launcher()
 
     def setup(self, trainer: Any) -> None:
         """Sets up pipelines, or what the base class does where the plan has none."""
@@ -180,11 +176,6 @@ class HeteroPipelines(HeteroParallel):
         if self.pipelines or self._is_training():
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def _parts(self) -> tuple[int, int]:
-        """A part for each rank, also where nodes have different numbers of them."""
-        return self.world_size, self.global_rank
 
     def _micro_batches(self) -> int:
         """Batches of the loader's size that make one step."""
@@ -302,6 +293,7 @@ class HeteroPipelines(HeteroParallel):
         if self.pipelines is None:
             super().teardown()
             return
+        self._end_elastic()
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             assert part is not None
             part.teardown()

@@ -130,17 +130,10 @@ def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
     would begin the epoch's data anew; see [Note: Data]. Called when every ``on_train_start`` hook has run.
     """
     loop = trainer.fit_loop
-    epoch_loop, fetcher = loop.epoch_loop, loop._data_fetcher
-    loops = importlib.import_module(f"{namespace}.loops.evaluation_loop")
-    _forward(trainer, state["data"], epoch_loop.batch_progress.current.ready, namespace)
+    _forward(trainer, state["data"], loop.epoch_loop.batch_progress.current.ready, namespace)
     if state["validation"]:
         _restore_validation(trainer, state["validation"])
-    if epoch_loop._should_check_val_fx(fetcher):
-        epoch_loop.val_loop._restart_stage = loops.RestartStage.RESTARTED_MID_EVALUATION
-        epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch
-    else:
-        epoch_loop._batches_that_stepped += 1
-    loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
+    end_batch(trainer, namespace)
     # The data has been brought to the right place; Lightning cannot know.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     try:
@@ -149,6 +142,19 @@ def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
         raise ConfigError(
             f"the store has no random numbers of rank {trainer.global_rank}; resume with as many processes."
         ) from error
+
+
+def end_batch(trainer: Any, namespace: str) -> None:
+    """Has Lightning's loops do what was due after the batch whose end they were restored to."""
+    loop = trainer.fit_loop
+    epoch_loop = loop.epoch_loop
+    loops = importlib.import_module(f"{namespace}.loops.evaluation_loop")
+    if epoch_loop._should_check_val_fx(loop._data_fetcher):
+        epoch_loop.val_loop._restart_stage = loops.RestartStage.RESTARTED_MID_EVALUATION
+        epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch
+    else:
+        epoch_loop._batches_that_stepped += 1
+    loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
 
 
 def _forward(trainer: Any, data: dict[str, Any], num_batches: int, namespace: str) -> None:

@@ -66,16 +66,7 @@ class TrainingState:
                 self._warn(f"what {type(owner).__name__}.on_save_checkpoint adds to checkpoints is not kept with the steps")
 
     def _hook(self, module: Any, name: str, then: Callable[[], None]) -> None:
-        # The module's own hook comes after those of all callbacks, and Lightning offers nothing after that.
-        hook = getattr(module, name)
-
-        @functools.wraps(hook)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            result = hook(*args, **kwargs)
-            then()
-            return result
-
-        vars(module)[name] = wrapped
+        call_after(module, name, then)
         self._hooked.append(name)
 
     def detach(self) -> None:
@@ -128,7 +119,7 @@ class TrainingState:
                 "version": dumps(self._version, "version"),
                 "epoch": dumps(trainer.current_epoch, "epoch"),
                 "global_step": dumps(trainer.global_step, "global_step"),
-                "fit_loop": dumps(_after_batch(trainer.fit_loop.state_dict()), "loops"),
+                "fit_loop": dumps(after_batch(trainer.fit_loop.state_dict()), "loops"),
                 "optimizers": dumps(steps, "optimizers"),
                 "lr_schedulers": dumps([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
                 "precision": dumps(trainer.precision_plugin.state_dict(), "precision"),
@@ -190,7 +181,23 @@ class TrainingState:
             log.warning("%s.", text)
 
 
-def _after_batch(loops: dict[str, Any]) -> dict[str, Any]:
+def call_after(module: Any, name: str, then: Callable[[], None]) -> None:
+    """Calls ``then`` after a module's hook, until the name is removed from ``vars(module)``.
+
+    The module's own hook comes after those of all callbacks, and Lightning offers nothing after that.
+    """
+    hook = getattr(module, name)
+
+    @functools.wraps(hook)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        then()
+        return result
+
+    vars(module)[name] = wrapped
+
+
+def after_batch(loops: dict[str, Any]) -> dict[str, Any]:
     """The loops' state once the batch counts as completed, which Lightning does right after its hooks."""
     progress = loops["epoch_loop.batch_progress"]
     counts = {key: {**progress[key], "completed": progress[key]["completed"] + 1} for key in ("total", "current")}

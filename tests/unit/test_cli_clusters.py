@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import invoke, parsed
@@ -11,6 +12,7 @@ from support.cli import invoke, parsed
 from lightning_hetero.cli import launch
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.parallel import elastic
 
 MODEL = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "--sequence", "128", "--micro-batches", "6"]
 CLUSTER = "2xa100-80+1xh800"
@@ -140,6 +142,27 @@ def test_every_node_runs_a_process_per_device_that_works() -> None:
         assert any("is_host=false" in word for word in command)  # no preemptible node holds the store
     assert lines["environment"] == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     assert [node["environment"] for node in lines["nodes"]] == [{"LIGHTNING_HETERO_NODE": "a"}, {"LIGHTNING_HETERO_NODE": "b"}]
+
+
+def test_the_workers_are_told_where_steps_are_committed() -> None:
+    lines = launch.launch_lines(_plan(("a",)), ["t.py"], rendezvous="h:1", least_nodes=1, run_id="r", steps="s3://b/steps")
+    assert elastic.elastic_from(None, lines["environment"]) == elastic.Elastic("s3://b/steps")
+    assert elastic.node_name(lines["nodes"][0]["environment"]) == "a"
+
+
+def test_a_line_is_run_in_place_of_the_command(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(launch.os, "execvpe", lambda *arguments: ran.append(arguments))
+    invoke("launch", plan_file, "--rendezvous", "h:1", "--steps", "/steps", "--run", "node0", "train.py")
+    (program, command, environment), ran[:] = ran[0], []
+    assert program == command[0] == "torchrun"
+    assert command[-1] == "train.py"
+    assert (environment["LIGHTNING_HETERO_STEPS"], environment["LIGHTNING_HETERO_NODE"]) == ("/steps", "node0")
+    invoke("launch", plan_file, "--rendezvous", "h:1", "--run", "store", "train.py")
+    assert ran[0][:2] == ("python", ["python", *ran[0][1][1:]])
+    assert "TCPStore" in ran[0][1][2]
+    refused = invoke("launch", plan_file, "--rendezvous", "h:1", "--run", "nobody", "train.py", code=2).stderr
+    assert "--run 'nobody'; allowed: store, node0" in refused
 
 
 def test_torchrun_understands_the_lines() -> None:

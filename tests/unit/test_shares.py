@@ -32,6 +32,16 @@ def test_samples_go_where_they_are_done_soonest() -> None:
         cut(2, [1.0, 0.0])
 
 
+def test_an_epoch_may_begin_in_its_middle_and_the_next_one_does_not() -> None:
+    ranks = [batches(23, 5, [1.0, 0.5], r) for r in range(2)]
+    whole = [list(r) for r in ranks]
+    for rank, expected in zip(ranks, whole, strict=True):
+        rank.begin_at(3)
+        assert list(rank) == expected[3:]
+        assert [rank.next_taken().samples for _ in range(2)] == [len(part) for part in expected[3:]]
+        assert list(rank) == expected
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 30), st.integers(4, 12))
 def test_every_sample_is_somebodys_once_and_weights_are_exact(speeds: list[int], samples: int, batch: int) -> None:
     ranks = [batches(samples, batch, [1 / s for s in speeds], r) for r in range(len(speeds))]

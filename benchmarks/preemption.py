@@ -1,0 +1,322 @@
+"""What it costs when nodes vanish and join: a drill with torchrun's agents, one to a node, all on this machine.
+
+Three nodes are in the plan, two of them start. Then, while training goes on: the node with rank 0 is killed with ``kill -9``, agent
+and worker at once; a third node joins; and that one is told to leave with SIGTERM. Every event is timed from its cause to the first
+step that the nodes trained that are there afterwards. In the end weights and optimizer state are compared with one process that was
+never disturbed, and the samples of every step with those that it should have had.
+
+``python benchmarks/preemption.py`` prints one line of JSON last: seconds of each event, committed steps that were lost, steps that
+were trained again, and the largest relative difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from scratch import scratch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_hetero.cli.launch import launch_lines
+from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.parallel.elastic import CommittedSteps, Elastic, node_name
+from lightning_hetero.strategies import HeteroParallelStrategy
+
+NODES = ("first", "second", "third")
+SPEEDS = {"first": 1.0, "second": 2.0, "third": 3.0}  # so that every membership cuts batches otherwise
+BATCH, SAMPLES, WIDTH = 12, 150, 8  # an epoch has 12 batches and half of one
+STEPS = 150
+STEP_S = 0.3  # of a step while something happens: there have to be enough left
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PATIENCE_S = 120.0  # after which the drill has failed
+
+# ---- a worker ---------------------------------------------------------------------------------------------------------------
+
+
+class Samples(Dataset[tuple[int, torch.Tensor]]):
+    """Random samples that say which they are."""
+
+    def __init__(self) -> None:
+        self.values = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, self.values[index]
+
+
+class Model(pl.LightningModule):
+    """A small network that notes which samples it saw in which step.
+
+    Args:
+        notes: Where; a line for each batch.
+        limit: A file with the step that training may begin: the drill decides what happens in which step.
+    """
+
+    def __init__(self, notes: Path, limit: Path | None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, WIDTH)).double()
+        self.notes, self.limit = notes, limit
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        indices, x = batch
+        while self.limit is not None and self.global_step >= int(self.limit.read_text() or 0):
+            time.sleep(0.01)
+        loss = nn.functional.mse_loss(self.body(x), x.flip(-1))
+        line = {
+            "step": self.global_step,
+            "rank": self.trainer.global_rank,
+            "ranks": self.trainer.world_size,
+            "node": node_name(),
+            "samples": indices.tolist(),
+        }
+        with self.notes.open("a") as file:
+            file.write(json.dumps(line | {"loss": loss.item(), "time": time.time(), "process": os.getpid()}) + "\n")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
+
+
+def train(folder: Path, *, elastic: bool) -> None:
+    """Trains to the end, and saves what came of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = Samples()
+    if elastic:
+        strategy: Any = HeteroParallelStrategy(
+            speeds=SPEEDS, rebalance_every=0, global_batch_size=BATCH, elastic=Elastic(folder / "steps", grace_s=10)
+        )
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    else:
+        strategy = "auto"
+        loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=0))
+    model = Model(folder / f"notes-{os.getpid()}.jsonl", folder / "limit" if elastic else None)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, loader)
+    if trainer.is_global_zero:
+        state = [s[key] for s in trainer.optimizers[0].state_dict()["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+        torch.save([*model.state_dict().values(), *state], folder / f"{'drill' if elastic else 'alone'}.pt")
+
+
+# ---- the drill --------------------------------------------------------------------------------------------------------------
+
+
+class Drill:
+    """Starts, kills and watches nodes.
+
+    Args:
+        folder: Where everything is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps = CommittedSteps(folder / "steps")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        script = [__file__, "--worker", str(folder)]
+        self.lines = launch_lines(_plan(), script, rendezvous=f"127.0.0.1:{port}", least_nodes=1, run_id="drill")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._start("store", [sys.executable, *self.lines["store"]["command"][1:]], {})
+        self.allow(0)
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, env={**os.environ, **ENVIRONMENT, **environment}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def start(self, name: str) -> None:
+        """A node appears."""
+        line = next(node for node in self.lines["nodes"] if node["node"] == name)
+        command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *line["command"][1:]]
+        self._start(name, command, self.lines["environment"] | line["environment"])
+
+    def kill(self, name: str) -> None:
+        """A node vanishes: its agent and its worker, which is a session of its own, at once."""
+        import psutil
+
+        agent = self.processes.pop(name)
+        for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
+            process.kill()
+        agent.wait()
+
+    def tell(self, name: str) -> None:
+        """A node gets its notice."""
+        self.processes[name].send_signal(signal.SIGTERM)
+
+    def allow(self, steps: int) -> None:
+        """Training may go as far as this step."""
+        part = self.folder / "limit.part"
+        part.write_text(str(steps))
+        part.replace(self.folder / "limit")
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What the workers noted, in the order of time."""
+        lines = [line for file in self.folder.glob("notes-*.jsonl") for line in file.read_text().splitlines() if line.endswith("}")]
+        return sorted(map(json.loads, lines), key=lambda note: note["time"])
+
+    def committed(self) -> int:
+        """The newest committed step."""
+        return (self.steps.steps() or [0])[-1]
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Waits until it is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in self.folder.glob("*.log"))
+                raise TimeoutError(f"{what}: not after {PATIENCE_S:.0f} s. Committed: {self.committed()}.\n{logs}")
+            time.sleep(0.02)
+
+    def changed(self, cause: Callable[[], None], nodes: set[str], what: str) -> dict[str, Any]:
+        """From a cause to the first step that is trained by these nodes alone.
+
+        Training may take a step every so often meanwhile: a node that is told to leave finishes its own.
+        """
+        before, begin = self.committed(), time.time()
+        cause()
+        found: list[dict[str, Any]] = []
+
+        def trained() -> bool:
+            self.allow(min(before + 1 + int((time.time() - begin) / STEP_S), STEPS - 10))
+            notes = [n for n in self.notes() if n["time"] > begin and n["ranks"] == len(nodes) and n["node"] in nodes]
+            for step in {n["step"] for n in notes}:
+                there = [n for n in notes if n["step"] == step]
+                if {n["node"] for n in there} == nodes and self.committed() > step:
+                    found.extend(there)
+            return bool(found)
+
+        self.wait(what, trained)
+        first = min(found, key=lambda n: n["step"])["step"]
+        return {"seconds": max(n["time"] for n in found if n["step"] == first) - begin, "before": before, "first": first}
+
+    def finish(self) -> None:
+        """Training goes to its end."""
+        self.allow(STEPS)
+        self.wait("the end", lambda: (self.folder / "drill.pt").exists())
+
+
+def _plan() -> ClusterPlan:
+    stages = [StagePlan(node=n, device="cpu", layers=1, micro_batch_s=1.0, memory_bytes=1) for n in NODES]
+    groups = tuple(GroupPlan(micro_batches=1, seconds=1.0, stages=(stage,)) for stage in stages)
+    return ClusterPlan(name="drill", tensor_parallel=1, tokens=1, iteration_s=1.0, sync_s=0.0, utilisation=1.0, groups=groups)
+
+
+@contextmanager
+def drill(folder: Path) -> Iterator[Drill]:
+    """Its processes end with it."""
+    found = Drill(folder)
+    try:
+        yield found
+    finally:
+        for name in list(found.processes):
+            if found.processes[name].poll() is None:
+                found.kill(name)
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """The drill, and what came of it."""
+    with drill(folder) as nodes:
+        begin = time.time()
+        for name in NODES[:2]:
+            nodes.start(name)
+        started = nodes.changed(lambda: None, set(NODES[:2]), "the start")["seconds"]
+        zero = next(n["node"] for n in nodes.notes() if n["rank"] == 0)
+        left = next(n for n in NODES[:2] if n != zero)
+        down = nodes.changed(lambda: nodes.kill(zero), {left}, "after a kill")
+        up = nodes.changed(lambda: nodes.start("third"), {left, "third"}, "a node joins")
+        told = nodes.changed(lambda: nodes.tell("third"), {left}, "after SIGTERM")
+        nodes.finish()
+        notes = nodes.notes()
+        events = (down, up, told)
+        print(f"the drill took {time.time() - begin:.1f} s")
+    train(folder, elastic=False)
+    return {
+        "benchmark": "preemption",
+        "start_s": started,
+        "down_s": down["seconds"],
+        "up_s": up["seconds"],
+        "sigterm_s": told["seconds"],
+        "lost_steps": sum(max(0, e["before"] - e["first"]) for e in events),
+        "repeated_steps": _repeated(notes),
+        "wrong_samples": _wrong_samples(notes),
+        "max_difference": _difference(folder),
+    }
+
+
+def _last_by_step(notes: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Each step's notes of the last time that it was trained: those before were not committed."""
+    last: dict[int, list[dict[str, Any]]] = {}
+    for note in notes:
+        there = last.setdefault(note["step"], [])
+        if any(n["process"] == note["process"] or n["node"] == note["node"] or n["ranks"] != note["ranks"] for n in there):
+            there.clear()
+        there.append(note)
+    return last
+
+
+def _repeated(notes: list[dict[str, Any]]) -> int:
+    """Steps that were begun more than once: under way when something happened."""
+    return sum(len({n["process"] for n in notes if n["step"] == step}) > len(there) for step, there in _last_by_step(notes).items())
+
+
+def _wrong_samples(notes: list[dict[str, Any]]) -> int:
+    """Steps whose samples are not those that one process would have had."""
+    data, expected = Samples(), []
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    for epoch in range(STEPS):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        expected += [sorted(order[begin : begin + BATCH]) for begin in range(0, SAMPLES, BATCH)]
+    last = _last_by_step(notes)
+    seen = [sorted(i for note in last.get(step, []) for i in note["samples"]) for step in range(STEPS)]
+    return sum(a != b for a, b in zip(seen, expected[:STEPS], strict=True))
+
+
+def _difference(folder: Path) -> float:
+    """The largest relative difference of weights and optimizer state."""
+    pairs = zip(torch.load(folder / "drill.pt"), torch.load(folder / "alone.pt"), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dir", type=Path, default=Path("/tmp"), help="where the drill's files are")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        train(arguments.worker, elastic=True)
+        return
+    with scratch(arguments.dir) as folder:
+        print(json.dumps(run(folder)))
+
+
+if __name__ == "__main__":
+    main()

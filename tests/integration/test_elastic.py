@@ -1,0 +1,71 @@
+"""Ranks that vanish, join and are told to leave: training goes on, and ends where it would have ended without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import elastic_train
+from support.scripts import run_script
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A rank that is stopped again and again, and plain Lightning without a stop."""
+    out = tmp_path_factory.mktemp("stopped")
+    done = run_script(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found: dict[str, Any] = torch.load(out / "elastic.pt", weights_only=False)
+    return found
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_bit_for_bit_like_plain_lightning(stopped: dict[str, Any]) -> None:
+    elastic, plain = stopped["elastic"], stopped["plain"]
+    for name, expected in plain["weights"].items():
+        assert torch.equal(elastic["weights"][name], expected), name
+    assert all(torch.equal(a, b) for a, b in zip(elastic["state"], plain["state"], strict=True))
+    assert elastic["lr"] == plain["lr"]
+
+
+def test_batches_validations_and_epochs_are_those_of_one_run(stopped: dict[str, Any]) -> None:
+    notes = {key: value for key, value in stopped["elastic"]["notes"].items() if key[0] not in ("killed", "told")}
+    expected = stopped["plain"]["notes"]
+    assert notes.keys() == expected.keys()
+    assert len([key for key in notes if key[0] == "val"]) == 2 * elastic_train.EPOCHS
+    for key, value in expected.items():
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(_flat(notes[key]), _flat(value), strict=True)
+        ), key
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def test_the_exit_status_says_that_the_rank_was_told_to_leave(stopped: dict[str, Any]) -> None:
+    assert sorted(stopped["codes"]) == [-9] * len(elastic_train.KILLED) + [128 + 15] * len(elastic_train.TOLD)
+    assert stopped["signal_restored"]
+
+
+def test_as_many_steps_are_kept_as_asked_for(stopped: dict[str, Any]) -> None:
+    last = elastic_train.EPOCHS * 5
+    assert stopped["kept"] == [last - 2, last - 1, last]
+    assert stopped["files"] == [f"step-{s:012}.{end}" for s in stopped["kept"] for end in ("ckpt", "committed")]
+
+
+@pytest.mark.slow
+def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path: Path) -> None:
+    done = run_script(BENCHMARKS / "preemption.py", "--dir", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-12000:]}"
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["lost_steps"] == result["wrong_samples"] == 0
+    assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
+    assert result["max_difference"] <= 1e-12
+    # 20 s where the machine has nothing else to do; else as much as it takes to start the very first workers.
+    limit_s = max(20.0, 1.5 * result["start_s"])
+    assert max(result["down_s"], result["up_s"], result["sigterm_s"]) <= limit_s, result

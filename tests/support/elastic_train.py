@@ -1,0 +1,135 @@
+"""One rank that is stopped again and again, and goes on each time: ``elastic_train.py OUT``.
+
+The incarnations follow each other in this process. What plain Lightning makes of the same run without a stop is saved beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
+from lightning_hetero.strategies import HeteroParallelStrategy
+
+SAMPLES, BATCH, EPOCHS = 37, 4, 3  # ten batches an epoch, the last of one sample
+KILLED, TOLD = {2, 7, 14}, {4, 5, 11}  # steps in which an incarnation dies, or is told to leave; 4 is the last of an epoch
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.mse_loss(self.body(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.body(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Killed(Exception):
+    """Stands for ``kill -9``: nothing of this incarnation is saved any more."""
+
+
+class Events(Callback):
+    """Ends incarnations, and notes what the run went through; a step that is done again replaces its notes."""
+
+    def __init__(self, notes: dict[Any, Any], stops: bool) -> None:
+        self.notes, self.stops = notes, stops
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        step = trainer.global_step
+        if self.stops and step in KILLED and ("killed", step) not in self.notes:
+            self.notes["killed", step] = True
+            raise Killed
+        if self.stops and step in TOLD and ("told", step) not in self.notes:
+            self.notes["told", step] = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.notes["batch", trainer.current_epoch, batch_idx] = (batch[0].clone(), outputs["loss"].detach(), trainer.global_step)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.notes["val", trainer.current_epoch, trainer.global_step] = trainer.callback_metrics["val_loss"].clone()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.notes["epoch", trainer.current_epoch] = trainer.global_step
+
+
+def fit(out: Path, notes: dict[Any, Any], strategy: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = strategy == "auto"
+    generator = torch.Generator().manual_seed(7)
+    dataset = TensorDataset(torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 3, generator=generator))
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if plain else None
+    net = Net()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        plugins=[] if plain else [LightningEnvironment()],
+        callbacks=[Events(notes, stops=not plain)],
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=2,
+        val_check_interval=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    train = DataLoader(dataset, batch_size=BATCH, shuffle=not plain, sampler=sampler)
+    trainer.fit(net, train, DataLoader(dataset, batch_size=8))
+    state = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
+    return {"weights": net.state_dict(), "state": state, "lr": trainer.optimizers[0].param_groups[0]["lr"], "notes": notes}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    before = signal.getsignal(signal.SIGTERM)
+    notes: dict[Any, Any] = {}
+    codes, result, signal_restored = [], None, True
+    for _ in range(20):
+        try:
+            result = fit(out, notes, HeteroParallelStrategy(elastic=Elastic(out / "steps", keep=3)))
+        except Killed:
+            codes.append(-9)
+        except SystemExit as stop:
+            codes.append(int(str(stop.code)))
+        signal_restored &= signal.getsignal(signal.SIGTERM) == before
+        if result is not None:
+            break
+    found = {
+        "elastic": result,
+        "codes": codes,
+        "signal_restored": signal_restored,
+        "kept": CommittedSteps(out / "steps").steps(),
+        "files": sorted(p.name for p in (out / "steps").iterdir()),
+        "plain": fit(out, {}, "auto"),
+    }
+    torch.save(found, out / "elastic.pt")
+
+
+if __name__ == "__main__":
+    main()
