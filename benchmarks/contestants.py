@@ -11,13 +11,14 @@ under way any more.
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, Self
+
+from lightning_hetero.store.capacity import peak_resident_bytes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning.pytorch"])  # imported once for all
@@ -132,5 +133,5 @@ def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[ob
         result = target(Baton(connection), *arguments)
     except EOFError:  # the referee has given up; its error is the one to read
         return
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_resident_bytes()
     connection.send({**(result or {}), "peak_rss_bytes": peak})

@@ -4,7 +4,7 @@ Weights and Adam state are on disk, in two slots of 12 bytes per parameter: 31 G
 memory and initialized block by block; ``host_memory`` is what weights, gradients and staging may take together, the rest of the
 peak is the interpreter, torch and activations. The directory is removed in the end, whatever happens.
 
-Prints one line of JSON last. ``peak_rss_bytes`` is the process's own high-water mark (getrusage), ``within_limit`` whether it
+Prints one line of JSON last. ``peak_rss_bytes`` is the process's own high-water mark (VmHWM), ``within_limit`` whether it
 stayed below ``limit_bytes``.
 
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import statistics
 import sys
@@ -30,6 +29,7 @@ from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
 from scratch import scratch
 
 from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.units import format_bytes
 
 BYTES_ON_DISK_PER_PARAM = 2 * 12 * 1.03  # two slots of fp32 weights and moments; footers and padding
@@ -49,7 +49,7 @@ class Steps(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.peaks.append(peak_rss_bytes())
+        self.peaks.append(peak_resident_bytes())
         print(f"step {len(self.losses)}: loss {self.losses[-1]:.4f}, peak {format_bytes(self.peaks[-1])}", flush=True)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -58,22 +58,17 @@ class Steps(pl.Callback):
         self.begins.append(time.perf_counter())
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that the process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def train(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The run, with its files in ``directory``."""
     size = find_size(args.model, args.layers)
     steps = Steps()
     strategy = HeteroOffloadStrategy(plan="disk", host_memory=args.host_memory, io_backend=args.io_backend)
     trainer = make_trainer(strategy=strategy, max_steps=args.steps, callbacks=[steps], default_root_dir=directory)
-    before, begin = peak_rss_bytes(), time.perf_counter()
+    before, begin = peak_resident_bytes(), time.perf_counter()
     torch.manual_seed(0)
     fit(trainer, GPT2(size, meta=True), batch=args.batch, length=args.seq)
     seconds = [end - start for start, end in pairwise(steps.begins)]
-    peak = peak_rss_bytes()
+    peak = peak_resident_bytes()
     return {
         "peak_rss_bytes": peak,
         "limit_bytes": args.limit_bytes,

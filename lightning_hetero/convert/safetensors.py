@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_hetero.checkpoint.files import appears_whole
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.blocks import memory_of
+from lightning_hetero.store.blocks import memory_of, own_memory
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
@@ -68,7 +68,7 @@ class StoredTensor:
         Raises:
             ConfigError: The file is shorter than its header said.
         """
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = own_memory(self.shape.numel(), self.dtype).view(self.shape)
         self.read_into(out)
         return out
 

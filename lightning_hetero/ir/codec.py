@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def parse_object(text: str, *, what: str, source: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, and objects in too many others
         raise ConfigError(f"{source} is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} is not a {what}: got {type(data).__name__}, expected an object.")
@@ -44,7 +45,7 @@ def check_keys(data: Mapping[str, Any], *, required: Collection[str], optional: 
     """
     if missing := [key for key in required if key not in data]:
         raise ConfigError(f"{where}: missing keys {missing}; required: {list(required)}.")
-    if unknown := sorted(set(data) - set(required) - set(optional)):
+    if unknown := sorted(set(data) - set(required) - set(optional), key=str):  # keys of YAML are not all text
         raise ConfigError(f"{where}: unknown keys {unknown}; known: {[*required, *optional]}.")
 
 
@@ -54,7 +55,7 @@ def number(value: Any, *, key: str, where: str, positive: bool = False, whole: b
     Raises:
         ConfigError: Another type, NaN, infinite, negative; zero if ``positive``; a fraction if ``whole``.
     """
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     if not usable or (positive and value == 0) or (whole and value != int(value)):
         kind = f"{'a whole' if whole else 'a'} number {'above' if positive else 'of at least'} 0"
         raise ConfigError(f"{where}: {key}={value!r}; allowed: {kind}.")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.blocks import Block, own_memory
 
 
 class Content(Protocol):
@@ -140,7 +140,7 @@ class Initializer:
 
     def fill(self, name: str, param: nn.Parameter) -> None:
         """Reads one parameter from its file and writes it through the door."""
-        content = torch.empty(param.shape, dtype=param.dtype)
+        content = own_memory(param.numel(), param.dtype).view(param.shape)
         self._content.fill(name, content)
         with torch.no_grad():
             param.copy_(content)

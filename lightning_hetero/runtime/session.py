@@ -7,7 +7,6 @@ The order matters and is the same for every plan: :meth:`Session.adopt` (blocks,
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,6 +36,7 @@ from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.steps import KeptSteps, commit_ring, part_names
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.store.keeping import committed_slots
 from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.tiers import TierStore
@@ -293,8 +293,7 @@ class Session(Budgets):
         """Bytes so far: peak of the process's host memory, of files, of staging; and moved by the engine."""
         if self._final_report:
             return self._final_report
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        report = {"host_peak_bytes": peak, "disk_bytes": self._directories.disk_bytes}
+        report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
         if self.store is not None:
             stats = self.store.stats()
             report |= {

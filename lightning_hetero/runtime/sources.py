@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.blocks import Part, own_memory, tensor_at
 from lightning_hetero.store.geometry import WEIGHTS
 from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.tiers import TierStore
@@ -75,9 +75,10 @@ class WeightSource:
         if newest is not None:
             return newest
         if self.part.block.resident:
-            return self.part.memory(self.index).clone()
+            memory = self.part.memory(self.index)
+            return self.part.shaped(self.index, own_memory(memory.numel(), self.dtype)).copy_(memory)
         self.store.check_open(self.part, self.name)
-        out = torch.empty(self.part.params[self.index].numel(), dtype=self.dtype)
+        out = own_memory(self.part.params[self.index].numel(), self.dtype)
         self.store.read(self.part, WEIGHTS, self.index, out)
         return self.part.shaped(self.index, out)
 
@@ -92,6 +93,7 @@ class WeightSource:
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
             self.part.master_versions = -1  # no version counter has seen this write
+            self.store.on_patched(value)
         else:
             self.store.check_open(self.part, self.name)
             self.store.patch(self.part, self.index, self.part.flat(self.index, value, self.dtype))
@@ -133,7 +135,7 @@ class StateSource:
         self.store.check_open(self.part, self.name)
         if self.part.state_home is not None:
             return self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
-        out = torch.empty(self.part.params[self.index].numel(), dtype=torch.float32)
+        out = own_memory(self.part.params[self.index].numel(), torch.float32)
         self.store.read(self.part, self.array, self.index, out)
         return self.part.shaped(self.index, out)
 
@@ -185,9 +187,9 @@ class BlobSource:
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
         self.store.check_open(self.part, self.name)
-        out = torch.empty(self.shape, dtype=self.dtype)
-        self.store.read(self.part, WEIGHTS, self.index, out.view(-1).view(torch.uint8))
-        return out
+        out = own_memory(self.shape.numel(), self.dtype)
+        self.store.read(self.part, WEIGHTS, self.index, out.view(torch.uint8))
+        return out.view(self.shape)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""

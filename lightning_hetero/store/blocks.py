@@ -9,7 +9,9 @@ resized, and everything that holds the parameter (autograd, optimizers, user cod
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,12 +22,13 @@ from lightning_hetero._native import Arena, Ticket
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
-from lightning_hetero.units import round_up
+from lightning_hetero.units import MIB, round_up
 
 if TYPE_CHECKING:
     from lightning_hetero.store.mirrors import Mirror
 
 PAGE = 4096
+_OWN_BYTES = MIB
 
 
 class StateHome(Protocol):
@@ -166,6 +169,24 @@ def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Te
     buffer = (ctypes.c_char * max(1, numel * dtype.itemsize)).from_address(address)
     vars(buffer)["owner"] = owner  # the tensor keeps the buffer, the buffer its owner
     return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat CPU tensor with any content, whose memory goes back to the system with it.
+
+    [Note: Memory of its own]
+    malloc keeps what is freed, and glibc before 2.38 cannot use a hole of an aligned block for the next one of that size once a
+    small one lies in it: reading a model tensor by tensor then takes as much memory as several of them, or all. A large tensor that
+    is read to be dropped has a mapping of its own instead. Source: glibc bug 14581.
+    """
+    num_bytes = numel * dtype.itemsize
+    if num_bytes < _OWN_BYTES:
+        return torch.empty(numel, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages is slower, not wrong
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

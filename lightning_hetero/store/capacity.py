@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,17 @@ def total_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys
 def resident_bytes() -> int:
     """Bytes of host memory that this process holds now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes of host memory that this process has held so far.
+
+    ``getrusage`` would count what its parent held when it started this process. Source: ``exec_mmap`` in Linux, fs/exec.c.
+    """
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def available_cores(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_hetero._native import U8
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.audit import CommittedBlock, StoreFiles
+from lightning_hetero.store.blocks import own_memory
 from lightning_hetero.store.manifest import layout_of
 from lightning_hetero.store.partition import ALIGN_ELEMENTS
 from lightning_hetero.store.record import PartEntry, parse, state_of
@@ -45,7 +46,7 @@ class StoredWeight:
         Raises:
             StoreCorruptError: The file is not what the record says: names block, file, offset.
         """
-        out = torch.empty(self.shape.numel(), dtype=self.dtype)
+        out = own_memory(self.shape.numel(), self.dtype)
         with self.store.slot(self.block) as slot:
             opaque = slot.geometry.weight_dtype == U8  # the run as bytes
             slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Patch
-from lightning_hetero.store.blocks import Part, tensor_at
+from lightning_hetero.store.blocks import Part, own_memory, tensor_at
 from lightning_hetero.store.homes import give_home, new_home, open_home, take_home
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import MIB
@@ -83,7 +83,7 @@ def _copy_state(store: TierStore, old: NativeBlock, part: Part) -> None:
         store.rewrite(part, runs, from_memory=weights, state=True).wait()
         return
     for rows in _rewrites(new.num_state, length):
-        values = [(k, start, torch.empty(numel)) for k, start, numel in rows]
+        values = [(k, start, own_memory(numel, torch.float32)) for k, start, numel in rows]
         store.engine.read(old, [Patch(start, v.numel(), v.data_ptr(), k) for k, start, v in values], keep=values).wait()
         store.rewrite(part, values, from_memory=weights, state=True).wait()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import weakref
@@ -19,6 +18,7 @@ from support.models import LitModel, Recipe, data, quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 MIB = 2**20
@@ -32,11 +32,6 @@ ONE_TENSOR = 4 * WIDTH * max(WORDS, 4 * WIDTH)  # saving and loading hold one te
 PATCHES = 64 * MIB  # writes through the door that wait to be brought into the file together (store.tiers)
 ALLOCATOR = 48 * MIB  # what malloc, the threads' stacks and the lazily loaded code of torch take once training begins
 MARGIN = ACTIVATIONS + ALLOCATOR + max(2 * LARGEST_GRADIENT, ONE_TENSOR + PATCHES)
-
-
-def peak_bytes() -> int:
-    """The process's peak so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(phase: str, folder: str) -> None:
@@ -75,7 +70,7 @@ def main(phase: str, folder: str) -> None:
     pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)  # loads what Lightning loads lazily
     a = torch.ones(256, 256, requires_grad=True)
     (a @ a).sum().backward()
-    peaks = {"before": peak_bytes()}
+    peaks = {"before": peak_resident_bytes()}
     saved = str(Path(folder) / "last.ckpt")
     strategy = HeteroOffloadStrategy(plan="disk", host_memory=BUDGET)
     callback = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
@@ -89,13 +84,13 @@ def main(phase: str, folder: str) -> None:
         trainer.fit(module)
     else:
         trainer.fit(module, ckpt_path=saved, weights_only=True)
-    peaks["fit"] = peak_bytes()
+    peaks["fit"] = peak_resident_bytes()
     peaks["step"] = trainer.global_step
     peaks["parameters"] = sum(p.numel() for p in module.parameters())
     if phase == "load":  # the model does not fit, so it is parked: written and read through the door
         os.unlink(saved)
         trainer.save_checkpoint(saved)
-        peaks["parked"] = peak_bytes()
+        peaks["parked"] = peak_resident_bytes()
     print(json.dumps(peaks))
 
 

@@ -102,7 +102,11 @@ def _yaml(text: str, source: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # no date, too many digits, too deep
         raise ConfigError(f"{source} is not YAML: {error}.") from error
 
 
