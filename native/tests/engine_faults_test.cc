@@ -71,6 +71,43 @@ void FailEveryOperation(int32_t durability, int error, FaultKind kind) {
   CHECK_LT(n, 500);
 }
 
+// Trains over a device that lies about operation n, and recovers: whatever is read is right, or refused. True when there was no
+// operation n.
+bool TrainDeceived(int64_t n, FaultKind kind, std::mt19937* random, int64_t* refused) {
+  const TempDirectory directory;
+  Training training;
+  hetero_store_options options = StoreOptions(kBlocks);
+  options.verify_digests = 1;
+  const auto bit = static_cast<uint32_t>((*random)());
+  const auto plan = [=](int64_t index, const hetero::IoRequest&) {
+    return Fault{index == n ? kind : FaultKind::kNone, 0, 0, bit};
+  };
+  auto faulty = std::make_unique<IoFaulty>(Pool(), plan);
+  IoFaulty* const device = faulty.get();
+  REQUIRE(training.Open(directory, options, true, std::move(faulty)));
+  int32_t code = training.Initialize();
+  for (int64_t step = 2; step <= kSteps && code == 0; ++step) code = training.Step(step);
+  const bool over = device->num_submitted() <= n;
+  CHECK(code == 0 || code == HETERO_ECORRUPT);
+  CHECK_EQ(training.Close(), code);
+  REQUIRE(training.Open(directory, options, false));
+  int64_t step = 0;
+  const int64_t recovered = hetero_store_recover(training.run.store, &step, nullptr, 0);
+  CHECK(recovered == 0 || recovered == HETERO_ECORRUPT);
+  bool whole = code == 0 && recovered == 0;
+  if (recovered == 0) {
+    training.AdvanceModel(step);
+    for (const TestBlock& block : training.blocks) {
+      if (training.run.Holds(block)) continue;
+      CHECK_EQ(hetero_engine_error(training.run.engine), HETERO_ECORRUPT);
+      whole = false;
+    }
+  }
+  *refused += whole ? 0 : 1;
+  (void)training.Close();
+  return over;
+}
+
 // The child: recovers, trains, and tells each acknowledged step through the pipe, until it is killed.
 [[noreturn]] void TrainUntilKilled(const TempDirectory& directory, bool create, int pipe_fd) {
   Training training;
@@ -94,6 +131,18 @@ TEST(any_torn_operation_leaves_the_committed_step) { FailEveryOperation(HETERO_D
 
 TEST(any_failed_operation_or_flush_leaves_the_committed_step_with_power_durability) {
   FailEveryOperation(HETERO_DURABILITY_POWER, EIO, FaultKind::kFail);
+}
+
+TEST(flipped_bits_and_lost_writes_are_right_or_refused) {
+  std::mt19937 random(11);
+  for (const FaultKind kind : {FaultKind::kFlip, FaultKind::kLose}) {
+    int64_t n = 0;
+    int64_t refused = 0;
+    while (n < 500 && !TrainDeceived(n, kind, &random, &refused)) ++n;
+    CHECK_GT(n, 30);
+    CHECK_LT(n, 500);
+    CHECK_GT(refused, n / 8);  // of the others nothing was read again
+  }
 }
 
 TEST(late_and_reordered_completions_change_nothing) {

@@ -284,6 +284,46 @@ struct Run {
   }
 };
 
+// Where a block lives, and whether its weights are in memory when it is updated.
+struct Placement {
+  int32_t dtype;
+  bool weights_on_disk;
+  bool state_on_disk;
+  bool resident;
+};
+
+inline std::vector<Placement> Placements() {
+  std::vector<Placement> all;
+  for (const int32_t dtype : {HETERO_F32, HETERO_BF16, HETERO_F16}) {
+    for (const bool weights : {false, true}) {
+      for (const bool state : {false, true}) {
+        all.push_back({dtype, weights, state, true});
+        if (weights) all.push_back({dtype, weights, state, false});
+      }
+    }
+  }
+  return all;
+}
+
+// One block in a store of its own, with a random model stored and committed as step 1.
+struct OneBlock {
+  std::mt19937 random;
+  TempDirectory directory;
+  TestBlock block;
+  Run run;
+
+  OneBlock(const Placement& p, int64_t num_elements, bool digests, uint32_t seed) : random(seed) {
+    hetero_store_options options = StoreOptions(1);
+    options.verify_digests = digests ? 1 : 0;
+    REQUIRE(run.OpenStore(directory, options));
+    const hetero_block_geometry geometry = Geometry(0, p.dtype, num_elements, p.weights_on_disk, p.state_on_disk);
+    REQUIRE(block.Open(run.store, geometry, &random));
+    REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&geometry), 3, 2)));
+    REQUIRE_EQ(run.StoreModel(block, 1), 0);
+    CHECK_EQ(run.Complete(run.Commit(1)), 0);
+  }
+};
+
 }  // namespace fixture
 
 #endif  // HETERO_TESTS_ENGINE_FIXTURE_H_

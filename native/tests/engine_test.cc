@@ -7,6 +7,9 @@
 using fixture::ApplyToModel;
 using fixture::EngineOptions;
 using fixture::Geometry;
+using fixture::OneBlock;
+using fixture::Placement;
+using fixture::Placements;
 using fixture::RandomGradients;
 using fixture::Run;
 using fixture::StoreOptions;
@@ -16,41 +19,11 @@ using fixture::TestGradients;
 
 namespace {
 
-struct Placement {
-  int32_t dtype;
-  bool weights_on_disk;
-  bool state_on_disk;
-  bool resident;
-};
-
-std::vector<Placement> Placements() {
-  std::vector<Placement> all;
-  for (const int32_t dtype : {HETERO_F32, HETERO_BF16, HETERO_F16}) {
-    for (const bool weights : {false, true}) {
-      for (const bool state : {false, true}) {
-        all.push_back({dtype, weights, state, true});
-        if (weights) all.push_back({dtype, weights, state, false});
-      }
-    }
-  }
-  return all;
-}
-
 // Stores, then updates three times with commits, checking every array after each step.
 void TrainOneBlock(const Placement& p, int64_t num_elements, bool digests, uint32_t seed) {
-  std::mt19937 random(seed);
-  const TempDirectory directory;
-  TestBlock block;
-  Run run;
-  hetero_store_options options = StoreOptions(1);
-  options.verify_digests = digests ? 1 : 0;
-  REQUIRE(run.OpenStore(directory, options));
-  const hetero_block_geometry geometry = Geometry(0, p.dtype, num_elements, p.weights_on_disk, p.state_on_disk);
-  REQUIRE(block.Open(run.store, geometry, &random));
-  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&geometry), 3, 2)));
-  REQUIRE_EQ(run.StoreModel(block, 1), 0);
+  OneBlock made(p, num_elements, digests, seed);
+  auto& [random, directory, block, run] = made;
   CHECK(run.Holds(block));
-  CHECK_EQ(run.Complete(run.Commit(1)), 0);
   for (int64_t step = 2; step < 5; ++step) {
     if (p.resident) CHECK_EQ(run.Complete(run.Fetch(block)), 0);
     const TestGradients gradients = RandomGradients(num_elements, step, &random);

@@ -1,9 +1,12 @@
-// A back end that fails, tears or delays chosen operations of another one. For tests.
+// A back end that fails, tears, delays, spoils or loses chosen operations of another one. For tests.
 //
 // Ownership: owns the wrapped back end. Thread-safety: as io.h says; the plan is called under a lock, once per Submit.
 // Failure: injected errors read like real ones and end with "(injected)".
 #ifndef HETERO_TESTS_IO_FAULTY_H_
 #define HETERO_TESTS_IO_FAULTY_H_
+
+#include <stdlib.h>
+#include <string.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -25,12 +28,15 @@ enum class FaultKind : uint8_t {
   kFail,   // nothing is transferred; the error is reported
   kTear,   // the first half (in 512-byte sectors) is transferred, then the error is reported
   kDelay,  // succeeds, reported delay_us late and so out of order
+  kFlip,   // succeeds with one bit changed: what is read, or what reaches the disk
+  kLose,   // a write that is reported and never happens; reads and flushes succeed
 };
 
 struct Fault {
   FaultKind kind = FaultKind::kNone;
   int error = EIO;
   int64_t delay_us = 0;
+  uint32_t bit = 0;  // which one kFlip changes, modulo those of the transfer
 };
 
 class IoFaulty final : public IoBackend {
@@ -66,6 +72,9 @@ class IoFaulty final : public IoBackend {
     }
     if (fault.kind == FaultKind::kNone) {
       inner_->Submit(request);
+    } else if (fault.kind == FaultKind::kLose && request->kind == IoKind::kWrite) {
+      request->started_ns = request->finished_ns = MonotonicNs();
+      Report(request, Status::Ok(), 0);
     } else if (fault.kind == FaultKind::kFail) {
       request->started_ns = request->finished_ns = MonotonicNs();
       Report(request, Injected(*request, fault), fault.delay_us);
@@ -87,6 +96,7 @@ class IoFaulty final : public IoBackend {
     IoRequest* original;
     IoFaulty* self;
     Fault fault;
+    std::unique_ptr<uint8_t, decltype(&free)> copy{nullptr, free};  // of what is written, with another bit
   };
   using Clock = std::chrono::steady_clock;
 
@@ -95,14 +105,28 @@ class IoFaulty final : public IoBackend {
     return Status(status.code(), status.message() + " (injected)");
   }
 
+  static void Flip(const IoRequest& request, uint32_t bit) {
+    if (request.bytes <= 0) return;
+    const int64_t at = bit % (request.bytes * 8);
+    static_cast<uint8_t*>(request.buffer)[at / 8] ^= static_cast<uint8_t>(1U << (at % 8));
+  }
+
   void SubmitProxy(IoRequest* request, const Fault& fault) {
     auto* proxy = new Proxy{*request, request, this, fault};
     if (fault.kind == FaultKind::kTear) proxy->request.bytes = request->bytes / 2 / 512 * 512;
+    if (fault.kind == FaultKind::kFlip && request->kind == IoKind::kWrite && request->bytes > 0) {
+      const auto room = static_cast<size_t>((request->bytes + 4095) / 4096 * 4096);
+      proxy->copy.reset(static_cast<uint8_t*>(aligned_alloc(4096, room)));  // as direct I/O wants it
+      memcpy(proxy->copy.get(), request->buffer, static_cast<size_t>(request->bytes));
+      proxy->request.buffer = proxy->copy.get();
+      Flip(proxy->request, fault.bit);
+    }
     proxy->request.context = proxy;
     proxy->request.done = [](IoRequest* done, const Status& status) {
       const std::unique_ptr<Proxy> owned(static_cast<Proxy*>(done->context));
       owned->original->started_ns = done->started_ns;
       owned->original->finished_ns = done->finished_ns;
+      if (status.ok() && owned->fault.kind == FaultKind::kFlip && done->kind == IoKind::kRead) Flip(*done, owned->fault.bit);
       const bool torn = status.ok() && owned->fault.kind == FaultKind::kTear;
       owned->self->Report(owned->original, torn ? Injected(*owned->original, owned->fault) : status, owned->fault.delay_us);
     };
