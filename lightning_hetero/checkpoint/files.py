@@ -1,25 +1,177 @@
-"""Local files that appear complete or not at all."""
+"""Files by path or URL: local ones, and whatever else fsspec opens. What is written appears complete or not at all.
+
+[Note: Remote files]
+A URL such as ``s3://bucket/model`` is opened through fsspec, whose driver for it has to be installed. Nothing goes through memory
+as a whole: writes are cut into pieces, and reads ask for what they need. A checkpoint to be loaded is first copied to a temporary
+local file, since only that can be mapped into memory.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+PIECE_BYTES = 16 * 2**20  # of a remote file, in memory at once
+
+_LOCAL = ("file", "local")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A file or directory, local or remote; see [Note: Remote files].
+
+    Attributes:
+        url: Its path, or its URL.
+    """
+
+    url: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str] | Place) -> Place:
+        """The place of a path or URL; ``~`` is the home directory."""
+        if isinstance(path, Place):
+            return path
+        text = os.fspath(path)
+        scheme, separator, rest = text.partition("://")
+        if separator and scheme not in _LOCAL:
+            return cls(text.rstrip("/"))
+        return cls(os.path.expanduser(rest if separator else text))
+
+    def __truediv__(self, name: str) -> Place:
+        return Place(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    @property
+    def local(self) -> Path | None:
+        """The local path; ``None`` of a remote place."""
+        return None if "://" in self.url else Path(self.url)
+
+    @property
+    def name(self) -> str:
+        """The last part of it."""
+        return os.path.basename(self.url)
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name, with the dot."""
+        return os.path.splitext(self.url)[1]
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        system, path = self._opened()
+        return bool(system.isfile(path))
+
+    def is_dir(self) -> bool:
+        """Whether there is a directory."""
+        system, path = self._opened()
+        return bool(system.isdir(path))
+
+    def names(self, ending: str) -> list[str]:
+        """Names in the directory that end so, in order; none where there is no directory."""
+        system, path = self._opened()
+        if not system.isdir(path):
+            return []
+        return sorted(n for n in map(os.path.basename, system.ls(path, detail=False)) if n.endswith(ending))
+
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        system, path = self._opened()
+        return int(system.size(path))
+
+    def open(self) -> IO[bytes]:
+        """The file, to read.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        if self.local is not None:
+            return open(self.local, "rb", buffering=0)
+        system, path = self._opened()
+        stream: IO[bytes] = system.open(path, "rb")
+        return stream
+
+    def make_directory(self) -> None:
+        """Makes it and what is above it, where they are missing."""
+        system, path = self._opened()
+        system.makedirs(path, exist_ok=True)
+
+    def remove(self) -> None:
+        """Removes the file or directory, if it is there."""
+        system, path = self._opened()
+        if system.exists(path):
+            system.rm(path, recursive=True)
+
+    @contextmanager
+    def appears_whole(self) -> Iterator[IO[bytes]]:
+        """A file to write; missing directories are made, a file there is replaced. If the context fails nothing is left of it.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self.local is not None:
+            with _local_file(self.local) as stream:
+                yield stream
+            return
+        system, path = self._opened()
+        system.makedirs(os.path.dirname(path), exist_ok=True)
+        with system.transaction, system.open(path, "wb") as stream:  # a transaction, where the file system has them
+            pieces: Any = _Pieces(stream)
+            yield pieces
+
+    @contextmanager
+    def copied(self) -> Iterator[Path]:
+        """A local file with the content, as long as the context lasts: itself, or a temporary copy.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        if self.local is not None:
+            yield self.local
+            return
+        system, path = self._opened()
+        with tempfile.TemporaryDirectory(prefix="lightning-hetero-copy-") as folder:
+            target = Path(folder, "copy")
+            system.get_file(path, str(target))
+            yield target
+
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the path in it."""
+        fsspec: Any = importlib.import_module("fsspec.core")
+        system, path = fsspec.url_to_fs(self.url)
+        return system, path
+
+
+class _Pieces:
+    """A writable file that gets no more than a piece at a time: remote ones keep in memory what they were given."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            self._stream.write(view[start : start + PIECE_BYTES])
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: the file is whole when it is closed."""
 
 
 @contextmanager
-def appears_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, beside its final name; synced and renamed when the context ends, removed when it fails.
-
-    Args:
-        path: The final name; missing directories are made, a file there is replaced.
-
-    Raises:
-        OSError: It cannot be written; nothing is left of it.
-    """
+def _local_file(path: Path) -> Iterator[IO[bytes]]:
+    """Written beside its final name, synced, and renamed when the context ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:

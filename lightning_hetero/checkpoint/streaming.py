@@ -9,15 +9,12 @@ The records, their order and the pickle are those that ``torch.save`` would writ
 from __future__ import annotations
 
 import ctypes
-import importlib
 import io
 import os
 import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.checkpoint.files import appears_whole
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, materialize
 
 _PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
@@ -47,17 +44,14 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: The file cannot be written; no partial local file is left.
     """
-    local = _local(path)
-    if local is None:
-        with _open_remote(path, "wb") as stream:
-            _write(checkpoint, stream)
-        return
-    with appears_whole(local) as stream:
+    with Place.of(path).appears_whole() as stream:
         _write(checkpoint, stream)
 
 
 def load(path: str | os.PathLike[str], map_location: _Location = None, *, weights_only: bool | None = None) -> Any:
-    """Loads a ``torch.save`` file; a local one is mapped, so that its tensors occupy memory only once they are read.
+    """Loads a ``torch.save`` file by mapping it: its tensors occupy memory only once they are read.
+
+    A remote file is copied to a temporary local one first, which goes with the last of its tensors.
 
     Args:
         path: A local path, or a URL that fsspec opens.
@@ -70,14 +64,12 @@ def load(path: str | os.PathLike[str], map_location: _Location = None, *, weight
     Raises:
         FileNotFoundError: There is no such file.
     """
-    local = _local(path)
-    if local is None:
-        with _open_remote(path, "rb") as stream:
-            return torch.load(stream, map_location, weights_only=weights_only)
-    if not local.is_file():
-        raise FileNotFoundError(f"checkpoint {str(local)!r} is not a file. Give the path of a saved checkpoint.")
-    # Files in the format before torch 1.6 are not zip archives and cannot be mapped.
-    return torch.load(str(local), map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(local))
+    place = Place.of(path)
+    if not place.is_file():
+        raise FileNotFoundError(f"checkpoint {str(place)!r} is not a file. Give the path of a saved checkpoint.")
+    with place.copied() as local:
+        # Files in the format before torch 1.6 are not zip archives and cannot be mapped.
+        return torch.load(str(local), map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(local))
 
 
 def release_pages(tensor: Tensor) -> int:
@@ -129,9 +121,7 @@ class StreamingIO:
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint file or directory; one that does not exist is not an error."""
-        file_system, stripped = _file_system(path)
-        if file_system.exists(stripped):
-            file_system.rm(stripped, recursive=True)
+        Place.of(path).remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,35 +265,6 @@ def _storage_type(dtype: torch.dtype) -> type:
 def _location(storage: torch.UntypedStorage) -> str:
     location: str = torch.serialization.location_tag(storage)
     return location
-
-
-def _local(path: str | os.PathLike[str]) -> Path | None:
-    """The local path, or None for a URL of another file system."""
-    text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return Path(text)
-    return Path(rest) if scheme in ("file", "local") else None
-
-
-def _file_system(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path inside it."""
-    fsspec: Any = importlib.import_module("fsspec.core")
-    file_system, stripped = fsspec.url_to_fs(os.fspath(path))
-    return file_system, stripped
-
-
-@contextmanager
-def _open_remote(path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
-    """Opens a URL inside a transaction where the file system has them: an error leaves no partial object."""
-    file_system, stripped = _file_system(path)
-    if mode == "rb":
-        with file_system.open(stripped, mode) as stream:
-            yield stream
-        return
-    file_system.makedirs(os.path.dirname(stripped), exist_ok=True)
-    with file_system.transaction, file_system.open(stripped, mode) as stream:
-        yield stream
 
 
 def _is_mapped_file(begin: int, end: int) -> bool:

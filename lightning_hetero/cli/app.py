@@ -247,8 +247,8 @@ def launch(
 
 
 SomePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, safetensors, a checkpoint or a plan file.")]
-Destination = Annotated[Path, typer.Argument(metavar="DESTINATION", help="A directory for safetensors, or FILE.ckpt.")]
-Checkpoint = Annotated[Path, typer.Argument(metavar="FILE.ckpt", help="The checkpoint to write.")]
+Destination = Annotated[str, typer.Argument(metavar="DESTINATION", help="A directory for safetensors, or FILE.ckpt; or a URL.")]
+Checkpoint = Annotated[str, typer.Argument(metavar="FILE.ckpt", help="The checkpoint to write.")]
 Module = Annotated[str, typer.Option(metavar="NAME", help='A module of the LightningModule, such as "model".')]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert floating-point weights.  [default: as they are]")
@@ -274,7 +274,7 @@ def verify(path: SomePath, as_json: o.Json = False) -> None:
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A store, a checkpoint or safetensors.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A store, a checkpoint or safetensors.")],
     destination: Destination,
     module: Module = "",
     dtype: Dtype = None,
@@ -289,7 +289,7 @@ def export(
 
 @app.command(name="import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A safetensors file, or a directory of Hugging Face.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A safetensors file, or a directory of Hugging Face.")],
     destination: Checkpoint,
     module: Module = "",
     tie: Annotated[

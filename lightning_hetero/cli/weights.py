@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.cli.output import console, print_json, working
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.units import format_bytes
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def export(source: Path, destination: Path, *, module: str, dtype: str | None, max_shard_size: str, as_json: bool) -> None:
+def export(source: str, destination: str, *, module: str, dtype: str | None, max_shard_size: str, as_json: bool) -> None:
     """Writes weights as safetensors, or as a Lightning checkpoint.
 
     Raises:
@@ -27,7 +28,7 @@ def export(source: Path, destination: Path, *, module: str, dtype: str | None, m
     _print(files, as_json=as_json)
 
 
-def import_(source: Path, destination: Path, *, module: str, ties: Iterable[str], dtype: str | None, as_json: bool) -> None:
+def import_(source: str, destination: str, *, module: str, ties: Iterable[str], dtype: str | None, as_json: bool) -> None:
     """Writes safetensors as a Lightning checkpoint.
 
     Raises:
@@ -54,8 +55,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _print(files: list[Path], *, as_json: bool) -> None:
-    sizes = {file: file.stat().st_size for file in files}
+def _print(files: Sequence[Path | str], *, as_json: bool) -> None:
+    sizes = {file: Place.of(file).num_bytes() for file in files}
     if as_json:
         print_json({"files": [{"path": file, "num_bytes": size} for file, size in sizes.items()]})
         return

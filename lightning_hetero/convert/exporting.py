@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.door import OffloadedTensor, materialize
@@ -36,20 +37,21 @@ def export_weights(
     module: str = "",
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = SHARD_SIZE,
-) -> list[Path]:
+) -> list[Path | str]:
     """Writes weights as a safetensors directory of Hugging Face, or as a Lightning checkpoint that holds weights only.
 
     Args:
         source: A model, also while it trains with weights on disk; or the path of a store that nobody uses (its last step), of a
-            Lightning checkpoint, or of safetensors.
-        destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``.
+            Lightning checkpoint, or of safetensors; of the latter two also a URL.
+        destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``. Also a URL of fsspec, such
+            as ``"s3://bucket/model"``.
         module: Name of the module whose weights are wanted, such as ``"model"`` for a Hugging Face model inside a LightningModule;
             names in the files begin below it. Default: everything.
         dtype: Convert floating-point weights to it.
         max_shard_size: No safetensors file is larger, unless a single tensor is; such as ``"5GB"``.
 
     Returns:
-        The files written. Tied weights are written once, under their first name.
+        The files written, remote ones as URLs. Tied weights are written once, under their first name.
 
     Raises:
         ConfigError: The source is no such thing, has no such module, or the destination holds weights already.
@@ -58,15 +60,15 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     assert shard_bytes is not None
-    path = Path(destination)
+    path = Place.of(destination)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
             _write_checkpoint(path, {t.name: t for t in tensors})
-            return [path]
-        return write_directory(path, tensors, max_shard_bytes=shard_bytes)
+            return [_named(path)]
+        return [_named(file) for file in write_directory(path, tensors, max_shard_bytes=shard_bytes)]
 
 
 def import_weights(
@@ -76,7 +78,7 @@ def import_weights(
     module: str = "",
     ties: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
-) -> Path:
+) -> Path | str:
     """Makes a Lightning checkpoint that holds weights only, from safetensors.
 
     Args:
@@ -94,7 +96,7 @@ def import_weights(
         ConfigError: The files are not right, a tie names nothing, or the destination is no ``.ckpt``.
         OSError: The file cannot be written; nothing is left of it.
     """
-    path = Path(destination)
+    path = Place.of(destination)
     if path.suffix != CHECKPOINT:
         raise ConfigError(f"{str(path)!r} is to be a Lightning checkpoint; allowed: a path that ends in {CHECKPOINT}.")
     stored = {t.name: t for t in _of_files(WeightFiles.open(source))}
@@ -108,7 +110,11 @@ def import_weights(
         stored = {name: converted[id(t)] for name, t in stored.items()}
     begin = f"{module}." if module else ""
     _write_checkpoint(path, {begin + name: tensor for name, tensor in stored.items()})
-    return path
+    return _named(path)
+
+
+def _named(place: Place) -> Path | str:
+    return place.local or str(place)
 
 
 def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) -> list[TensorToWrite]:
@@ -123,15 +129,15 @@ def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) ->
     """
     if isinstance(source, nn.Module):
         return list(_of_state(source.state_dict(keep_vars=True)))
-    path = Path(source).expanduser()
-    if (path / MANIFEST).is_file():
-        return list(_of_store(opened.enter_context(StoreFiles(path))))
+    path = Place.of(source)
+    if path.local is not None and (path.local / MANIFEST).is_file():
+        return list(_of_store(opened.enter_context(StoreFiles(path.local))))
     if path.is_dir() or path.suffix == ".safetensors":
         return list(_of_files(WeightFiles.open(path)))
     return list(_of_state(state_dict_of(path), mapped=True))
 
 
-def state_dict_of(path: Path) -> dict[str, Tensor]:
+def state_dict_of(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The model's part of a checkpoint file, mapped into memory; nothing in the file is executed.
 
     Raises:
@@ -144,7 +150,7 @@ def state_dict_of(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_checkpoint(path: Path) -> Any:
+def load_checkpoint(path: str | os.PathLike[str]) -> Any:
     """A checkpoint file's content, mapped into memory; nothing in the file is executed.
 
     Raises:
@@ -237,7 +243,7 @@ class _Source:
         raise AssertionError(f"{self.name}: files are read only")
 
 
-def _write_checkpoint(path: Path, tensors: Mapping[str, TensorToWrite]) -> None:
+def _write_checkpoint(path: Place, tensors: Mapping[str, TensorToWrite]) -> None:
     """Writes what ``Trainer.save_checkpoint(path, weights_only=True)`` writes before the first step."""
     sources = {id(t): _Source(t) for t in tensors.values()}
     checkpoint = {

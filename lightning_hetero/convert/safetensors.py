@@ -16,13 +16,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hetero.checkpoint.files import appears_whole
+from lightning_hetero.checkpoint.files import PIECE_BYTES, Place
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.blocks import memory_of, own_memory
 
@@ -36,7 +35,6 @@ INDEX = "model.safetensors.index.json"
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
-_PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class StoredTensor:
     """
 
     name: str
-    path: Path
+    path: Place
     dtype: torch.dtype
     shape: torch.Size
     start: int
@@ -81,25 +79,26 @@ class StoredTensor:
         if not memory.is_contiguous():
             memory.copy_(self.read())
             return
-        with open(self.path, "rb", buffering=0) as file:
+        with self.path.open() as file:
             flat, width = memory.view(-1), self.dtype.itemsize
             if memory.dtype == self.dtype:
-                self._read(file.fileno(), 0, flat)
+                self._read(file, 0, flat)
                 return
-            step = max(1, _PIECE_BYTES // width)
+            step = max(1, PIECE_BYTES // width)
             piece = torch.empty(min(step, flat.numel()), dtype=self.dtype)
             for begin in range(0, flat.numel(), step):
                 part = piece[: min(step, flat.numel() - begin)]
-                self._read(file.fileno(), begin * width, part)
+                self._read(file, begin * width, part)
                 flat[begin : begin + part.numel()].copy_(part)
 
-    def _read(self, descriptor: int, offset: int, out: Tensor) -> None:
+    def _read(self, file: Any, offset: int, out: Tensor) -> None:
         if not out.numel():
             return
         view = memory_of(out)
         done = 0
+        file.seek(self.start + offset)
         while done < len(view):
-            got = os.preadv(descriptor, [view[done:]], self.start + offset + done)
+            got = file.readinto(view[done : done + PIECE_BYTES]) or 0
             if got <= 0:
                 at = self.start + offset + done
                 raise ConfigError(f"{str(self.path)!r} ends at byte {at}, inside {self.name!r}. Get the file again.")
@@ -116,22 +115,22 @@ class WeightFiles:
         metadata: What the files' headers say beside tensors.
     """
 
-    path: Path
+    path: Place
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> WeightFiles:
+    def open(cls, path: str | os.PathLike[str] | Place) -> WeightFiles:
         """Reads the headers.
 
         Args:
             path: A ``.safetensors`` file, or a directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and
-                the files that it names, or with one file of another name.
+                the files that it names, or with one file of another name; or the URL of one, such as ``"s3://bucket/model"``.
 
         Raises:
             ConfigError: There is no such thing, or a header or the index is not right.
         """
-        place = Path(path).expanduser()
+        place = Place.of(path)
         tensors: dict[str, StoredTensor] = {}
         metadata: dict[str, str] = {}
         for file in weight_files(place):
@@ -140,7 +139,7 @@ class WeightFiles:
                 raise ConfigError(f"{str(place)!r}: {both[0]!r} is in {tensors[both[0]].path.name} and in {file.name}. Remove one.")
             tensors |= found
             metadata |= more
-        if place.is_dir() and not (place / SINGLE).exists() and (place / INDEX).exists():
+        if place.is_dir() and not (place / SINGLE).is_file() and (place / INDEX).is_file():
             missing = [(n, f) for n, f in read_index(place).items() if n not in tensors or tensors[n].path.name != f]
             if missing:
                 name, file_name = missing[0]
@@ -150,12 +149,12 @@ class WeightFiles:
         return cls(place, tensors, metadata)
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[Place]:
         """The files, in the order of their names."""
         return sorted({t.path for t in self.tensors.values()})
 
 
-def weight_files(path: Path) -> list[Path]:
+def weight_files(path: Place) -> list[Place]:
     """The files that together hold the weights of ``path``.
 
     Raises:
@@ -171,16 +170,16 @@ def weight_files(path: Path) -> list[Path]:
         return [path / SINGLE]
     if (path / INDEX).is_file():
         return [path / name for name in sorted(set(read_index(path).values()))]
-    found = sorted(path.glob("*.safetensors"))
+    found = path.names(".safetensors")
     if len(found) != 1:
-        got = ", ".join(f.name for f in found[:3]) or "no safetensors file"
+        got = ", ".join(found[:3]) or "no safetensors file"
         raise ConfigError(
             f"{str(path)!r} holds {got}; allowed: {SINGLE}, or {INDEX} and its files, or one file. Name the file itself."
         )
-    return found
+    return [path / found[0]]
 
 
-def read_index(directory: Path) -> dict[str, str]:
+def read_index(directory: Place) -> dict[str, str]:
     """Which file of the directory holds each tensor.
 
     Raises:
@@ -188,7 +187,7 @@ def read_index(directory: Path) -> dict[str, str]:
     """
     path = directory / INDEX
     try:
-        with open(path, "rb") as file:
+        with path.open() as file:
             names = json.loads(file.read(_HEADER_BYTES_MAX))["weight_map"]
         assert isinstance(names, dict)
         assert all(isinstance(f, str) and f == os.path.basename(f) and f not in ("", ".", "..") for f in names.values())
@@ -197,15 +196,15 @@ def read_index(directory: Path) -> dict[str, str]:
     return names
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_header(path: Place) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of one file, and its metadata.
 
     Raises:
         ConfigError: It cannot be read, or the header is not right: names what.
     """
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        size = path.num_bytes()
+        with path.open() as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _HEADER_BYTES_MAX):
                 raise _HeaderError(f"its {size} bytes have no room for a header of {length}")
@@ -226,7 +225,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _parse(path: Path, header: Any, *, data: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _parse(path: Place, header: Any, *, data: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise _HeaderError("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
@@ -247,7 +246,7 @@ def _parse(path: Path, header: Any, *, data: int, size: int) -> tuple[dict[str, 
     return tensors, metadata
 
 
-def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[StoredTensor, int]:
+def _entry(path: Place, name: str, entry: Any, data: int) -> tuple[StoredTensor, int]:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _HeaderError(f"{name!r} has no dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -289,11 +288,13 @@ class TensorToWrite:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def write_directory(directory: Path, tensors: Sequence[TensorToWrite], *, max_shard_bytes: int) -> list[Path]:
+def write_directory(
+    directory: str | os.PathLike[str] | Place, tensors: Sequence[TensorToWrite], *, max_shard_bytes: int
+) -> list[Place]:
     """Writes a directory as Hugging Face's ``save_pretrained`` does: one file, or several and their index.
 
     Args:
-        directory: Made if it is missing; may hold other files, but no weights.
+        directory: Made if it is missing; may hold other files, but no weights. Or a URL.
         tensors: What to write, in this order; at most one is in memory at a time.
         max_shard_bytes: No file holds more bytes of tensors, unless a single tensor does.
 
@@ -304,9 +305,10 @@ def write_directory(directory: Path, tensors: Sequence[TensorToWrite], *, max_sh
         ConfigError: There are weights in the directory, or a dtype that the format lacks.
         OSError: A file cannot be written; none is left half written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if there := sorted([*directory.glob("*.safetensors"), *directory.glob(INDEX)]):
-        raise ConfigError(f"{str(directory)!r} already holds {there[0].name}. Choose another directory, or remove it.")
+    directory = Place.of(directory)
+    directory.make_directory()
+    if there := [*directory.names(".safetensors"), *directory.names(INDEX)]:
+        raise ConfigError(f"{str(directory)!r} already holds {there[0]}. Choose another directory, or remove it.")
     shards: list[list[TensorToWrite]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
@@ -322,12 +324,12 @@ def write_directory(directory: Path, tensors: Sequence[TensorToWrite], *, max_sh
         "metadata": {"total_size": sum(t.num_bytes for t in tensors)},
         "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard},
     }
-    with appears_whole(directory / INDEX) as file:
+    with (directory / INDEX).appears_whole() as file:
         file.write(json.dumps(index, indent=2).encode() + b"\n")
     return [directory / name for name in names]
 
 
-def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
+def write_file(path: str | os.PathLike[str] | Place, tensors: Iterable[TensorToWrite]) -> None:
     """Writes one file, which appears complete or not at all.
 
     Raises:
@@ -346,7 +348,7 @@ def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
         header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with appears_whole(path) as file:
+    with Place.of(path).appears_whole() as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
             content = tensor.read()

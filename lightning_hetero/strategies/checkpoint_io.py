@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import checkpoint as streaming
+from lightning_hetero.checkpoint.files import Place
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _Base
@@ -45,7 +45,7 @@ class _HeteroCheckpointIO(_Base):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if self.streams and os.path.isfile(path):
+        if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
         options = {} if map_location is None else {"map_location": map_location}
         return super().load_checkpoint(path, weights_only=weights_only, **options)

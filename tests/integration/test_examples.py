@@ -130,3 +130,11 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on average" in text  # it was planned
     assert "held-out loss" in text
     assert (tmp_path / "smollm2-finetuned" / "model.safetensors").exists()
+
+
+def test_a_hugging_face_directory_goes_in_and_comes_out(tmp_path: Path) -> None:
+    shown = run("import_export.py", "--tiny", "--steps", "3", "--host-memory", "8MiB", cwd=tmp_path)
+    assert "trained          3 steps" in shown
+    assert mebibytes("on disk", shown) > 0
+    assert len(list((tmp_path / "smollm2-trained").glob("*.safetensors"))) > 1
+    assert (tmp_path / "smollm2-trained" / "model.safetensors.index.json").exists()

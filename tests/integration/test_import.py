@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from support.models import Outcome, assert_same, outcome, quiet_trainer
 from torch import Tensor, nn
 
-from lightning_hetero import EmulatedDevice
+from lightning_hetero import EmulatedDevice, export_weights
+from lightning_hetero.checkpoint import files
 from lightning_hetero.convert import safetensors
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -213,3 +215,48 @@ def test_what_lies_outside_the_weights_module_is_initialized(directory: Path, tm
     trainer.validate(module, llama.batches(), verbose=False)
     assert all(torch.equal(v, stored[n]) for n, v in module.model.model.state_dict().items())
     assert 0.01 < module.model.lm_head.weight.std() < 0.03  # initializer_range, not the linear layer's own
+
+
+def test_weights_and_checkpoints_go_to_and_come_from_urls(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: list[int] = []
+
+    class Notes(files._Pieces):
+        def __init__(self, stream: Any) -> None:
+            write = stream.write
+            stream.write = lambda view: (largest.append(len(view)), write(view))[1]
+            super().__init__(stream)
+
+    monkeypatch.setattr(files, "_Pieces", Notes)
+    for module in (files, safetensors):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    url = f"memory://{tmp_path.name}/weights"
+    written = export_weights(directory, url, max_shard_size="10kB")
+    assert all(str(name).startswith(f"{url}/model") for name in written)
+    assert len(written) > 1
+    assert 0 < max(largest) <= 1000
+
+    def two_fits(weights: Any, checkpoint: str) -> Outcome:
+        options: dict[str, Any] = {"default_root_dir": tmp_path, "limit_val_batches": 0}
+        trainer = quiet_trainer(strategy=hetero(weights=weights), max_steps=2, **options)
+        trainer.fit(llama.on_meta(), llama.batches())
+        trainer.save_checkpoint(checkpoint)
+        module = llama.on_meta()
+        trainer = quiet_trainer(strategy=hetero(), max_steps=3, **options)
+        trainer.fit(module, llama.batches(), ckpt_path=checkpoint, weights_only=True)
+        return outcome(trainer, module)
+
+    expected = two_fits(directory, str(tmp_path / "last.ckpt"))
+    assert_same(two_fits(url, f"memory://{tmp_path.name}/last.ckpt"), expected)
+    assert not list(Path(tempfile.gettempdir()).glob("lightning-hetero-copy-*"))
+
+
+def test_a_store_is_gone_on_from_and_the_files_are_not_read_again(directory: Path, tmp_path: Path) -> None:
+    expected = fit(llama.from_directory(directory), "auto", tmp_path)
+    store = tmp_path / "store"
+    fit(llama.on_meta(), hetero(weights=directory, disk_path=store), tmp_path, steps=2)
+    module = llama.on_meta()
+    strategy = hetero(plan="host", weights=directory, disk_path=store)
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path, limit_val_batches=0)
+    trainer.fit(module, llama.batches(), ckpt_path=str(store))
+    got = outcome(trainer, module)
+    assert_same(got, Outcome(expected.losses[-1:], expected.weights, expected.state))

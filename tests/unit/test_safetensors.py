@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.safetensors import (
     DTYPES,
     INDEX,
@@ -71,7 +72,7 @@ def test_the_reference_package_reads_our_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", [torch.empty(3, 5), torch.empty(5, 3).t(), torch.empty(3, 5, dtype=torch.bfloat16)])
 def test_values_are_converted_as_copy_does(memory: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetero.convert.safetensors._PIECE_BYTES", 16)  # several pieces, the last one shorter
+    monkeypatch.setattr("lightning_hetero.convert.safetensors.PIECE_BYTES", 16)  # several pieces, the last one shorter
     value = torch.randn(3, 5, dtype=torch.float64)
     reference.save_file({"x": value}, tmp_path / "x.safetensors")
     WeightFiles.open(tmp_path).tensors["x"].read_into(memory)
@@ -145,7 +146,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 )
 def test_a_wrong_header_is_refused(header: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_header(file_of(tmp_path / "x.safetensors", header))
+        read_header(Place.of(file_of(tmp_path / "x.safetensors", header)))
 
 
 @given(st.data())
@@ -158,7 +159,7 @@ def test_damage_is_refused_or_leaves_tensors_inside_the_file(data: st.DataObject
             raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
         path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
         try:
-            tensors, _ = read_header(path)
+            tensors, _ = read_header(Place.of(path))
         except ConfigError:
             return
         for tensor in tensors.values():
@@ -167,7 +168,7 @@ def test_damage_is_refused_or_leaves_tensors_inside_the_file(data: st.DataObject
 
 def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
     path = file_of(tmp_path / "x.safetensors", {"x": entry()})
-    (tensor,) = read_header(path)[0].values()
+    (tensor,) = read_header(Place.of(path))[0].values()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"ends at byte .* inside 'x'"):
         tensor.read()
