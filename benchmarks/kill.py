@@ -1,16 +1,19 @@
 """Kills training at random moments, and resumes it: is a committed step ever lost, and does a resume ever differ by a bit?
 
-    python benchmarks/kill.py --dir DIR [--kills 500] [--steps 1500] [--seed 0]
+    python benchmarks/kill.py --dir DIR [--kills 500] [--steps 600] [--seed 0]
 
-A small model trains with AdamW, clipping by norm, dropout, a schedule and shuffled data, under a plan that keeps it on disk;
-now and then under one that keeps some or all of it in memory, so that a resume moves state as well. A child process trains, and
-is killed with SIGKILL at a random moment: while it starts, resumes, moves, trains or commits. It reports every loss, and every
-step that had been committed before it went on. The next child resumes from the store.
+A small model trains with clipping by norm, dropout, a schedule and shuffled data, under a plan that keeps it on disk, where
+updates are tried before the norm is known; now and then under one that keeps some or all of it in memory, which is mirrored, so
+that a resume moves state as well. One training in four has SGD with momentum, whose state the engine does not know, the others
+AdamW. A child process trains, and is killed with SIGKILL at a random moment: while it starts, resumes, moves, trains or commits. It
+reports every loss, and every step that had been committed before it went on. The next child resumes from the store.
 
 * ``lost_steps``: committed steps that a later child did not find.
 * ``wrong_resumes``: children of which some loss, or the final weights and optimizer state, differ from a plain run that nobody
   killed.
 * ``unreadable_stores``: stores that could not be resumed from.
+
+``tried`` counts steps with updates before their verdict, ``taken_back`` those of them that were wrong, ``plans`` the children.
 
 When the run has all its steps it begins anew. Children are forked: importing torch takes longer than training. Prints one JSON
 line last; ``state_share`` is the part of a step's time that taking the training state and submitting its commit took.
@@ -28,6 +31,7 @@ import struct
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +50,9 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 VOCABULARY, WIDTH, LAYERS, LENGTH = 31, 32, 3, 8
 BATCHES = 24  # of an epoch
 ROW = struct.Struct("<cqd")  # kind, step, value
-LOSS, COMMITTED, DONE, FAILED, TIMES = b"L", b"C", b"D", b"F", b"T"
+LOSS, COMMITTED, DONE, FAILED, TIMES, TRIED = b"L", b"C", b"D", b"F", b"T", b"S"
+CLIP = 1.0  # so that some steps are clipped
+OPTIMIZERS = ("adamw", "adamw", "adamw", "sgd")
 MIXED = Plan(
     name="mixed",
     blocks=(
@@ -73,9 +79,9 @@ class Block(nn.Module):
 class Model(pl.LightningModule):
     """Predicts the next token."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, optimizer: str) -> None:
         super().__init__()
-        self.steps = steps
+        self.steps, self.optimizer = steps, optimizer
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -92,7 +98,9 @@ class Model(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
+        if self.optimizer == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -109,7 +117,10 @@ class Reports(pl.Callback):
             self._tell()
             self._waiting = (trainer.global_step, ticket)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        speculation = trainer.strategy.session.executor.speculation
+        if speculation.trying:
+            self._write(TRIED, trainer.global_step, float(speculation.discarded))
         self._tell()
 
     def _tell(self) -> None:
@@ -119,15 +130,17 @@ class Reports(pl.Callback):
             self._waiting = (step, None)
 
 
-def fit(strategy: Any, root: Path, steps: int, store: Path | None, report: Any, *callbacks: Any) -> tuple[pl.Trainer, Model]:
+def fit(
+    strategy: Any, root: Path, steps: int, optimizer: str, store: Path | None, report: Any, *callbacks: Any
+) -> tuple[pl.Trainer, Model]:
     """Trains to the end, from the beginning or from the store."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = Model(steps)
+    model = Model(steps, optimizer)
     model.report = report
     tokens = torch.randint(0, VOCABULARY, (2 * BATCHES, LENGTH), generator=torch.Generator().manual_seed(2))
     trainer = pl.Trainer(
-        strategy=strategy, max_steps=steps, gradient_clip_val=0.5, default_root_dir=root, accelerator="cpu", logger=False,
+        strategy=strategy, max_steps=steps, gradient_clip_val=CLIP, default_root_dir=root, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(
@@ -144,14 +157,14 @@ def content(trainer: pl.Trainer, model: Model) -> dict[str, Tensor]:
     return values
 
 
-def reference(root: Path, steps: int) -> None:
+def reference(root: Path, steps: int, optimizer: str) -> None:
     """A run that nobody kills, under plain Lightning: its losses and what it leaves."""
     losses: list[float] = []
-    trainer, model = fit("auto", root, steps, None, lambda step, loss: losses.append(loss))
-    torch.save({"losses": losses, "content": content(trainer, model)}, root / "reference.pt")
+    trainer, model = fit("auto", root, steps, optimizer, None, lambda step, loss: losses.append(loss))
+    torch.save({"losses": losses, "content": content(trainer, model)}, root / f"{optimizer}.pt")
 
 
-def child(root: Path, steps: int, plan: Any, fresh: bool, out: int) -> None:
+def child(root: Path, steps: int, optimizer: str, plan: Any, fresh: bool, out: int) -> None:
     """Trains until it is killed; the parent reads what it writes to ``out``."""
 
     def write(kind: bytes, step: int, value: float) -> None:
@@ -170,7 +183,7 @@ def child(root: Path, steps: int, plan: Any, fresh: bool, out: int) -> None:
     begin = time.perf_counter()
     try:
         trainer, model = fit(
-            strategy, root, steps, None if fresh else store, lambda step, loss: write(LOSS, step, loss), Reports(write)
+            strategy, root, steps, optimizer, None if fresh else store, lambda step, loss: write(LOSS, step, loss), Reports(write)
         )
     except ConfigError as error:
         if "no step has been committed yet" not in str(error) and "is not a file" not in str(error):
@@ -178,7 +191,7 @@ def child(root: Path, steps: int, plan: Any, fresh: bool, out: int) -> None:
         write(FAILED, 0, 0.0)  # nothing to resume from
         return
     write(TIMES, 0, spent[0] / (time.perf_counter() - begin))
-    expected = torch.load(root / "reference.pt")["content"]
+    expected = torch.load(root / f"{optimizer}.pt")["content"]
     got = content(trainer, model)
     write(DONE, int(got.keys() == expected.keys() and all(torch.equal(got[k], v) for k, v in expected.items())), 0.0)
 
@@ -217,14 +230,18 @@ class Harness:
     def __init__(self, root: Path, steps: int, seed: int) -> None:
         self.root, self.steps, self.random = root, steps, random.Random(seed)
         self.counts = dict.fromkeys(("kills", "runs", "finished", "steps", "lost_steps", "wrong_resumes", "unreadable_stores"), 0)
+        self.counts |= dict.fromkeys(("tried", "taken_back"), 0)
+        self.plans = Counter[str]()
         self.committed, self.fresh, self.failure, self.shares = 0, True, "", list[float]()
-        self.losses: list[float] = torch.load(root / "reference.pt")["losses"]
+        self.optimizer = self.random.choice(OPTIMIZERS)
+        self.losses = {name: torch.load(root / f"{name}.pt")["losses"] for name in set(OPTIMIZERS)}
 
     def run(self) -> None:
         """One child, killed or not."""
         plan, log = self.random.choice(PLANS), self.root / "log"
-        limit = self.random.choice((0.3, 1.0, 2.0))
-        process, reader = forked(lambda out: child(self.root, self.steps, plan, self.fresh, out), log)
+        limit = self.random.choice((0.4, 0.8, 1.6))
+        process, reader = forked(lambda out: child(self.root, self.steps, self.optimizer, plan, self.fresh, out), log)
+        self.plans[f"{plan if isinstance(plan, str) else plan.name}, {self.optimizer}"] += 1
         status = self._kill(process, self.random.uniform(0, limit))
         rows = rows_until_end(reader)
         self.counts["runs"] += 1
@@ -251,11 +268,15 @@ class Harness:
 
     def _anew(self) -> None:
         shutil.rmtree(self.root / "store", ignore_errors=True)
-        self.committed, self.fresh = 0, True
+        self.committed, self.fresh, self.optimizer = 0, True, self.random.choice(OPTIMIZERS)
 
     def _check(self, rows: list[tuple[bytes, int, float]], plan: Any) -> None:
         losses = [(step, value) for kind, step, value in rows if kind == LOSS]
         self.counts["steps"] += len(losses)
+        discarded = [value for kind, _, value in rows if kind == TRIED]
+        self.counts["tried"] += len(discarded)
+        self.counts["taken_back"] += int(sum(discarded))
+        expected = self.losses[self.optimizer]
         if any(kind == FAILED for kind, *_ in rows):  # right if it was killed before its first step was there
             self.counts["lost_steps"] += self.committed
             self._anew()
@@ -263,9 +284,9 @@ class Harness:
         if losses:
             self.counts["lost_steps"] += max(0, self.committed - losses[0][0])
             first = losses[0][0]
-            if losses != [(first + i, self.losses[first + i]) for i in range(len(losses))]:
+            if losses != [(first + i, expected[first + i]) for i in range(len(losses))]:
                 self.counts["wrong_resumes"] += 1
-                self.failure = f"plan {plan}: the losses from step {first} on differ"
+                self.failure = f"plan {plan}, {self.optimizer}: the losses from step {first} on differ"
         told = [step for kind, step, _ in rows if kind == COMMITTED]
         self.committed = max([self.committed, *told])
         self.fresh = self.fresh and not (self.root / "store" / "MANIFEST").exists()
@@ -281,22 +302,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="where the store goes")
     parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--steps", type=int, default=1500, help="of one training run")
+    parser.add_argument("--steps", type=int, default=600, help="of one training run")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begin = time.monotonic()
     with scratch(arguments.dir) as root:
-        process, reader = forked(lambda _: reference(root, arguments.steps), root / "log")
-        rows_until_end(reader)
-        if os.waitpid(process, 0)[1]:
-            raise SystemExit((root / "log").read_text())
+        for name in sorted(set(OPTIMIZERS)):
+            process, reader = forked(lambda _, name=name: reference(root, arguments.steps, name), root / "log")
+            rows_until_end(reader)
+            if os.waitpid(process, 0)[1]:
+                raise SystemExit((root / "log").read_text())
         harness = Harness(root, arguments.steps, arguments.seed)
         while harness.counts["kills"] < arguments.kills and not harness.failure:
             harness.run()
         if harness.failure:
             print(harness.failure)
     share = sum(harness.shares) / len(harness.shares) if harness.shares else None
-    print(json.dumps({"benchmark": "kill", **harness.counts, "state_share": share, "seconds": time.monotonic() - begin}))
+    more = {"plans": dict(harness.plans), "state_share": share, "seconds": time.monotonic() - begin}
+    print(json.dumps({"benchmark": "kill", **harness.counts, **more}))
     bad = ("lost_steps", "wrong_resumes", "unreadable_stores")
     raise SystemExit(int(any(harness.counts[key] for key in bad)))
 

@@ -1,12 +1,18 @@
-"""Peak memory of weights on their way in and out: 1.3 billion parameters that are never in memory at once.
+"""Peak memory of a model on its way in and out: 1.3 billion parameters that are never in memory at once.
 
 A safetensors directory of random weights in bfloat16 (2.7 GB) is made, one tensor at a time. Then a GPT on the meta device gets
-them as float32 parameters (5.3 GB) that live on disk, is evaluated on one batch, exported to safetensors and saved as a
-Lightning checkpoint. ``host_memory`` is what weights and staging may take.
+them as float32 parameters (5.3 GB) that live on disk, and
 
-Prints one line of JSON last. ``peak_rss_bytes`` is the process's high-water mark (VmHWM, set back before each phase),
-``rss_before_bytes`` what the interpreter, torch and Lightning take, ``within_limit`` whether no phase took more than
-``host_memory`` and one block (the largest: the embedding) beyond that. 19 GB on disk, removed in the end.
+* ``import``, ``export``, ``weights``: is evaluated on one batch, exported to safetensors, and saved as a checkpoint of weights;
+* ``train``: gets them again, in a store that keeps its steps, and makes one step of AdamW;
+* ``save``: is saved as an ordinary Lightning checkpoint with optimizer state (16 GB), a tensor at a time;
+* ``resume_store``: a second Trainer goes on from the store, for one step;
+* ``resume_checkpoint``: the same from the checkpoint, and comes to the same loss.
+
+``host_memory`` is what weights, gradients, state and staging may take. Prints one line of JSON last. ``peak_rss_bytes`` is the
+process's high-water mark (VmHWM, set back before each phase), ``rss_before_bytes`` what the interpreter, torch and Lightning take,
+``within_limit`` whether no phase took more than ``host_memory`` and one block (the largest: the embedding) beyond that. 51 GB on
+disk, removed in the end.
 
     python benchmarks/weights.py --dir /path/on/the/disk
 """
@@ -15,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from gpt2 import GPT2, INIT_STD, SIZES, RandomTokens, Size, Transformer, find_size, make_trainer, num_params
 from larger_than_ram import check_space
@@ -30,18 +38,28 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroOffloadStrategy, export_weights
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
+from lightning_hetero.store.capacity import peak_resident_bytes, resident_bytes
 from lightning_hetero.store.partition import partition
 from lightning_hetero.units import format_bytes, parse_bytes
 
-BYTES_ON_DISK_PER_PARAM = 2 + 2 * 4 + 4  # the directory, two slots of fp32 weights, and one of the files that come out
+BYTES_ON_DISK_PER_PARAM = 2 + 2 * 12 + 12  # the directory, two slots of weights and Adam's state, and a checkpoint of both
 BATCHES = 1
 
 
 class Evaluated(GPT2):
-    """The model with a loss to predict."""
+    """The model with a loss to predict; training keeps its losses."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size, meta=True)
+        self.losses: list[float] = []
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
 
 
 def make_weights(directory: Path, size: Size) -> None:
@@ -57,79 +75,106 @@ def make_weights(directory: Path, size: Size) -> None:
     write_directory(directory, tensors, max_shard_bytes=1 << 30)
 
 
-def measured(phase: Callable[[], object]) -> dict[str, float]:
-    """Runs a phase: its seconds, and the most memory that the process had in it."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is in memory now
-    begin = time.perf_counter()
-    phase()
-    return {"seconds": time.perf_counter() - begin, "peak_rss_bytes": status_bytes("VmHWM")}
+class Phases:
+    """Runs phases one after the other: the seconds of each, and the most memory that the process had in it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, float]] = {}
+
+    def run(self, name: str, phase: Callable[[], object]) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is in memory now
+        begin = time.perf_counter()
+        phase()
+        self.found[name] = {"seconds": time.perf_counter() - begin, "peak_rss_bytes": peak_resident_bytes()}
+        peak = format_bytes(int(self.found[name]["peak_rss_bytes"]))
+        print(f"{name}: {self.found[name]['seconds']:.1f} s, peak {peak}", flush=True)
 
 
-def status_bytes(key: str) -> int:
-    """A size in /proc/self/status."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:")]
-    return int(line.split()[1]) * 1024
+def weights_in_and_out(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
+    """From safetensors to tiers, and from there to safetensors and to a checkpoint of weights."""
+    weights, out = root / "weights", root / "out"
+    strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, weights=weights)
+    trainer = make_trainer(strategy=strategy, default_root_dir=root, limit_predict_batches=BATCHES)
+    module = Evaluated(size)
+    losses: list[Tensor] = []
+
+    def bring_in() -> None:
+        losses.extend(trainer.predict(module, DataLoader(RandomTokens(size, batch=1, length=seq), batch_size=None)) or [])
+
+    phases.run("import", bring_in)
+    phases.run("export", lambda: export_weights(module, out, module="model", dtype=torch.bfloat16))
+    mine, theirs = WeightFiles.open(out).tensors, WeightFiles.open(weights).tensors
+    same = mine.keys() == theirs.keys() and all(torch.equal(mine[n].read(), t.read()) for n, t in theirs.items())
+    shutil.rmtree(out)  # room for the checkpoint
+    phases.run("weights", lambda: trainer.save_checkpoint(root / "weights.ckpt", weights_only=True))
+    (root / "weights.ckpt").unlink()
+    return {"exported_is_imported": same, "loss": float(losses[0])}
+
+
+def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
+    """One step, saved in both ways, and the next step from either."""
+    checkpoint, store = root / "last.ckpt", root / "store"
+
+    def fit(steps: int, store: Path, **options: Any) -> tuple[pl.Trainer, Evaluated]:
+        strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
+        trainer, module = make_trainer(strategy=strategy, max_steps=steps, default_root_dir=root), Evaluated(size)
+        batches = DataLoader(RandomTokens(size, batch=1, length=seq), batch_size=None)
+        trainer.fit(module, batches, **options)
+        return trainer, module
+
+    made: list[tuple[pl.Trainer, Evaluated]] = []
+    phases.run("train", lambda: made.append(fit(1, store, strategy={"weights": root / "weights"})))
+    phases.run("save", lambda: made[0][0].save_checkpoint(checkpoint))
+    trainer, _ = made.pop()
+    saved = checkpoint.stat().st_size
+    trainer.strategy._drop_session()  # the model was parked in the store, which is to be free
+    del trainer
+    phases.run("resume_store", lambda: made.append(fit(2, store, ckpt_path=str(store))))
+    trainer, first = made.pop()
+    trainer.strategy._drop_session()
+    shutil.rmtree(store)  # room for the next one
+    phases.run("resume_checkpoint", lambda: made.append(fit(2, store, ckpt_path=str(checkpoint), weights_only=True)))
+    trainer, second = made.pop()
+    trainer.strategy._drop_session()
+    return {"checkpoint_bytes": saved, "losses": first.losses, "resumed_the_same": first.losses == second.losses}
 
 
 def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     """All phases, with their files in ``root``."""
     size = find_size(args.model, args.layers)
-    weights, out = root / "weights", root / "out"
-    make_weights(weights, size)
+    make_weights(root / "weights", size)
     with torch.device("meta"):
         blocks = partition(Transformer(size))
     block_bytes = max(4 * sum(p.numel() for p in b.params.values()) for b in blocks)
     host_memory = parse_bytes(args.host_memory, name="host_memory")
     assert host_memory is not None
-    trainer = make_trainer(
-        strategy=HeteroOffloadStrategy(plan="disk", host_memory=host_memory, weights=weights),
-        default_root_dir=root, limit_predict_batches=BATCHES,
-    )  # fmt: skip
-    module = Evaluated(size, meta=True)
-    losses: list[Tensor] = []
-
-    def bring_in() -> None:
-        batches = DataLoader(RandomTokens(size, batch=1, length=args.seq), batch_size=None)
-        losses.extend(trainer.predict(module, batches) or [])
-
-    def export() -> None:
-        export_weights(module, out, module="model", dtype=torch.bfloat16)
-
-    def save() -> None:
-        trainer.save_checkpoint(root / "x.ckpt", weights_only=True)
-
-    before = status_bytes("VmRSS")
-    phases = {}
-    for name, phase in (("import", bring_in), ("export", export), ("checkpoint", save)):
-        phases[name] = measured(phase)
-        print(f"{name}: {phases[name]['seconds']:.1f} s, peak {format_bytes(phases[name]['peak_rss_bytes'])}", flush=True)
-        if name == "export":
-            mine, theirs = WeightFiles.open(out).tensors, WeightFiles.open(weights).tensors
-            same = mine.keys() == theirs.keys() and all(torch.equal(mine[n].read(), t.read()) for n, t in theirs.items())
-            for file in out.iterdir():
-                file.unlink()  # room for the checkpoint
+    make_trainer(default_root_dir=root)  # loads what Lightning loads lazily
+    phases, before = Phases(), resident_bytes()
+    moved = weights_in_and_out(phases, root, size, host_memory, args.seq)
+    trained = training(phases, root, size, host_memory, args.seq) if args.train else {}
     limit = host_memory + block_bytes
     return {
-        "phases": phases,
-        "exported_is_imported": same,
+        "phases": phases.found,
+        **moved,
+        **trained,
         "rss_before_bytes": before,
         "host_memory_bytes": host_memory,
         "largest_block_bytes": block_bytes,
-        "within_limit": all(p["peak_rss_bytes"] - before <= limit for p in phases.values()),
+        "within_limit": all(p["peak_rss_bytes"] - before <= limit for p in phases.found.values()),
         "parameters": num_params(size),
         "weights_bytes": 4 * num_params(size),
-        "loss": float(losses[0]),
         "torch": torch.__version__,
     }
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 19 GB free")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 51 GB free")
     parser.add_argument("--model", choices=SIZES, default="gpt-1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try things out")
-    parser.add_argument("--host-memory", default="1536MiB")
+    parser.add_argument("--host-memory", default="2500MiB")
     parser.add_argument("--seq", type=int, default=16)
+    parser.add_argument("--no-train", dest="train", action="store_false", help="weights alone; a quarter of the disk")
     return parser.parse_args()
 
 
