@@ -2,11 +2,12 @@
 
     python tests/soak.py --minutes 10 [--seed 0] [--dir DIR]
 
-Every round draws a model, a plan, precision, accumulation, clipping, a back end and a durability, and trains a few steps. Some
-rounds stop in the middle, and go on from the store. Bits are compared with plain Lightning where both do the same arithmetic
-(``32-true``). After every round the process must have the threads and the descriptors that it had before, and the directory must
-be as empty as before. Resident memory must not grow from the second third of the rounds to the last by more than ``--slack``
-bytes. Prints one JSON line last; the seed and the options of a round that fails are printed before.
+Every round draws a model, an optimizer, plans, precision, accumulation, clipping, a back end and a durability, or an emulated
+device, and trains a few steps. Some rounds stop in the middle, and go on from the store under another plan. Bits are compared with
+plain Lightning where both do the same arithmetic (``32-true``), else with a run in memory. After every round the process must have
+the threads and the descriptors that it had before, and the directory must be as empty as before. Resident memory must not grow from
+the second third of the rounds to the last by more than ``--slack`` bytes. Prints one JSON line last; the options of a round are
+printed before it.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import lightning.pytorch as pl
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.models import Recipe, Shape, assert_same
+from support.resuming import after, train
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.store.capacity import resident_bytes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=3e-3, fused=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=3e-3, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=3e-3),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5),
+}
 
-class Stops(Exception):
-    """In the middle of training."""
 
-
-class StopsAt(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Stops
+DEVICE_PLANS = {True: ("resident", "host", "disk"), False: ("resident",)}  # by whether the engine knows the optimizer
 
 
 def random_plan(draw: random.Random, layers: int) -> Any:
@@ -57,38 +58,22 @@ def random_plan(draw: random.Random, layers: int) -> Any:
     return Plan(name="mixed", blocks=(*rows, BlockPlan(name="*", weights=Tier.HOST, state=draw.choice(tiers))))
 
 
-def train(root: Path, strategy: Any, recipe: Recipe, stop: int | None, store: Path | None) -> Outcome | None:
-    """One fit; ``None`` if it was stopped."""
-    torch.manual_seed(7)
-    module = LitModel(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
-        precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
-        callbacks=[] if stop is None else [StopsAt(stop)],
-    )  # fmt: skip
-    try:
-        trainer.fit(
-            module, data(), data(2, seed=1) if recipe.validate else None, ckpt_path=None if store is None else str(store)
-        )  # fmt: skip
-    except Stops:
-        return None
-    return outcome(trainer, module)
-
-
-def one_round(root: Path, draw: random.Random) -> dict[str, Any]:
-    """Draws the options, trains, and compares; returns what was drawn."""
+def one_round(root: Path, draw: random.Random) -> None:
+    """Draws the options, trains, and compares."""
     layers = draw.randint(2, 4)
+    optimizer = draw.choice(["adamw", "adamw", "adam", "sgd", "nadam", "rmsprop"])
     recipe = Recipe(
-        steps=draw.randint(1, 6), accumulate=draw.choice([1, 1, 2]), clip=draw.choice([None, 0.5]),
-        precision=draw.choice(["32-true", "32-true", "bf16-true"]), schedule=draw.choice(["", "onecycle"]),
+        steps=draw.randint(1, 6), accumulate=draw.choice([1, 1, 2]), clip=draw.choice([None, 0.5, 5.0]),
+        precision=draw.choice(["32-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed"]),
+        schedule=draw.choice(["", "onecycle"]) if optimizer in ("adamw", "adam") else "", optimizer=OPTIMIZERS[optimizer],
         validate=draw.random() < 0.3, groups=draw.random() < 0.3,
         shape=Shape(
             layers=layers, width=draw.choice([16, 24, 40]), dropout=draw.choice([0.0, 0.1]), frozen=draw.choice([(), (0,)]),
             tied=draw.random() < 0.2,
         ),
     )  # fmt: skip
-    own = draw.random() < 0.7
+    device = draw.random() < 0.2
+    own = not device and draw.random() < 0.7
     options: dict[str, Any] = {
         "disk_path": root / "store" if own else None,
         "durability": draw.choice(["none", "process", "process", "power"]),
@@ -96,25 +81,23 @@ def one_round(root: Path, draw: random.Random) -> dict[str, Any]:
         "verify_digests": draw.random() < 0.5,
         "update_threads": draw.choice([1, 2]),
     }
-    plans = [random_plan(draw, layers) for _ in range(2)]
+    plans = [draw.choice(DEVICE_PLANS[optimizer in ("adamw", "adam")]) if device else random_plan(draw, layers) for _ in range(2)]
     stop = draw.randint(1, recipe.steps) if own and options["durability"] != "none" and draw.random() < 0.6 else None
-    said = {"recipe": str(recipe), "plans": [str(p) for p in plans], "stop": stop, **{k: str(v) for k, v in options.items()}}
-    print(json.dumps(said), flush=True)
+    said = {"optimizer": optimizer, "recipe": str(recipe), "plans": [str(p) for p in plans], "stop": stop, "device": device}
+    print(json.dumps({**said, **{k: str(v) for k, v in options.items()}}), flush=True)
+
+    def strategy(plan: Any) -> Any:
+        more = {"device": EmulatedDevice(memory="8MiB")} if device else {}
+        return HeteroOffloadStrategy(plan=plan, **options, **more)
+
     store = None
-    if stop is not None and train(root, HeteroOffloadStrategy(plan=plans[0], **options), recipe, stop, None) is None:
+    if stop is not None and stop < recipe.steps:
+        train(root, strategy(plans[0]), recipe, stop=stop)
         store = root / "store"
-    got = train(root, HeteroOffloadStrategy(plan=plans[1], **options), recipe, None, store)
-    if recipe.precision == "32-true" and got is not None:
-        expected = train(root, "auto", recipe, None, None)
-        assert expected is not None
-        losses = expected.losses[len(expected.losses) - len(got.losses) :]
-        assert_same(got, Outcome(losses, expected.weights, expected.state))
+    got = train(root, strategy(plans[1]), recipe, store=store)
+    plain: Any = "auto" if recipe.precision == "32-true" else HeteroOffloadStrategy(plan="resident")
+    assert_same(got, after(train(root, plain, recipe), len(got.losses)))
     shutil.rmtree(root / "store", ignore_errors=True)
-    return said
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def held() -> tuple[int, int]:

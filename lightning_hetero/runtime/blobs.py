@@ -1,7 +1,13 @@
-"""Optimizer state that the engine does not know, kept on disk as bytes: whatever tensors the optimizer's own code made."""
+"""Optimizer state that the engine does not know, kept on disk as bytes: whatever tensors the optimizer's own code made.
+
+[Note: Kept blobs]
+In a run that keeps its steps every part with such state has a blob, also where the plan has the state in memory: the blob is then
+written at the end of every step. What is no tensor of several elements (step counts) travels in the record itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero._native import U8, Arena, BlockGeometry
+from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
 from lightning_hetero.runtime.door import OffloadedTensor, materialize
 from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.blocks import PAGE, Part
 from lightning_hetero.store.geometry import WEIGHTS, opaque_chunk
 from lightning_hetero.store.homes import close_home, open_home
+from lightning_hetero.store.record import BlobEntry, BlobRow
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import round_up
 
@@ -33,15 +42,21 @@ class _Entry:
 
 
 class StateBlobs:
-    """One blob per part; a part's blob is laid out anew when its optimizer's state changes shape (the first step does).
+    """One blob for each part and optimizer; it is laid out anew when the state changes shape (the first step does).
 
     Args:
         store: The tiers.
+
+    Attributes:
+        kept: See [Note: Kept blobs].
+        retired: Blobs that a record still names, and the next one will not.
     """
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
-        self._blobs: dict[Part, tuple[Part, list[_Entry]]] = {}
+        self._blobs: dict[tuple[Part, Optimizer], tuple[Part, list[_Entry]]] = {}
+        self.kept = False
+        self.retired: list[NativeBlock] = []
 
     def load(self, part: Part, optimizer: Optimizer) -> None:
         """Brings the part's state into memory, as ordinary tensors in ``optimizer.state``."""
@@ -53,46 +68,95 @@ class StateBlobs:
 
     def save(self, part: Part, optimizer: Optimizer) -> None:
         """Writes the part's state to disk and leaves lazy tensors in ``optimizer.state``."""
+        self._write(part, optimizer)
+        self._attach(part, optimizer)
+
+    def keep(self, part: Part, optimizer: Optimizer) -> None:
+        """Writes the part's state to disk if it is in memory, where it stays."""
+        values = [v for p in part.params for v in blockwise.tensors(optimizer.state.get(p, {})).values()]
+        if any(not isinstance(value, OffloadedTensor) for value in values):
+            self._write(part, optimizer)
+
+    def drop(self, part: Part, optimizer: Optimizer) -> None:
+        """Brings the part's state into memory; its blob is removed unless blobs are kept."""
+        self.load(part, optimizer)
+        if not self.kept and (part, optimizer) in self._blobs:
+            close_home(self._store, self._blobs.pop((part, optimizer))[0])
+
+    def entries(self, part: Part, optimizers: Sequence[Optimizer]) -> tuple[BlobEntry, ...]:
+        """What a record says of the part's blobs."""
+        found = []
+        for number, optimizer in enumerate(optimizers):
+            blob, entries = self._blobs.get((part, optimizer), (None, ()))
+            if blob is not None and blob.native is not None:
+                rows = tuple(BlobRow(_index(part, e.param), e.key, e.dtype, tuple(e.shape), e.offset) for e in entries)
+                found.append(BlobEntry(blob.native.geometry, number, rows))
+        return tuple(found)
+
+    def adopt(self, part: Part, entry: BlobEntry, optimizer: Optimizer) -> None:
+        """Opens a blob as a record names it; the optimizer's state becomes lazy tensors of it.
+
+        Raises:
+            StoreCorruptError: The part has no such parameter.
+        """
+        if any(row.index >= len(part.params) for row in entry.rows):
+            raise StoreCorruptError(f"block {entry.geometry.id}: the commit record names a parameter that {part.names} lack.")
+        entries = [_Entry(part.params[r.index], r.key, torch.Size(r.shape), r.dtype, r.offset) for r in entry.rows]
+        self._blobs[part, optimizer] = self._open(part, entries, entry.geometry), entries
+        self._attach(part, optimizer)
+
+    def _attach(self, part: Part, optimizer: Optimizer) -> None:
+        blob, entries = self._blobs.get((part, optimizer), (None, ()))
+        for i, entry in enumerate(entries):
+            assert blob is not None
+            name = f"{part.names[_index(part, entry.param)]}.{entry.key}"
+            source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
+            optimizer.state[entry.param][entry.key] = OffloadedTensor(source)
+
+    def _write(self, part: Part, optimizer: Optimizer) -> None:
         entries, values, offset = [], [], 0
         for param in part.params:
             for key, value in blockwise.tensors(optimizer.state.get(param, {})).items():
                 entries.append(_Entry(param, key, value.shape, value.dtype, offset))
                 values.append(value)
                 offset += round_up(value.nbytes, _ALIGN)
-        if not entries:
-            return
-        blob = self._blob(part, entries, offset)
-        runs = [(WEIGHTS, i, _bytes(value)) for i, value in enumerate(values)]
-        self._store.write_state(blob, runs)
-        for i, entry in enumerate(entries):
-            name = f"{part.names[_index(part, entry.param)]}.{entry.key}"
-            source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
-            optimizer.state[entry.param][entry.key] = OffloadedTensor(source)
+        if entries:
+            blob = self._blob(part, optimizer, entries, offset)
+            self._store.write_state(blob, [(WEIGHTS, i, _bytes(value)) for i, value in enumerate(values)])
 
-    def drop(self, part: Part, optimizer: Optimizer) -> None:
-        """Brings the part's state into memory for good and removes its blob."""
-        self.load(part, optimizer)
-        blob, _ = self._blobs.pop(part, (None, ()))
-        if blob is not None:
-            close_home(self._store, blob)
-
-    def _blob(self, part: Part, entries: list[_Entry], num_bytes: int) -> Part:
-        known = self._blobs.get(part)
-        if known is not None and known[1] == entries:
-            return known[0]
+    def _blob(self, part: Part, optimizer: Optimizer, entries: list[_Entry], num_bytes: int) -> Part:
+        known, before = self._blobs.get((part, optimizer), (None, []))
+        if known is not None and before == entries:
+            return known
         length = round_up(num_bytes, PAGE)
-        blob = Part(
-            block=part.block, names=[e.key for e in entries], params=[], offsets=[e.offset for e in entries],
-            dtype=torch.uint8, num_elements=length, arena=Arena(length),
-        )  # fmt: skip
         geometry = BlockGeometry(
             id=self._store.files.next_id(), weight_dtype=U8, num_elements=length, num_state=0, weights_on_disk_file=True,
             state_on_disk_file=False, num_slots=2, chunk_elements=opaque_chunk(length, self._store.chunk_bytes_max),
         )  # fmt: skip
+        blob = self._open(part, entries, geometry)
+        self._blobs[part, optimizer] = blob, entries
+        if known is not None:
+            self._retire(known)
+        return blob
+
+    def _open(self, part: Part, entries: list[_Entry], geometry: BlockGeometry) -> Part:
+        length = geometry.num_elements
+        blob = Part(
+            block=part.block, names=[e.key for e in entries], params=[], offsets=[e.offset for e in entries],
+            dtype=torch.uint8, num_elements=length, arena=Arena(length),
+        )  # fmt: skip
         open_home(self._store, blob, geometry)
         blob.dirty = False  # nothing was ever in its memory: writes go straight to the file
-        self._blobs[part] = (blob, entries)
         return blob
+
+    def _retire(self, blob: Part) -> None:
+        if not self.kept:
+            close_home(self._store, blob)
+            return
+        assert blob.native is not None
+        self.retired.append(blob.native)
+        self._store.blobs.remove(blob)
+        self._store.forget(blob)
 
 
 def _bytes(value: Tensor) -> Tensor:

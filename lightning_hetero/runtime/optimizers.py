@@ -117,32 +117,58 @@ class OptimizerBinding:
                         state[key] = value.source.take() if isinstance(value.source, StateSource) else value.clone()
 
     def books(self) -> dict[str, Any]:
-        """What a commit record says of the optimizer: its groups, and the step count of each parameter that has one."""
+        """What a commit record says of the optimizer: its groups, and each parameter's step count, or all of its state but tensors.
+
+        State that only the optimizer's own code knows is there for any key; tensors of several elements are in blobs.
+        """
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        common = {
+            "name": type(self.optimizer).__name__,
+            "groups": groups,
+            "sizes": [len(group["params"]) for group in self.optimizer.param_groups],
+        }
+        if self.rule is not Rule.NATIVE:
+            states = [self.optimizer.state.get(p, {}) for p in self.params()]
+            mine = set(map(id, self.params()))
+            return common | {
+                "state": [{k: v for k, v in s.items() if k not in blockwise.tensors(s)} if s else None for s in states],
+                "others": {k: v for k, v in self.optimizer.state.items() if id(k) not in mine},
+            }
         counts = [self.optimizer.state.get(p, {}).get("step") for p in self.params()]
         known = [c for c in counts if c is not None]
         steps = iter(torch.stack(known).tolist() if known else [])
-        return {
-            "groups": groups,
-            "sizes": [len(group["params"]) for group in self.optimizer.param_groups],
-            "steps": [None if c is None else next(steps) for c in counts],
-        }
+        return common | {"steps": [None if c is None else next(steps) for c in counts]}
 
-    def take_over(self, books: dict[str, Any]) -> None:
-        """The store has the state already; the optimizer's books become what :meth:`books` gave.
+    def check(self, books: dict[str, Any]) -> None:
+        """Refuses books of an optimizer that this one cannot go on for.
 
         Raises:
-            ConfigError: The optimizer has other groups.
+            ConfigError: It has other groups, or other state.
         """
+        name = type(self.optimizer).__name__
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if (self.rule is Rule.NATIVE) != ("steps" in books) or (self.rule is not Rule.NATIVE and name != books["name"]):
+            raise ConfigError(
+                f"the optimizer is {name}, the store's {books['name']}. Resume with the optimizer that training began with."
+            )
         if sizes != books["sizes"]:
             raise ConfigError(
-                f"{type(self.optimizer).__name__} has groups of {sizes} parameters, the store's optimizer {books['sizes']}. Resume "
-                f"with the optimizer that training began with."
+                f"{name} has groups of {sizes} parameters, the store's optimizer {books['sizes']}. Resume with the optimizer that "
+                f"training began with."
             )
+
+    def take_over(self, books: dict[str, Any]) -> None:
+        """The store has the state already; the optimizer's books, which :meth:`check` has seen, become what :meth:`books` gave."""
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         groups = [{**group, "params": mine} for group, mine in zip(books["groups"], numbers, strict=True)]
+        blobs = {p: blockwise.tensors(s) for p, s in self.optimizer.state.items()}  # what the store has given it
         self._original["load_state_dict"]({"state": {}, "param_groups": groups})
+        if self.rule is not Rule.NATIVE:
+            for param, rest in zip(self.params(), books["state"], strict=True):
+                if rest is not None:
+                    self.optimizer.state[param] = {**rest, **blobs.get(param, {})}
+            self.optimizer.state.update(books["others"])
+            return
         for param, count in zip(self.params(), books["steps"], strict=True):
             if count is not None:
                 state: dict[str, Any] = {}

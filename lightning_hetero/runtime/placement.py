@@ -57,6 +57,11 @@ class SessionOptions:
     on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
     engine: EngineOptions = field(default_factory=EngineOptions)
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether every step of a fit is to survive in the store."""
+        return self.disk_path is not None and self.engine.durability != "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
@@ -282,11 +287,12 @@ class Placer:
                 )
 
     def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
-        """An optimizer that the engine does not know runs as it always does, unless something of it lives on disk."""
+        """An optimizer that the engine does not know runs as it always does, unless something of it lives, or is kept, on disk."""
         pairs = zip(self._blocks, plan.blocks, strict=True)
         mine = [p for b, p in pairs if any(self.owners.get(id(q)) is binding for q in b.params())]
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # on a device with memory of its own nothing is: checked
-        return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and not on_disk else binding.capability
+        as_ever = not on_disk and not (self._options.wants_steps and self._options.device is None)
+        return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and as_ever else binding.capability
 
     def _may_speculate(self, plan: Plan, by: Sequence[Rule]) -> bool:
         """Whether there is an update that can be taken back."""
@@ -360,7 +366,7 @@ class Placer:
             _state_bytes(part, self.owners) * part.num_elements
             for block, placed in zip(self._blocks, plan.blocks, strict=True)
             for part in block.parts
-            if placed.state is Tier.DISK and not native_state(part, self.owners)
+            if (placed.state is Tier.DISK or self._options.wants_steps) and not native_state(part, self.owners)
         )
 
 

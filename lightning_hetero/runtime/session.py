@@ -115,10 +115,10 @@ class Session(Budgets):
                 **ring,
             )
             self.store.on_patched = self.options.on_patched
-        if self.steps is not None:
-            self.steps.begin(self.store, resume=resume)
         rules = placement.rules
         updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
+        if self.steps is not None:
+            self.steps.begin(self.store, updater.blobs, resume=resume)
         updater.own(self.bindings)
         heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
         heap.counted_bytes = placement.activation_bytes

@@ -2,8 +2,8 @@
 
 [Note: What keeps steps]
 A fit keeps its steps if it has a store with a name (``disk_path``), a ``durability`` that promises something, and optimizers
-whose state the engine holds. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
-mirrors, which the log names as fit begins.
+that update part by part. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
+mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.placement import SessionOptions
@@ -57,9 +59,9 @@ class KeptSteps:
         self._retired: list[NativeBlock] = []
         self._state, self._why = "", _NO_STEP
         self._store: TierStore | None = None
-        wanted = options.disk_path is not None and options.engine.durability != "none"
-        obstacle = self._obstacle(options) if wanted else ""
-        self.kept = wanted and not obstacle
+        self._blobs: StateBlobs | None = None
+        obstacle = self._obstacle(options) if options.wants_steps else ""
+        self.kept = options.wants_steps and not obstacle
         if obstacle:
             log.warning(
                 "Steps are not kept: %s. A run that is killed cannot be resumed from its store; save checkpoints.", obstacle
@@ -67,19 +69,23 @@ class KeptSteps:
 
     def _obstacle(self, options: SessionOptions) -> str:
         for binding in self._bindings:
-            if binding.capability is not Rule.NATIVE:
-                return f"optimizer {type(binding.optimizer).__name__} runs by its own code, and its state is not in the store"
+            name = type(binding.optimizer).__name__
+            if binding.capability is Rule.WHOLE:
+                return f"optimizer {name} is not torch's, so it is not known to update parameters independently"
+            if type(binding.optimizer).state_dict is not Optimizer.state_dict:
+                return f"optimizer {name} has a state_dict of its own"
         if options.device is not None:
             return "the device has memory of its own, and what is updated there is not in the store"
         return ""
 
-    def begin(self, store: TierStore, *, resume: bool) -> None:
+    def begin(self, store: TierStore, blobs: StateBlobs, *, resume: bool) -> None:
         """The store is open; with ``resume`` its last record says where everything is.
 
         Raises:
-            ConfigError: The record is of another partition of the model, or steps are not kept.
+            ConfigError: The record is of another partition of the model, or of other optimizers, or steps are not kept.
         """
-        self._store = store
+        self._store, self._blobs = store, blobs
+        blobs.kept = self.kept
         if not self.kept:
             if resume:
                 raise ConfigError(
@@ -99,15 +105,33 @@ class KeptSteps:
                 f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
                 f"another dtype, than now. Resume with the model as it was when training began."
             )
+        self._check_optimizers(record.state_of(found, str(directory.path))["optimizers"])
         self._state, self._why = found.state, found.why
         self._found = dict(zip(self._parts, found.parts, strict=True))
         self._entries = {part: entry.to_json() for part, entry in self._found.items()}
+        blob_optimizers = {blob.optimizer for entry in found.parts for blob in entry.blobs}
+        if max(blob_optimizers, default=0) >= len(self._bindings):
+            raise ConfigError(f"store {str(directory.path)!r}: its last record names an optimizer that it does not describe.")
         store.files.reserve_ids(block.id for entry in found.parts for block in entry.files)
+
+    def _check_optimizers(self, kept: list[dict[str, Any]]) -> None:
+        if len(kept) != len(self._bindings):
+            raise ConfigError(f"the model has {len(self._bindings)} optimizers, the store {len(kept)}. Resume with the same ones.")
+        for binding, books in zip(self._bindings, kept, strict=True):
+            binding.check(books)
 
     def adopt(self, part: Part) -> None:
         """Brings back what the store holds of a part."""
         assert self._store is not None
-        adopt(self._store, part, self._found.pop(part))
+        assert self._blobs is not None
+        entry = self._found.pop(part)
+        adopt(self._store, part, entry)
+        for blob in entry.blobs:
+            self._blobs.adopt(part, blob, self._bindings[blob.optimizer].optimizer)
+
+    def _entry(self, part: Part) -> str:
+        assert self._blobs is not None
+        return entry_of(part, self._blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
 
     def settled(self, part: Part) -> list[NativeBlock]:
         """The part is whole where a plan wants it; the next record says so. Returns mirrors to close after that."""
@@ -115,7 +139,7 @@ class KeptSteps:
             return []
         gone = arrange_mirrors(self._store, part)
         write_mirrors(self._store, part)
-        self._entries[part] = entry_of(part).to_json()
+        self._entries[part] = self._entry(part)
         return gone
 
     def reopened(self, part: Part) -> None:
@@ -148,17 +172,22 @@ class KeptSteps:
             state: The training state, see ``store.encoding``; empty if it cannot be kept.
         """
         store = executor.store
+        blobs = executor.updater.blobs
         for part in self._parts:
+            for binding in self._bindings:
+                if binding.rule is not Rule.NATIVE:
+                    blobs.keep(part, binding.optimizer)
             store.refresh_master(part)  # the next update would do it, and a resume cannot know
             store.flush(part)
             write_mirrors(store, part)
             if part.mirrors or part.native is not None:
-                self._entries[part] = entry_of(part).to_json()
+                self._entries[part] = self._entry(part)
         store.written = False
         self._state, self._why = state, "" if state else "its training state could not be kept (the log says why)"
         executor.commit(always=True)
-        if self._retired:
-            retired, self._retired = self._retired, []
+        retired = [*self._retired, *blobs.retired]
+        if retired:
+            self._retired, blobs.retired = [], []
             for native in retired:
                 store.files.close_block(native)
 
@@ -175,10 +204,12 @@ _NOWHERE = record.PartEntry(None, stepped=False, weights=None, state=None).to_js
 def commit_ring(root: nn.Module, blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     """``num_blocks`` and ``user_bytes`` of a new store's commit ring: room for unfreezing, moves, and a state that is kept."""
     buffers = sum(b.nbytes for b in root.buffers())
+    num_params = sum(len(p.params) for b in blocks for p in b.parts)
     num_parts = sum(len(b.parts) for b in blocks)
     if not kept:
         return {"num_blocks": 8 * num_parts + 64, "user_bytes": 256}
-    return {"num_blocks": 16 * num_parts + 64, "user_bytes": 256 * KIB + 256 * num_parts + 2 * min(buffers, 4 * MIB)}
+    user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params + 2 * min(buffers, 4 * MIB)
+    return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 
 
 def part_names(blocks: Sequence[Block]) -> list[list[str]]:

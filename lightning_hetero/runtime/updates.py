@@ -17,6 +17,7 @@ from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.tiers import TierStore
 
 
@@ -74,6 +75,7 @@ class Updater:
     Attributes:
         owners: Each optimized parameter's optimizer, by the parameter's ``id``.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
+        blobs: State that only an optimizer's own code knows.
         device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
     """
 
@@ -84,7 +86,7 @@ class Updater:
         self._scale = 1.0
         self._clip_value = clip_value
         self._keep_gradients = keep_gradients
-        self._blobs = StateBlobs(store)
+        self.blobs = StateBlobs(store)
         self.owners: dict[int, OptimizerBinding] = {}
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
@@ -96,13 +98,15 @@ class Updater:
 
     def move_state(self, part: Part) -> None:
         """State that only the optimizer's own code knows follows the part's plan: into memory, or into a blob on disk."""
-        owner = next((self.owners[id(p)] for p in part.params if id(p) in self.owners), None)
-        if owner is None or owner.capability is not Rule.BLOCKWISE:
-            return
-        if part.block.plan.state is Tier.DISK:
-            self._blobs.save(part, owner.optimizer)
-        else:
-            self._blobs.drop(part, owner.optimizer)
+        owners = {self.owners[id(p)] for p in part.params if id(p) in self.owners}
+        with self.store.moving():
+            for owner in owners:
+                if owner.capability is not Rule.BLOCKWISE:
+                    continue
+                if part.block.plan.state is Tier.DISK:
+                    self.blobs.save(part, owner.optimizer)
+                else:
+                    self.blobs.drop(part, owner.optimizer)
 
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
         """Learns which parameter belongs to which optimizer."""
@@ -274,14 +278,16 @@ class Updater:
 
     def _update_in_python(self, due: DueUpdate, one: DuePart) -> list[Ticket]:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer
+        for ticket in writes_of(part):  # of mirrors, which read what the optimizer writes now
+            ticket.wait()
         if self.device is None:
             part.reclaim()
         if due.scale != 1.0:
             torch._foreach_mul_([p.grad for p in params if p.grad is not None], due.scale)
-        self._blobs.load(part, optimizer)
+        self.blobs.load(part, optimizer)
         blockwise.step(optimizer, params)
         if due.block.plan.state is Tier.DISK:
-            self._blobs.save(part, optimizer)
+            self.blobs.save(part, optimizer)
         return [self.store.store_weights(part)] if part.on_disk else []
 
     def _groups_of(self, binding: OptimizerBinding) -> dict[int, dict[str, Any]]:

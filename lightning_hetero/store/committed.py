@@ -63,7 +63,8 @@ def block_names(store: StoreFiles) -> dict[int, str]:
     out = {}
     for names, entry in parts:
         block = owners.get(names[0], "") if names else ""
-        for geometry, what in ((entry.home, ""), (entry.weights, " (weights)"), (entry.state, " (state)")):
+        blobs = [(blob.geometry, " (state)") for blob in entry.blobs]
+        for geometry, what in ((entry.home, ""), (entry.weights, " (weights)"), (entry.state, " (state)"), *blobs):
             if geometry is not None:
                 out[geometry.id] = block + what
     return out

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DEPTH_MAX = 64
 
 
@@ -129,7 +129,7 @@ def _decode(value: Any) -> Any:
 
 def _tensor(dtype: str, shape: list[int], data: str) -> Tensor:
     raw = bytearray(base64.b64decode(data, validate=True))
-    flat = torch.frombuffer(raw, dtype=_DTYPES[dtype]) if raw else torch.empty(0, dtype=_DTYPES[dtype])
+    flat = torch.frombuffer(raw, dtype=DTYPES[dtype]) if raw else torch.empty(0, dtype=DTYPES[dtype])
     if flat.numel() != math.prod(shape):
         raise ValueError(f"a tensor of shape {shape} has {flat.numel()} elements")
     return flat.view(shape)
@@ -153,7 +153,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "bytes": lambda data: base64.b64decode(data, validate=True),
     "path": str,
     "seconds": lambda seconds: timedelta(seconds=seconds),
-    "dtype": lambda name: _DTYPES[name],
+    "dtype": lambda name: DTYPES[name],
     "complex": lambda real, imag: complex(real, imag),
     "tuple": lambda items: tuple(_decode(items)),
     "set": lambda items: set(_decode(items)),

@@ -64,6 +64,7 @@ def committed_slots(store: TierStore, blocks: Sequence[Block]) -> list[str]:
     store.files.wait_for_commit()
     natives = [part.native for b in blocks for part in b.parts if part.native is not None and part.on_disk]
     natives += [m.native for b in blocks for part in b.parts for m in part.mirrors.values() if m.ticket or part.stepped]
+    natives += [blob.native for blob in store.blobs if blob.native is not None and blob.on_disk]
     return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_hetero._native import U8, BlockGeometry, Ticket
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.store.blocks import PAGE, Part
-from lightning_hetero.store.record import PartEntry
+from lightning_hetero.store.record import BlobEntry, PartEntry
 from lightning_hetero.units import KIB, round_up
 
 WEIGHTS, STATE = "weights", "state"
@@ -71,11 +71,11 @@ def is_current(part: Part, kind: str) -> bool:
     return mirror is not None and (kind == WEIGHTS or mirror.home is part.native)
 
 
-def entry_of(part: Part) -> PartEntry:
-    """Where the part's arrays are now."""
+def entry_of(part: Part, blobs: tuple[BlobEntry, ...] = ()) -> PartEntry:
+    """Where the part's arrays are now, and state that the engine does not know."""
     mirrors = {kind: mirror.native.geometry for kind, mirror in part.mirrors.items()}
     home = None if part.native is None else part.native.geometry
-    return PartEntry(home, part.stepped, mirrors.get(WEIGHTS), mirrors.get(STATE))
+    return PartEntry(home, part.stepped, mirrors.get(WEIGHTS), mirrors.get(STATE), blobs)
 
 
 def writes_of(part: Part) -> list[Ticket]:

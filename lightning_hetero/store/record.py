@@ -9,16 +9,53 @@ loaded, nothing was trained yet, a batch wrote the same block twice) has no stat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero._native import BlockGeometry
+import torch
+
+from lightning_hetero._native import U8, BlockGeometry
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.encoding import loads
+from lightning_hetero.store.encoding import DTYPES, loads
 
 VERSION = 1
 _GEOMETRY_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRow:
+    """One tensor in a blob.
+
+    Attributes:
+        index: Position of its parameter in the part.
+        key: What the optimizer calls it.
+        dtype: Its dtype.
+        shape: Its shape.
+        offset: Its first byte.
+    """
+
+    index: int
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """Optimizer state of a part that only the optimizer's own code knows.
+
+    Attributes:
+        geometry: The block of bytes that holds it.
+        optimizer: Number of the optimizer.
+        rows: What is where in it.
+    """
+
+    geometry: BlockGeometry
+    optimizer: int
+    rows: tuple[BlobRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +67,26 @@ class PartEntry:
         stepped: The state is no longer all zeros.
         weights: The mirror of weights in memory; ``None`` where they live in the home's files.
         state: The same for state arrays.
+        blobs: State that the engine does not know.
     """
 
     home: BlockGeometry | None
     stepped: bool
     weights: BlockGeometry | None
     state: BlockGeometry | None
+    blobs: tuple[BlobEntry, ...] = ()
 
     def to_json(self) -> str:
         """As it stands in a record."""
-        return json.dumps([_to_list(self.home), self.stepped, _to_list(self.weights), _to_list(self.state)], separators=(",", ":"))
+        row: list[Any] = [_to_list(self.home), self.stepped, _to_list(self.weights), _to_list(self.state)]
+        if self.blobs:
+            row.append([[_to_list(b.geometry), b.optimizer, [_row_to_list(r) for r in b.rows]] for b in self.blobs])
+        return json.dumps(row, separators=(",", ":"))
 
     @property
     def files(self) -> list[BlockGeometry]:
         """The blocks of the part that have files."""
-        blocks = (self.home, self.weights, self.state)
+        blocks = (self.home, self.weights, self.state, *(b.geometry for b in self.blobs))
         return [b for b in blocks if b is not None and (b.weights_on_disk_file or b.state_on_disk_file)]
 
 
@@ -124,10 +166,33 @@ def _to_list(geometry: BlockGeometry | None) -> list[int] | None:
 
 
 def _entry(row: Any) -> PartEntry:
-    home, stepped, weights, state = row
-    if not isinstance(stepped, bool):
+    home, stepped, weights, state, *blobs = row
+    if not isinstance(stepped, bool) or len(blobs) > 1:
         raise ValueError("an entry of another type")
-    return PartEntry(_geometry(home), stepped, _geometry(weights), _geometry(state))
+    found = tuple(_blob(*blob) for blob in (blobs[0] if blobs else ()))
+    return PartEntry(_geometry(home), stepped, _geometry(weights), _geometry(state), found)
+
+
+def _row_to_list(row: BlobRow) -> list[Any]:
+    return [row.index, row.key, str(row.dtype).removeprefix("torch."), list(row.shape), row.offset]
+
+
+def _blob(geometry: Any, optimizer: Any, rows: Any) -> BlobEntry:
+    block = _geometry(geometry)
+    if block is None or not _counts(optimizer) or block.weight_dtype != U8 or not block.weights_on_disk_file:
+        raise ValueError("a blob of another type")
+    found = []
+    for index, key, dtype, shape, offset in rows:
+        if not (_counts(index, offset, *shape) and isinstance(key, str)):
+            raise ValueError("a tensor of another type")
+        found.append(BlobRow(index, key, DTYPES[dtype], tuple(shape), offset))
+        if offset + math.prod(shape) * DTYPES[dtype].itemsize > block.num_elements:
+            raise ValueError("a tensor that leaves its blob")
+    return BlobEntry(block, optimizer, tuple(found))
+
+
+def _counts(*values: Any) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _geometry(row: Any) -> BlockGeometry | None:

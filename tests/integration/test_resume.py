@@ -10,14 +10,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.resuming import BATCHES, Model, after, train
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCorruptError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.committed import block_names
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 RECIPE = Recipe(steps=12, shape=Shape(layers=3, dropout=0.1), clip=1.0, schedule="onecycle", validate=True, groups=True)
-BATCHES = 4
 MIXED = Plan(
     name="mixed",
     blocks=(
@@ -28,60 +30,13 @@ MIXED = Plan(
 )
 
 
-class Ends(Exception):
-    """Stands for the end of the process: nothing is saved on the way out."""
-
-
-class EndsAt(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Ends
-
-
-class Model(LitModel):
-    """Draws random numbers where a resume could lose them, and changes weights after the step."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        torch.rand(())
-        with torch.no_grad():
-            self.model.position.clamp_(-0.25, 0.25)
-
-    def on_train_epoch_end(self) -> None:
-        torch.rand(3)
-
-
-def train(root: Path, strategy: Any, recipe: Recipe = RECIPE, *, stop: int | None = None, store: Path | None = None) -> Outcome:
-    torch.manual_seed(7)
-    module = Model(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
-        precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
-        callbacks=[] if stop is None else [EndsAt(stop)],
-    )  # fmt: skip
-    loaders = (data(BATCHES), data(2, seed=1) if recipe.validate else None)
-    if stop is None:
-        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
-        return outcome(trainer, module)
-    with pytest.raises(Ends):
-        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
-    return Outcome(module.losses, {}, [])
-
-
 def offload(plan: Any, store: Path, **options: Any) -> Any:
     return HeteroOffloadStrategy(plan=plan, disk_path=store, **options)
 
 
-def after(expected: Outcome, losses: int) -> Outcome:
-    return Outcome(expected.losses[-losses:], expected.weights, expected.state)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("plain"), "auto")
+    return train(tmp_path_factory.mktemp("plain"), "auto", RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +46,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 )
 def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int) -> None:
     store = tmp_path / "store"
-    before = train(tmp_path, offload(first, store, verify_digests=True), stop=stop)
-    got = train(tmp_path, offload(second, store, verify_digests=True), store=store)
+    before = train(tmp_path, offload(first, store, verify_digests=True), RECIPE, stop=stop)
+    got = train(tmp_path, offload(second, store, verify_digests=True), RECIPE, store=store)
     assert_same(got, after(plain, len(got.losses)))
     validated = stop // BATCHES - (stop % BATCHES == 0)  # what followed the step itself had not begun
     assert len(got.losses) == len(plain.losses) - stop - 2 * validated
@@ -101,12 +56,12 @@ def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: O
 
 def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload("disk", store), stop=2)
+    train(tmp_path, offload("disk", store), RECIPE, stop=2)
     for stop in (3, 4, 5, 8, 10):
-        train(tmp_path, offload("disk", store), stop=stop, store=store)
-    got = train(tmp_path, offload("disk", store), store=store)
+        train(tmp_path, offload("disk", store), RECIPE, stop=stop, store=store)
+    got = train(tmp_path, offload("disk", store), RECIPE, store=store)
     assert_same(got, after(plain, len(got.losses)))
-    assert len(train(tmp_path, offload("disk", store), store=store).losses) == 0  # all steps are done
+    assert len(train(tmp_path, offload("disk", store), RECIPE, store=store).losses) == 0  # all steps are done
 
 
 def test_accumulated_batches_without_a_step_are_done_again(tmp_path: Path) -> None:
@@ -126,6 +81,55 @@ def test_16_bit_weights_keep_their_masters(tmp_path: Path) -> None:
     assert_same(train(tmp_path, offload("disk", store), recipe, store=store), after(whole, 2))
 
 
+OTHERS = {
+    "sgd": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), "32-true"),
+    "nadam": (lambda groups: torch.optim.NAdam(groups, lr=3e-3), "32-true"),
+    "adagrad": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2), "32-true"),  # has state before its first step
+    "rmsprop-bf16": (lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9), "bf16-true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("sgd", "host", "disk"), ("nadam", "disk", "host"), ("adagrad", MIXED, MIXED), ("rmsprop-bf16", "resident", MIXED)],
+)
+def test_state_that_only_its_optimizer_knows_is_kept(tmp_path: Path, name: str, first: Any, second: Any) -> None:
+    optimizer, precision = OTHERS[name]
+    recipe = Recipe(steps=7, optimizer=optimizer, precision=precision, clip=1.0, shape=Shape(dropout=0.1, frozen=(1,)))
+    reference = "auto" if precision == "32-true" else HeteroOffloadStrategy(plan=first)
+    plain = train(tmp_path, reference, recipe)
+    store = tmp_path / "store"
+    train(tmp_path, offload(first, store, verify_digests=True), recipe, stop=2)
+    train(tmp_path, offload(second, store, verify_digests=True), recipe, stop=4, store=store)
+    with StoreFiles(store) as files:
+        assert list(files.check()) == []
+        assert sum(name.endswith(" (state)") for name in block_names(files).values()) >= 3
+    got = train(tmp_path, offload(first, store, verify_digests=True), recipe, store=store)
+    assert_same(got, after(plain, 3))
+
+
+def test_a_checkpoint_of_links_has_state_that_only_its_optimizer_knows(tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, optimizer=OTHERS["sgd"][0])
+    plain = train(tmp_path, "auto", recipe)
+    kept = tmp_path / "kept.ckpt"
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(kept)
+
+    torch.manual_seed(7)
+    module = Model(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=offload("disk", tmp_path / "store", link_checkpoints=True), max_steps=4, default_root_dir=tmp_path,
+        limit_val_batches=0, callbacks=[Saves()],
+    )  # fmt: skip
+    trainer.fit(module, data(BATCHES))
+    assert_same(outcome(trainer, module), plain)
+    assert_same(train(tmp_path, offload("host", tmp_path / "other"), recipe, store=kept), after(plain, 2))
+
+
 def test_it_goes_on_with_a_smaller_budget(tmp_path: Path) -> None:
     recipe = Recipe(steps=4, shape=Shape(layers=6, width=64))
     plain = train(tmp_path, "auto", recipe)
@@ -139,11 +143,11 @@ def test_it_goes_on_with_a_smaller_budget(tmp_path: Path) -> None:
 
 def test_evaluation_leaves_the_store_alone(tmp_path: Path, plain: Outcome) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload("disk", store), stop=5)
+    train(tmp_path, offload("disk", store), RECIPE, stop=5)
     torch.manual_seed(7)
     trainer = quiet_trainer(strategy=offload("disk", store), default_root_dir=tmp_path)
     trainer.validate(Model(RECIPE), data(2, seed=1), verbose=False)
-    got = train(tmp_path, offload("disk", store), store=store)
+    got = train(tmp_path, offload("disk", store), RECIPE, store=store)
     assert_same(got, after(plain, len(got.losses)))
 
 
@@ -180,7 +184,7 @@ def test_a_checkpoint_of_links_stays_what_it_was_and_is_gone_on_from(tmp_path: P
     assert_same(outcome(trainer, module), plain)
     assert contents(kept) == saves.before
     for _ in range(2):  # it may be used again and again
-        got = train(tmp_path, offload("disk", elsewhere, verify_digests=True), store=kept)
+        got = train(tmp_path, offload("disk", elsewhere, verify_digests=True), RECIPE, store=kept)
         assert_same(got, after(plain, len(got.losses)))
         assert len(got.losses) == len(plain.losses) - 5 - 2
         assert contents(kept) == saves.before
@@ -192,24 +196,24 @@ def test_a_checkpoint_of_links_stays_what_it_was_and_is_gone_on_from(tmp_path: P
 
 
 def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    train(tmp_path, offload("disk", tmp_path / "store"), stop=0)
+    train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, stop=0)
     with pytest.raises(ConfigError, match="no step has been committed yet"):
-        train(tmp_path, offload("disk", tmp_path / "store"), store=tmp_path / "store")
+        train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "store")
 
 
 @pytest.mark.parametrize("size", [None, 0, "zeros"])
 def test_a_process_that_died_before_its_first_record_has_left_nothing_to_resume(tmp_path: Path, size: Any) -> None:
-    train(tmp_path, offload("disk", tmp_path / "store"), stop=1)
+    train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, stop=1)
     ring = tmp_path / "store" / "COMMIT"
     length = ring.stat().st_size
     ring.unlink() if size is None else ring.write_bytes(bytes(length if size else 0))
     with pytest.raises(ConfigError, match="no step has been committed yet"):
-        train(tmp_path, offload("disk", tmp_path / "store"), store=tmp_path / "store")
+        train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "store")
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload("disk", store), stop=1)
+    train(tmp_path, offload("disk", store), RECIPE, stop=1)
 
     def refused(match: str, **options: Any) -> None:
         recipe = Recipe(**{**vars(RECIPE), **options})
@@ -219,28 +223,31 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     refused("changed model", shape=Shape(layers=2, dropout=0.1))
     refused("grouped in another way", shape=Shape(layers=3, dropout=0.1, half_frozen=True))
     refused("groups of", groups=False)
-    refused("would not keep its steps", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
+    refused("the optimizer is SGD, the store's AdamW", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
     with pytest.raises(ConfigError, match="would not keep its steps"):
-        train(tmp_path, offload("disk", store, durability="none"), store=store)
+        train(tmp_path, offload("disk", store, durability="none"), RECIPE, store=store)
 
 
 def test_a_store_as_ckpt_path_needs_a_fit_and_a_disk_path(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload("disk", store), stop=1)
+    train(tmp_path, offload("disk", store), RECIPE, stop=1)
     with pytest.raises(ConfigError, match="this run has none of its own"):
-        train(tmp_path, HeteroOffloadStrategy(plan="disk"), store=store)
-    train(tmp_path, offload("disk", tmp_path / "other"), stop=1)
+        train(tmp_path, HeteroOffloadStrategy(plan="disk"), RECIPE, store=store)
+    train(tmp_path, offload("disk", tmp_path / "other"), RECIPE, stop=1)
     with pytest.raises(ConfigError, match="is there already"):
-        train(tmp_path, offload("disk", tmp_path / "other"), store=store)
+        train(tmp_path, offload("disk", tmp_path / "other"), RECIPE, store=store)
     trainer = quiet_trainer(strategy=offload("disk", store), default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"only trainer\.fit goes on"):
         trainer.validate(Model(RECIPE), data(2, seed=1), ckpt_path=str(store), verbose=False)
 
 
 def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = Recipe(steps=1, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
-    train(tmp_path, offload("disk", tmp_path / "store"), recipe)
-    assert "Steps are not kept: optimizer SGD" in caplog.text
+    class Coupled(torch.optim.SGD):
+        """Not known to update its parameters independently."""
+
+    recipe = Recipe(steps=1, optimizer=lambda groups: Coupled(groups, lr=0.1))
+    train(tmp_path, offload("host", tmp_path / "store"), recipe)
+    assert "Steps are not kept: optimizer Coupled" in caplog.text
 
 
 class Odd(pl.Callback):
@@ -298,7 +305,7 @@ def test_callbacks_and_hyper_parameters_travel(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("plan", ["disk", "host"])
 def test_a_flipped_bit_is_named_when_it_is_resumed(tmp_path: Path, plan: str) -> None:
     store = tmp_path / "store"
-    train(tmp_path, offload(plan, store, verify_digests=True), stop=3)
+    train(tmp_path, offload(plan, store, verify_digests=True), RECIPE, stop=3)
     for path in store.glob("block-*"):
         with open(path, "r+b") as file:
             file.seek(4096)  # behind the head
@@ -306,7 +313,7 @@ def test_a_flipped_bit_is_named_when_it_is_resumed(tmp_path: Path, plan: str) ->
             file.seek(4096)
             file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(StoreCorruptError, match=r"block-\d+\.[ab] at offset \d+: block \d+, chunk \d+: the .*digest differs"):
-        train(tmp_path, offload(plan, store, verify_digests=True), store=store)
+        train(tmp_path, offload(plan, store, verify_digests=True), RECIPE, store=store)
 
 
 def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_path: Path) -> None:

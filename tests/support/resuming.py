@@ -1,0 +1,63 @@
+"""Trainings that end in the middle of nowhere, and go on from their store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer
+
+BATCHES = 4  # of an epoch
+
+
+class Ends(Exception):
+    """Stands for the end of the process: nothing is saved on the way out."""
+
+
+class EndsAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Ends
+
+
+class Model(LitModel):
+    """Draws random numbers where a resume could lose them, and changes weights after the step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.rand(())
+        with torch.no_grad():
+            self.model.position.clamp_(-0.25, 0.25)
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(3)
+
+
+def train(root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None) -> Outcome:
+    """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
+    torch.manual_seed(7)
+    module = Model(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
+        precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
+        callbacks=[] if stop is None else [EndsAt(stop)],
+    )  # fmt: skip
+    loaders = (data(BATCHES), data(2, seed=1) if recipe.validate else None)
+    if stop is None:
+        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
+        return outcome(trainer, module)
+    with pytest.raises(Ends):
+        trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))
+    return Outcome(module.losses, {}, [])
+
+
+def after(expected: Outcome, losses: int) -> Outcome:
+    """What a run leaves that went on so late that it has the last ``losses`` losses only."""
+    return Outcome(expected.losses[len(expected.losses) - losses :], expected.weights, expected.state)
