@@ -114,11 +114,12 @@ def weights_in_and_out(phases: Phases, root: Path, size: Size, host_memory: int,
 def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
     """One step, saved in both ways, and the next step from either."""
     checkpoint, store = root / "last.ckpt", root / "store"
+    # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the data was.
+    batches = DataLoader([next(iter(RandomTokens(size, batch=1, length=seq)))] * 2, batch_size=None)
 
     def fit(steps: int, store: Path, **options: Any) -> tuple[pl.Trainer, Evaluated]:
         strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
         trainer, module = make_trainer(strategy=strategy, max_steps=steps, default_root_dir=root), Evaluated(size)
-        batches = DataLoader(RandomTokens(size, batch=1, length=seq), batch_size=None)
         trainer.fit(module, batches, **options)
         return trainer, module
 

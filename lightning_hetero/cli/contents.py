@@ -175,7 +175,7 @@ def _of_weights(files: WeightFiles) -> Contents:
         for t in files.tensors.values()
     )  # fmt: skip
     facts = {"files": [file.name for file in files.files], "metadata": dict(files.metadata)}
-    return Contents(kind=SAFETENSORS, path=files.path, facts=facts, tensors=rows)
+    return Contents(kind=SAFETENSORS, path=Path(files.path), facts=facts, tensors=rows)
 
 
 def _of_checkpoint(path: Path) -> Contents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_a_checkpoint_of_links_has_state_that_only_its_optimizer_knows(tmp_path:
     trainer.fit(module, data(BATCHES))
     assert_same(outcome(trainer, module), plain)
     assert_same(train(tmp_path, offload("host", tmp_path / "other"), recipe, store=kept), after(plain, 2))
+
+
+def test_nothing_is_unpickled(tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload(MIXED, store), RECIPE, stop=3)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a store has no pickle")
+
+    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(owner, name, refuse)
+    got = train(tmp_path, offload("disk", store), RECIPE, store=store)
+    assert_same(got, after(plain, len(got.losses)))
 
 
 def test_it_goes_on_with_a_smaller_budget(tmp_path: Path) -> None:
