@@ -20,6 +20,7 @@ disk, removed in the end.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import tempfile
@@ -117,27 +118,32 @@ def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int)
     # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the data was.
     batches = DataLoader([next(iter(RandomTokens(size, batch=1, length=seq)))] * 2, batch_size=None)
 
-    def fit(steps: int, store: Path, **options: Any) -> tuple[pl.Trainer, Evaluated]:
-        strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
-        trainer, module = make_trainer(strategy=strategy, max_steps=steps, default_root_dir=root), Evaluated(size)
-        trainer.fit(module, batches, **options)
-        return trainer, module
-
     made: list[tuple[pl.Trainer, Evaluated]] = []
-    phases.run("train", lambda: made.append(fit(1, store, strategy={"weights": root / "weights"})))
+
+    def fit(steps: int, **options: Any) -> None:
+        strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
+        made.append((make_trainer(strategy=strategy, max_steps=steps, default_root_dir=root), Evaluated(size)))
+        made[-1][0].fit(made[-1][1], batches, **options)
+
+    def let_go() -> list[float]:
+        """Frees the store and the memory of the last fit, whose model may be parked there; its losses."""
+        trainer, module = made.pop()
+        trainer.strategy._drop_session()
+        losses = module.losses
+        del trainer, module
+        gc.collect()
+        return losses
+
+    phases.run("train", lambda: fit(1, strategy={"weights": root / "weights"}))
     phases.run("save", lambda: made[0][0].save_checkpoint(checkpoint))
-    trainer, _ = made.pop()
     saved = checkpoint.stat().st_size
-    trainer.strategy._drop_session()  # the model was parked in the store, which is to be free
-    del trainer
-    phases.run("resume_store", lambda: made.append(fit(2, store, ckpt_path=str(store))))
-    trainer, first = made.pop()
-    trainer.strategy._drop_session()
+    let_go()
+    phases.run("resume_store", lambda: fit(2, ckpt_path=str(store)))
+    first = let_go()
     shutil.rmtree(store)  # room for the next one
-    phases.run("resume_checkpoint", lambda: made.append(fit(2, store, ckpt_path=str(checkpoint), weights_only=True)))
-    trainer, second = made.pop()
-    trainer.strategy._drop_session()
-    return {"checkpoint_bytes": saved, "losses": first.losses, "resumed_the_same": first.losses == second.losses}
+    phases.run("resume_checkpoint", lambda: fit(2, ckpt_path=str(checkpoint), weights_only=True))
+    second = let_go()
+    return {"checkpoint_bytes": saved, "losses": first, "resumed_the_same": first == second}
 
 
 def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
