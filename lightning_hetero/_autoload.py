@@ -25,7 +25,7 @@ NAMES = {
     "hetero": ("make", _OFFLOAD),  # `fabric run --strategy` drops names that contain "offload"
     "hetero_parallel": (
         "make_parallel",
-        "Data parallelism over devices of different speed: lightning_hetero.HeteroParallelStrategy",
+        "Devices of different speed: uneven batches, or pipelines by plan: lightning_hetero.HeteroParallelStrategy",
     ),
     "hetero_parallel_fsdp": ("make_parallel_fsdp", "The same with FSDP2: lightning_hetero.HeteroParallelFsdpStrategy"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from support import pipeline_train
 from support.ranks import start
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(str(pipeline_train.__file__))
 Results = dict[str, Any]
 
@@ -20,11 +22,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What six ranks and one process left; and of three and one that go on from a checkpoint of the six."""
     out = tmp_path_factory.mktemp("pipelines")
     with ThreadPoolExecutor() as pool:
-        for run in [pool.submit(start, SCRIPT, out, world=world) for world in (6, 1)]:
+        for run in [pool.submit(start, SCRIPT, out, cwd=out, world=world) for world in (6, 1)]:
             run.result()
         checkpoint = out / "plain-6" / "step=3.ckpt"
-        three = pool.submit(start, SCRIPT, out, checkpoint, world=3, nodes=("b", "a", "a"))
-        start(SCRIPT, out, checkpoint, world=1)
+        three = pool.submit(start, SCRIPT, out, checkpoint, cwd=out, world=3, nodes=("b", "a", "a"))
+        start(SCRIPT, out, checkpoint, cwd=out, world=1)
         three.result()
     return out
 
@@ -135,7 +137,25 @@ def test_a_rank_that_idles_holds_nothing(folder: Path, alone: Results) -> None:
 
 
 def test_a_mean_loss_is_refused_on_all_ranks(ranks: list[Results]) -> None:
-    assert all("loss_sum is not additive" in rank["refused"]["message"] for rank in ranks)
+    assert all("loss_sum is not additive" in rank["refused"]["mean"] for rank in ranks)
+
+
+def test_ranks_that_load_other_samples_are_refused(ranks: list[Results]) -> None:
+    assert all("ranks of one pipeline loaded different batches" in rank["refused"]["samplers"] for rank in ranks)
+
+
+def test_a_checkpoint_is_evaluated_after_training(alone: Results, ranks: list[Results]) -> None:
+    for rank in ranks:
+        for (found,), (expected,) in zip(rank["plain"]["after"], alone["plain"]["after"], strict=True):
+            assert found.keys() == expected.keys()
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_example_trains() -> None:
+    outputs = start(EXAMPLES / "pipelines.py", "fit", "--config", "configs/pipelines.yaml", cwd=EXAMPLES, world=3)
+    losses = [float(found) for found in re.findall(r"val_loss ([\d.]+)", outputs[0])]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 5.0  # log(256) = 5.5 nats untrained
 
 
 def test_a_plan_is_made_for_the_ranks_that_are_there(folder: Path, alone: Results) -> None:

@@ -174,7 +174,11 @@ def fit(
     notes = Notes()
     train, val = data(80, step=step, alone=plan is None)
     checkpoint = ModelCheckpoint(
-        dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1, monitor="val_loss", save_on_train_epoch_end=False
+        dirpath=out / f"{name}-{WORLD}",
+        filename="{step}",
+        save_top_k=-1,
+        monitor="val_loss" if name == "plain" else None,
+        save_on_train_epoch_end=name != "plain",
     )
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     strategy: Any = HeteroParallelStrategy(plan=plan, micro_batches=micro_batches) if plan else "auto"
@@ -190,10 +194,11 @@ def fit(
         enable_model_summary=False,
         default_root_dir=out,
         num_sanity_val_steps=1,
+        limit_val_batches=1.0 if name in ("plain", "resumed") else 0,
         **options,
     )
     trainer.fit(module, train, val, ckpt_path=resume)
-    return {
+    found = {
         "weights": {n: whole(p) for n, p in module.state_dict().items() if any(p.stride())},
         "state": [whole(s["exp_avg_sq"]) for _, s in sorted(trainer.optimizers[0].state_dict()["state"].items())],
         "local": {n: tuple(local(p).shape) for n, p in module.named_parameters()},
@@ -205,6 +210,10 @@ def fit(
         "best": checkpoint.best_model_path,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
+    if name == "plain":
+        validated = trainer.validate(module, val, ckpt_path=checkpoint.best_model_path, verbose=False)
+        found["after"] = validated, trainer.test(module, val, verbose=False)
+    return found
 
 
 # Depths 3, 2 and 1, boundaries nowhere the same, micro-batches 3, 5 and 4.
@@ -226,7 +235,7 @@ def main() -> None:
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
             automatic.memory_bytes = lambda device: 140_000
             out["auto"] = fit(folder, "auto", "auto", max_steps=3, micro_batches=12)
-            automatic.memory_bytes = lambda device: 1_000_000
+            automatic.memory_bytes, automatic.bandwidth = lambda device: 1_000_000, lambda device: 1e12
             out["fits"] = fit(folder, "fits", "auto", max_steps=1)
         torch.save(out, folder / f"resumed{WORLD}-rank{RANK}.pt")
         return
@@ -238,10 +247,12 @@ def main() -> None:
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
     }
     if plan:
-        try:
-            fit(folder, "refused", plan, net=MeanNet(), max_steps=1)
-        except UnsupportedError as error:
-            out["refused"] = {"message": str(error)}
+        out["refused"] = {}
+        for name, net, options in (("mean", MeanNet(), {}), ("samplers", Net(), {"use_distributed_sampler": False})):
+            try:
+                fit(folder, name, plan, net=net, max_steps=1, **options)
+            except UnsupportedError as error:
+                out["refused"][name] = str(error)
     torch.save(out, folder / f"world{WORLD}-rank{RANK}.pt")
 
 

@@ -18,14 +18,14 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(script: Path, out: Path, *arguments: str | Path, world: int, nodes: Sequence[str] = ()) -> None:
-    """Runs ``script OUT …`` on as many ranks, and fails with the first one's output that fails.
+def start(script: Path, *arguments: str | Path, cwd: Path, world: int, nodes: Sequence[str] = ()) -> list[str]:
+    """Runs a script on as many ranks: the output of each. Fails with that of the first one that does.
 
     With ``nodes``, each rank's, as torchrun starts them, however many a node has.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> str:
         env = {**os.environ, **address, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if nodes:
             local, names = nodes[:rank].count(nodes[rank]), list(dict.fromkeys(nodes))
@@ -35,8 +35,9 @@ def start(script: Path, out: Path, *arguments: str | Path, world: int, nodes: Se
                 "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
             }
             env |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(names.index(nodes[rank]))}
-        done = run_script(script, out, *arguments, cwd=out, env=env, timeout_s=300)
+        done = run_script(script, *arguments, cwd=cwd, env=env, timeout_s=300)
         assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
 
     with ThreadPoolExecutor(world) as pool:
-        list(pool.map(run, range(world)))
+        return list(pool.map(run, range(world)))

@@ -15,7 +15,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "pytorch_lightning", "transformers", "lightning_hetero.strategies"])
+_CONTEXT.set_forkserver_preload(
+    ["lightning.pytorch", "pytorch_lightning", "transformers", "lightning_hetero.strategies", "torch.distributed.pipelining"]
+)
 
 
 @cache

@@ -79,7 +79,7 @@ def plan_here(layers: Layers, batch: Any, *, micro_batches: int, device: torch.d
     )
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, own)
-    network = _bandwidth(device)
+    network = bandwidth(device)
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -241,7 +241,7 @@ def _block(
     )
 
 
-def _bandwidth(device: torch.device) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes/s that each rank sends while all reduce a tensor together."""
     world = dist.get_world_size()
     if world == 1:

@@ -118,6 +118,8 @@ class Pipelines:
         Args:
             batch: The group's part, the same on all ranks of the group.
         """
+        if self._outputs is not None:
+            self._check_samples(batch)
         parameters = self.parameters()
         before = [p.grad for p in parameters]
         for parameter in parameters:
@@ -198,6 +200,17 @@ class Pipelines:
         if self._outputs is not None and number < 2:
             self._outputs[number] = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, output), batch
         return sums.loss
+
+    def _check_samples(self, batch: Any) -> None:
+        """In the first step: have all ranks of a group the same batch? First stages use its inputs, last ones its targets."""
+        sums = [float(t.double().sum()) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+        of_all: list[Any] = [None] * len(self.layout.slots)
+        dist.all_gather_object(of_all, (self.group, sums))
+        if len({(group, repr(found)) for group, found in of_all}) > self.layout.num_groups:
+            raise UnsupportedError(
+                "ranks of one pipeline loaded different batches: their samplers do not agree. Leave use_distributed_sampler on, or "
+                "give the sampler the same seed on all ranks; datasets must not depend on the rank."
+            )
 
     @torch.no_grad()
     def _is_additive(self) -> bool:
