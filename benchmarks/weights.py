@@ -59,7 +59,7 @@ class Evaluated(GPT2):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         return loss
 
 
@@ -109,6 +109,7 @@ def weights_in_and_out(phases: Phases, root: Path, size: Size, host_memory: int,
     shutil.rmtree(out)  # room for the checkpoint
     phases.run("weights", lambda: trainer.save_checkpoint(root / "weights.ckpt", weights_only=True))
     (root / "weights.ckpt").unlink()
+    trainer.strategy._drop_session()
     return {"exported_is_imported": same, "loss": float(losses[0])}
 
 
@@ -158,6 +159,7 @@ def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     make_trainer(default_root_dir=root)  # loads what Lightning loads lazily
     phases, before = Phases(), resident_bytes()
     moved = weights_in_and_out(phases, root, size, host_memory, args.seq)
+    gc.collect()
     trained = training(phases, root, size, host_memory, args.seq) if args.train else {}
     limit = host_memory + block_bytes
     return {

@@ -97,10 +97,15 @@ class Part:
         return round_up(self.num_elements * self.dtype.itemsize, PAGE)
 
     def memory(self, index: int) -> Tensor:
-        """Parameter ``index``'s weights as they lie in the reserved memory: its shape and strides."""
+        """Parameter ``index``'s weights as they lie in the reserved memory: its shape and strides.
+
+        Its storage is its own run alone: ``torch.save`` writes storages whole.
+        """
         param = self.params[index]
-        flat = tensor_at(self.arena, self.arena.address, self.num_elements, self.dtype)
-        return flat.as_strided(param.shape, _strides(param), self.offsets[index])
+        if not param.numel():
+            return torch.empty_like(param, dtype=self.dtype, device="cpu", requires_grad=False)
+        start = self.arena.address + self.offsets[index] * self.dtype.itemsize
+        return tensor_at(self.arena, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
 
     def reclaim(self) -> None:
         """Brings weights back that somebody moved with ``param.data = ...``: updates write the reserved memory."""

@@ -93,6 +93,16 @@ print(len(state))
 
 
 @pytest.mark.parametrize("kind", OURS)
+def test_files_are_as_large_as_those_of_plain_lightning(kind: str, written: Any, tmp_path: Path) -> None:
+    """Parameters of a block lie side by side in one memory; a file must not hold all of it for each of them."""
+    trainer, _ = fit(make(kind, tmp_path), tmp_path, epochs=1)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    plain = written("auto").stat().st_size
+    assert plain * 0.9 < written(kind).stat().st_size < plain * 1.1
+    assert plain * 0.9 < (tmp_path / "after.ckpt").stat().st_size < plain * 1.1
+
+
+@pytest.mark.parametrize("kind", OURS)
 def test_saving_after_fit(kind: str, tmp_path: Path) -> None:
     trainers = {k: fit(make(k, tmp_path / k), tmp_path / k, epochs=2) for k in ("auto", kind)}
     for name, (trainer, _) in trainers.items():
