@@ -45,11 +45,15 @@ class Baton:
         connection: To the referee.
         drain: Waits until nothing is under way.
         num_bytes: Bytes moved so far.
+
+    Attributes:
+        order: What the referee has said to this turn.
     """
 
     connection: Connection
     drain: Callable[[], object] = lambda: None
     num_bytes: Callable[[], int] = lambda: 0
+    order: Any = None
     _begins: list[float] = field(default_factory=list)
     _left: int = 0
     _before: int = 0
@@ -65,13 +69,18 @@ class Baton:
             self._report(now)
         else:
             self.connection.send(None)  # ready
-        steps = self.connection.recv()
+        steps, self.order = self.connection.recv()
         if not steps:
             return False
         self._before = self.num_bytes()
         self._left = steps
         self._begins = [time.perf_counter()]
         return True
+
+    @property
+    def position(self) -> int:
+        """The number of the turn's step that has just begun; 0 is the one that does not count."""
+        return len(self._begins) - 1
 
     def _report(self, now: float) -> None:
         self.drain()
@@ -95,16 +104,16 @@ class Contestant:
         theirs.close()
         self._receive()
 
-    def turn(self, steps: int) -> Turn:
-        """Trains ``steps`` timed steps."""
-        self._connection.send(steps)
+    def turn(self, steps: int, order: object = None) -> Turn:
+        """Trains ``steps`` timed steps; ``order`` is told to the process."""
+        self._connection.send((steps, order))
         turn = self._receive()
         assert isinstance(turn, Turn)
         return turn
 
     def finish(self) -> dict[str, Any]:
         """Ends the process in order: what its target returned, and ``peak_rss_bytes``."""
-        self._connection.send(0)
+        self._connection.send((0, None))
         result = self._receive()
         self._process.join()
         assert isinstance(result, dict)

@@ -64,6 +64,18 @@ def test_step_compares_the_plans_and_says_what_is_missing(tmp_path: Path) -> Non
     assert list(disk.iterdir()) == []
 
 
+def test_clipping_clips_as_often_as_it_says(tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--seq", "16", "--rounds", "1", "--steps", "2", "--rates", "0", "0.5")
+    result, _ = run("clipping.py", *small, "--ways", "speculative", "after_everything", "--dir", tmp_path, cwd=tmp_path)
+    assert result["same_bits"] is True
+    assert result["speculative_vs_unclipped"] > 0
+    assert {rate: row["clipped"] for rate, row in result["rates"].items()} == {"0": 0.0, "0.5": 0.5}
+    never, often = (result["rates"][rate]["bytes_per_step"] for rate in ("0", "0.5"))
+    assert often["speculative"] > never["speculative"], "what was discarded is written again"
+    assert often["after_everything"] == pytest.approx(never["after_everything"], rel=0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_larger_than_ram_reports_its_peak_and_cleans_up(tmp_path: Path) -> None:
     arguments = ["--model", "tiny", "--seq", "16", "--steps", "2", "--host-memory", "16MiB", "--dir", tmp_path]
     result, _ = run("larger_than_ram.py", *arguments, cwd=tmp_path)
