@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from torch import Tensor
+from support.models import LitModel, Recipe, Shape, assert_same, data, quiet_trainer, run
+from support.verdicts import counted_verdicts, divided, fused, norms, run_scaled
 
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.runtime import speculation
@@ -30,35 +28,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many blocks were tried, kept, and updated again; every step tries."""
-    seen: Counter[str] = Counter()
-    monkeypatch.setattr(speculation, "_BREAK_EVEN", 1.0)
-
-    def counted(name: str, what: str) -> None:
-        original = getattr(Speculation, name)
-
-        def call(self: Speculation, *args: Any) -> Any:
-            before = len(self._tried)
-            result = original(self, *args)
-            seen[what] += before - len(self._tried) if what != "tried" else len(self._tried) - before
-            return result
-
-        monkeypatch.setattr(Speculation, name, call)
-
-    for name, what in {"remember": "tried", "keep": "kept", "again": "again", "skip": "skipped"}.items():
-        counted(name, what)
-    return seen
-
-
-def norms(recipe: Recipe, folder: Path) -> list[float]:
-    """The norm of every step's gradients where nothing is clipped."""
-    seen: list[float] = []
-
-    class Looks(LitModel):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
-
-    run(recipe, "auto", folder, module_class=Looks)
-    return seen
+    return counted_verdicts(monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -87,41 +57,6 @@ def test_clipping_is_exact_whatever_was_tried(
     assert not verdicts["skipped"]
 
 
-class Overflowing(LitModel):
-    """Its loss overflows in some steps."""
-
-    overflows: tuple[int, ...] = ()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (torch.inf if batch_idx in self.overflows else 1.0)
-
-
-def fused(groups: Any) -> torch.optim.Optimizer:
-    """It divides by the scale itself."""
-    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
-
-
-def divided(groups: Any) -> torch.optim.Optimizer:
-    """The same kernel, but the scaler divides, so that Lightning allows clipping."""
-    optimizer = fused(groups)
-    vars(optimizer)["_step_supports_amp_scaling"] = False
-    return optimizer
-
-
-def run_scaled(strategy: Any, folder: Path, factory: Any, clip: float | None, overflows: tuple[int, ...]) -> tuple[Outcome, float]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    torch.manual_seed(7)
-    module = Overflowing(Recipe(optimizer=factory, shape=Shape(layers=3)))
-    module.overflows = overflows
-    torch.manual_seed(11)
-    trainer = quiet_trainer(strategy=strategy, plugins=[plugin], max_steps=5, gradient_clip_val=clip, default_root_dir=folder)
-    trainer.fit(module, data())
-    assert "_unscale_grads_" not in vars(scaler)
-    assert "clip_grad_by_norm" not in vars(plugin)
-    return outcome(trainer, module), scaler.get_scale()
-
-
 @pytest.mark.parametrize(
     ("plan", "factory", "clip", "overflows"),
     [
@@ -137,9 +72,9 @@ def run_scaled(strategy: Any, folder: Path, factory: Any, clip: float | None, ov
 def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
     plan: Any, factory: Any, clip: float | None, overflows: tuple[int, ...], verdicts: Counter[str], tmp_path: Path
 ) -> None:
-    train = partial(run_scaled, folder=tmp_path, factory=factory, clip=clip, overflows=overflows)
-    expected, scale = train("auto")
-    got, ours = train(HeteroOffloadStrategy(plan=plan))
+    recipe = Recipe(steps=5, optimizer=factory, clip=clip, shape=Shape(layers=3))
+    expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset(overflows))
+    got, ours = run_scaled(recipe, HeteroOffloadStrategy(plan=plan), tmp_path, frozenset(overflows))
     assert_same(got, expected)
     assert ours == scale
     assert verdicts["tried"] == verdicts["kept"] + verdicts["again"] + verdicts["skipped"] > 0
@@ -147,8 +82,9 @@ def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
 
 
 def test_a_first_step_that_overflows_leaves_no_state(verdicts: Counter[str], tmp_path: Path) -> None:
-    train = partial(run_scaled, folder=tmp_path, factory=divided, clip=None, overflows=(0, 1))
-    assert_same(train(HeteroOffloadStrategy(plan="disk"))[0], train("auto")[0])
+    recipe = Recipe(steps=5, optimizer=divided, shape=Shape(layers=3))
+    got, expected = (run_scaled(recipe, s, tmp_path, frozenset((0, 1)))[0] for s in (HeteroOffloadStrategy(plan="disk"), "auto"))
+    assert_same(got, expected)
     assert verdicts["skipped"] > 0
 
 

@@ -13,24 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Recipe, assert_same, run
 from support.properties import examples
-from support.recipes import RECIPES
+from support.recipes import RECIPES, fitting, plans
 
-from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.strategies import HeteroOffloadStrategy
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """A plan by patterns, so that it fits any model."""
-    names = ["model.blocks.0", "model.blocks.2", "model.embed", "model.*", "*"]
-    rows = []
-    for name in names:
-        weights, state = draw(st.sampled_from([*Tier])), draw(st.sampled_from([*Tier]))
-        cpu = Tier.DISK in (weights, state) or draw(st.booleans())
-        lane = UpdateLane.CPU if cpu else UpdateLane.DEVICE
-        rows.append(BlockPlan(name=name, weights=weights, state=state, update=lane))
-    depths = {"prefetch_depth": draw(st.integers(1, 3)), "gradient_depth": draw(st.integers(1, 4))}
-    return Plan(name="random", blocks=tuple(rows), **depths)
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +37,6 @@ def test_plans_do_not_change_a_bit(backend: str, threads: int, recipe: Recipe, p
         budget = tight_budget(plan, recipe, Path(folder)) if tight else None
         strategy = HeteroOffloadStrategy(plan=plan, host_memory=budget, io_backend=backend)
         assert_same(run(recipe, strategy, Path(folder)), expected)
-
-
-def fitting(plan: Any, recipe: Recipe) -> Any:
-    """Drops rules that the model has no block for; those are an error."""
-    if isinstance(plan, str):
-        return plan
-    keep = [r for r in plan.blocks if not (r.name == "model.blocks.2" and recipe.shape.layers < 3)]
-    if recipe.shape.layers < 2:  # one block repeats nothing, so its modules are leftovers
-        keep = [r for r in keep if not r.name.startswith("model.blocks")]
-    return Plan(name=plan.name, blocks=tuple(keep), prefetch_depth=plan.prefetch_depth, gradient_depth=plan.gradient_depth)
 
 
 def tight_budget(plan: Any, recipe: Recipe, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Random training runs: models, optimizers and options of the Trainer."""
+"""Random training runs: models, optimizers, options of the Trainer, and plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from support.models import Recipe, Shape
 
 SHAPES = st.builds(
@@ -43,3 +44,27 @@ RECIPES = st.builds(
     optimizer=st.sampled_from([adamw, adam]),
     validate=st.booleans(),
 )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """A plan by patterns, so that it fits any model."""
+    names = ["model.blocks.0", "model.blocks.2", "model.embed", "model.*", "*"]
+    rows = []
+    for name in names:
+        weights, state = draw(st.sampled_from([*Tier])), draw(st.sampled_from([*Tier]))
+        cpu = Tier.DISK in (weights, state) or draw(st.booleans())
+        lane = UpdateLane.CPU if cpu else UpdateLane.DEVICE
+        rows.append(BlockPlan(name=name, weights=weights, state=state, update=lane))
+    depths = {"prefetch_depth": draw(st.integers(1, 3)), "gradient_depth": draw(st.integers(1, 4))}
+    return Plan(name="random", blocks=tuple(rows), **depths)
+
+
+def fitting(plan: Any, recipe: Recipe) -> Any:
+    """Drops rules that the model has no block for; those are an error."""
+    if isinstance(plan, str):
+        return plan
+    keep = [r for r in plan.blocks if not (r.name == "model.blocks.2" and recipe.shape.layers < 3)]
+    if recipe.shape.layers < 2:  # one block repeats nothing, so its modules are leftovers
+        keep = [r for r in keep if not r.name.startswith("model.blocks")]
+    return Plan(name=plan.name, blocks=tuple(keep), prefetch_depth=plan.prefetch_depth, gradient_depth=plan.gradient_depth)
