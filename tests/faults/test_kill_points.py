@@ -139,7 +139,7 @@ def die_at(root: Path, store: Path, file: Path, plan: str, point: str) -> None:
         if (where, step[0]) != (point, AT):
             return
         executor = strategy.session.executor
-        for ticket in [*tickets, *executor._in_flight, *filter(None, [executor.store.last_commit])]:
+        for ticket in [*tickets, *executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
             ticket.wait(DONE)
         file.write_text(json.dumps({"tried": len(tickets)}))
         os.kill(os.getpid(), signal.SIGKILL)
