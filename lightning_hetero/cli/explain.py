@@ -18,6 +18,7 @@ from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction, Tier
+from lightning_hetero.lowering import mirrored_bytes
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
 
@@ -181,7 +182,10 @@ def _print(e: Explanation) -> None:
 
 
 def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
-    """Bytes of weights, optimizer state and saved activations, by where they live. On shared memory the device is the host."""
+    """Bytes of weights, optimizer state and saved activations, by where they live. On shared memory the device is the host.
+
+    Where steps are kept, also the bytes that every step writes to the disk of what lives in memory (``mirrors``).
+    """
     out = {what: {tier.value: 0 for tier in Tier} for what in ("weights", "state", "activations")}
     out["activations"]["recomputed"] = 0
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
@@ -195,6 +199,9 @@ def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
             ("recomputed", saved.recomputed),
         ):
             out["activations"][key] += value
+    if model.kept:
+        rows = zip(model.shape().blocks, plan.blocks, strict=True)
+        out["mirrors"] = {Tier.DISK.value: sum(mirrored_bytes(shape, placed) for shape, placed in rows)}
     return out
 
 

@@ -32,6 +32,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "GRAD": ("gradients (device → host)", "#d1495b"),
     "UPDATE": ("optimizer update", "#8e5bb5"),
     "STORE": ("store (host → disk)", "#8c6239"),
+    "MIRROR": ("mirror of what lives in memory", "#5c4a2f"),
     "SWAP_OUT": ("activations out", "#e8d33f"),
     "SWAP_IN": ("activations in", "#f39ac0"),
     "SWAP_OUT state": ("state out", "#b8a400"),
@@ -39,7 +40,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "REDUCE": ("reduce", "#35b5b0"),
     "COMMIT": ("commit", "#222222"),
 }
-_DARK = {"B", "GRAD", "UPDATE", "STORE", "FETCH", "COMMIT", "SWAP_IN state"}
+_DARK = {"B", "GRAD", "UPDATE", "STORE", "MIRROR", "FETCH", "COMMIT", "SWAP_IN state"}
 _LANES = {
     Lane.COMPUTE: "compute",
     Lane.H2D: "host → device",

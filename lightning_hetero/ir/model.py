@@ -63,10 +63,17 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The blocks of one model in forward order."""
+    """The blocks of one model in forward order.
+
+    Attributes:
+        name: For people.
+        blocks: In the order of forward.
+        kept: Every step of its training is kept on disk, with what lives in memory.
+    """
 
     name: str
     blocks: tuple[BlockShape, ...]
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +118,7 @@ class ModelProfile:
         constant_device_bytes: Device memory that no plan changes: context, workspace, inputs, buffers.
         constant_host_bytes: The same for host memory.
         blocks: In the order of forward.
+        kept: Every step of its training is kept on disk: what lives in memory is written there in every step, too.
     """
 
     name: str
@@ -119,6 +127,7 @@ class ModelProfile:
     constant_device_bytes: int
     constant_host_bytes: int
     blocks: tuple[BlockProfile, ...]
+    kept: bool = False
 
     @property
     def num_params(self) -> int:
@@ -152,11 +161,12 @@ class ModelProfile:
             )
             for b in self.blocks
         )
-        return ModelShape(name=self.name, blocks=tuple(rows))
+        return ModelShape(name=self.name, blocks=tuple(rows), kept=self.kept)
 
     def to_json(self) -> str:
         """The profile as JSON text, one block a line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
+        head |= {"kept": True} if self.kept else {}
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         rows = ",\n".join("    " + json.dumps(asdict(b)) for b in self.blocks)
         return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
@@ -174,7 +184,7 @@ class ModelProfile:
         """
         data = parse_object(text, what="model profile", source=source)
         check_format(data, FORMAT, VERSION, what="model profile", source=source)
-        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=(), where=source)
+        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=("kept",), where=source)
         rows = data["blocks"]
         if not isinstance(rows, list) or not rows:
             raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
@@ -186,7 +196,7 @@ class ModelProfile:
         values: dict[str, Any] = {"name": _text(data, "name", source)}
         for key in _MODEL_KEYS[1:]:
             values[key] = number(data[key], key=key, where=source, positive=key == "tokens", whole=True)
-        return cls(**values, blocks=blocks)
+        return cls(**values, blocks=blocks, kept=_flag(data, "kept", source))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -220,10 +230,7 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     parsed = tuple(_operator_from(o, f"{where}: operators[{i}]") for i, o in enumerate(operators))
     if len({o.name for o in parsed}) < len(parsed):
         raise ConfigError(f"{where}: operator names repeat; every operator of a block needs its own.")
-    pinned = row.get("pinned", False)
-    if not isinstance(pinned, bool):
-        raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
-    return BlockProfile(**values, operators=parsed, pinned=pinned)
+    return BlockProfile(**values, operators=parsed, pinned=_flag(row, "pinned", where))
 
 
 def _operator_from(row: Any, where: str) -> OperatorProfile:
@@ -232,6 +239,13 @@ def _operator_from(row: Any, where: str) -> OperatorProfile:
     check_keys(row, required=("name", "flop", "bytes"), optional=(), where=where)
     num_bytes = number(row["bytes"], key="bytes", where=where, whole=True)
     return OperatorProfile(name=_text(row, "name", where), flop=number(row["flop"], key="flop", where=where), bytes=int(num_bytes))
+
+
+def _flag(data: dict[str, Any], key: str, where: str) -> bool:
+    value: bool = data.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key}={value!r}; allowed: true, false.")
+    return value
 
 
 def _text(data: dict[str, Any], key: str, where: str) -> str:

@@ -32,10 +32,15 @@ are fetched first, over those that the update has made. Up to the verdict both s
 one to the other.
 Blocks that cannot be taken back are updated after the verdict either way.
 
+[Note: Mirrors]
+Where every step is kept (``ModelShape.kept``), what of a block lives in memory is written to the disk after the verdict, once its
+UPDATE has ended, from where it lies: the block's next UPDATE waits for that, and so does the COMMIT.
+
 [Note: Priorities]
 Ops are issued in the order of ids, but the update threads, the disk and, with :attr:`Plan.priority`, the copies to the host take
-what is most urgent of all that may start: first what compute may wait for, then what belongs to updates; of these the lowest
-block first with ``Plan.priority`` (AutoHete), else in the order of issue. The executor and the simulator ask :func:`urgency`.
+what is most urgent of all that may start: first mirrors, then what compute may wait for, then what belongs to updates; of these
+the lowest block first with ``Plan.priority`` (AutoHete), else in the order of issue. The executor and the simulator ask
+:func:`urgency`.
 """
 
 from __future__ import annotations
@@ -59,6 +64,7 @@ class OpKind(StrEnum):
     REDUCE = "REDUCE"  # collective
     UPDATE = "UPDATE"  # optimizer update
     STORE = "STORE"  # host -> disk, other slot
+    MIRROR = "MIRROR"  # host -> disk, what lives in memory, so that the step is kept
     COMMIT = "COMMIT"  # one record makes the step's slots the valid ones
 
 
@@ -160,7 +166,8 @@ class Op:
     @property
     def what(self) -> str:
         """Its kind, and its payload where an op of the kind may move another one: ``"UPDATE"``, ``"SWAP_IN activations"``."""
-        plain = self.payload in (Payload.WEIGHTS, Payload.NONE) or self.kind in (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD)
+        only = (OpKind.UPDATE, OpKind.STORE, OpKind.GRAD, OpKind.MIRROR)
+        plain = self.payload in (Payload.WEIGHTS, Payload.NONE) or self.kind in only
         return self.kind.value if plain else f"{self.kind.value} {self.payload.value}"
 
     def __str__(self) -> str:
@@ -179,6 +186,8 @@ def urgency(kind: OpKind, payload: Payload, block: int, *, lowest_first: bool) -
         block: Its block.
         lowest_first: ``Plan.priority``.
     """
+    if kind is OpKind.MIRROR:
+        return -1
     of_updates = kind in (OpKind.UPDATE, OpKind.GRAD, OpKind.STORE) or (kind, payload) == (OpKind.FETCH, Payload.STATE)
     if not of_updates:
         return 0

@@ -23,11 +23,12 @@ def check(
     - *resident*: weights that live on disk are in memory, and have been waited for, when a forward or backward begins;
       what is in use, or opened and not yet updated, is not released.
     - *capacity*: they never take more than ``capacity_bytes``, and no FETCH takes over memory before it is given back.
-    - *order*: ops of one block are chained, within a step and across steps (state FETCH, UPDATE, STORE; carried STORE, UPDATE).
+    - *order*: ops of one block are chained, within a step and across steps (state FETCH, UPDATE, STORE, MIRROR; carried STORE,
+      UPDATE, MIRROR).
     - *update*: each trainable block is updated once, after its last backward, exactly if the signature has updates, and when the
       plan says.
     - *gradients*: no more blocks than ``plan.gradient_depth`` wait for their update, unless all gradients wait for the verdict.
-    - *commit*: one COMMIT, last, after the verdict and every STORE; every STORE follows the COMMIT of the step before.
+    - *commit*: one COMMIT, last, after the verdict, every STORE and MIRROR; each of these follows the COMMIT of the step before.
 
     Of a step that speculates ([Note: Speculation] in ``ir.schedule``), moreover:
 

@@ -33,6 +33,7 @@ class HostCheck:
         self.speculated: dict[int, int] = {}  # block -> its UPDATE before the verdict
         self.update_ended: dict[int, int] = {}  # block -> its UPDATE, or what follows from it
         self.stored: dict[int, int] = {}  # block -> its STORE
+        self.mirrored: dict[int, int] = {}  # block -> its MIRROR
         self.released = 0  # bit set of all RELEASEs so far
         self.waited = 0  # bit set of the ops that compute has waited for
         self.last_use = {a.block: i for i, a in enumerate(schedule.anchors)}
@@ -113,8 +114,10 @@ class HostCheck:
                 self.fail("update", self.schedule.ops[update], block, "is discarded by the verdict and not updated again")
             if self.placed[block].stored and self.stored.get(block, -1) < update:
                 self.fail("order", self.schedule.ops[update], block, "is updated and not stored")
-        if bool(self.stored) != any(op.kind is OpKind.COMMIT for op in self.schedule.ops):
-            self.fail("commit", None, NO_BLOCK, "STOREs without a COMMIT, or a COMMIT without STOREs")
+            if self.placed[block].mirrored_bytes and self.mirrored.get(block, -1) < update:
+                self.fail("order", self.schedule.ops[update], block, "is updated and what of it lives in memory is not kept")
+        if bool(self.stored or self.mirrored) != any(op.kind is OpKind.COMMIT for op in self.schedule.ops):
+            self.fail("commit", None, NO_BLOCK, "STOREs or MIRRORs without a COMMIT, or a COMMIT without any")
         if self.resident != self.schedule.resident_after:
             got, said = sorted(self.resident), sorted(self.schedule.resident_after)
             self.fail("resident", None, NO_BLOCK, f"the step ends with blocks {got} in memory, resident_after says {said}")
@@ -149,11 +152,14 @@ class HostCheck:
                 self.check_update(op)
             case OpKind.STORE, Payload.WEIGHTS | Payload.STATE, Lane.DISK_WRITE:
                 self.check_store(op)
+            case OpKind.MIRROR, Payload.WEIGHTS | Payload.STATE, Lane.DISK_WRITE:
+                self.check_mirror(op)
             case OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE:
                 if not self.after_verdict(op):
                     self.fail("commit", op, op.block, "comes before the verdict")
-                if op.id != len(self.schedule.ops) - 1 or any(not self.behind[op.id] >> s & 1 for s in self.stored.values()):
-                    self.fail("commit", op, op.block, "is not the last op, or does not wait for every STORE")
+                writes = (*self.stored.values(), *self.mirrored.values())
+                if op.id != len(self.schedule.ops) - 1 or any(not self.behind[op.id] >> w & 1 for w in writes):
+                    self.fail("commit", op, op.block, "is not the last op, or does not wait for every STORE and MIRROR")
             case _:
                 what = f"{op.kind.value} {op.payload.value} on lane {op.lane.value!r}"
                 self.fail("order", op, op.block, f"is a kind of op that this machine does not run: {what}")
@@ -182,6 +188,7 @@ class HostCheck:
         if self.placed[op.block].plan.state is not Tier.DISK or (op.block in self.opened and not again):
             self.fail("order", op, op.block, "opens state that does not live on disk, or opens it twice")
         self.check_one_by_one(op)
+        self.check_kept(op)
         self.opened[op.block] = op.id
 
     def check_one_by_one(self, op: Op) -> None:
@@ -227,6 +234,7 @@ class HostCheck:
         if again and op.block in self.resident and self.fetched.get(op.block, -1) < self.updated[op.block]:
             self.fail("resident", op, op.block, "is updated again, and its weights in memory are those that were discarded")
         self.check_one_by_one(op)
+        self.check_kept(op)
         if self.speculates and not self.after_verdict(op):
             self.speculated[op.block] = op.id
         self.updated[op.block] = self.update_ended[op.block] = op.id
@@ -256,6 +264,20 @@ class HostCheck:
         if (OpKind.COMMIT, NO_BLOCK) not in op.carried:
             self.fail("commit", op, op.block, "does not wait for the COMMIT of the step before")
         self.stored[op.block] = self.update_ended[op.block] = op.id
+
+    def check_mirror(self, op: Op) -> None:
+        """What an update has made in memory goes to the disk."""
+        placed, previous = self.placed[op.block], self.last.get((op.block, Chain.HOST))
+        if op.num_bytes != placed.mirrored_bytes or previous is None or previous.kind not in (OpKind.UPDATE, OpKind.STORE):
+            self.fail("order", op, op.block, f"does not follow the UPDATE of a block with {placed.mirrored_bytes} B to keep")
+        if (OpKind.COMMIT, NO_BLOCK) not in op.carried or not self.after_verdict(op):
+            self.fail("commit", op, op.block, "does not wait for the COMMIT of the step before, or comes before the verdict")
+        self.mirrored[op.block] = op.id
+
+    def check_kept(self, op: Op) -> None:
+        """Memory that a MIRROR of the step before writes from does not change before that has ended."""
+        if self.placed[op.block].mirrored_bytes and (OpKind.MIRROR, op.block) not in op.carried:
+            self.fail("order", op, op.block, "does not wait for the block's MIRROR of the step before")
 
     # ---- anchors ------------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class Purpose(StrEnum):
     STAGING = "staging for what streams from disk"
     SPARE = "copies of weights until the verdict"
     CACHE = "the cache for weights from below"
+    MIRRORS = "copies of what lives in memory, so that steps are kept"
 
 
 Rows = Mapping[Purpose, int]
@@ -81,7 +82,7 @@ class Needs:
     Attributes:
         device: Bytes by purpose, the cache left out; empty where the device is the host's own CPU.
         host: The same for the host.
-        disk: The same for the disk: two slots of all files, and activations.
+        disk: The same for the disk: two slots of all files and, where steps are kept, of what lives in memory; and activations.
         device_caches: Bytes of the weights of each block that lives below the device.
         host_caches: The same of each block that lives on disk.
         streamed_bytes: State that lives on disk.
@@ -146,11 +147,20 @@ def needs_of_shape(
             Purpose.WEIGHTS: sum(2 * p.shape.weight_bytes for p in placed if p.on_disk),
             Purpose.STATE: sum(2 * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
+            Purpose.MIRRORS: mirror_file_bytes(plan, model) if shared_memory else 0,
         },
         device_caches=tuple(p.shape.weight_bytes for p in placed if p.below_device),
         host_caches=tuple(p.shape.weight_bytes for p in placed if p.on_disk),
         streamed_bytes=sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
     )
+
+
+def mirror_file_bytes(plan: Plan, model: ModelShape) -> int:
+    """Space on disk for what a resolved plan keeps in memory, two slots of each, where steps are kept."""
+    if not model.kept:
+        return 0
+    rows = zip(model.blocks, plan.blocks, strict=True)
+    return 2 * sum(b.weight_bytes * (p.weights is not Tier.DISK) + b.state_bytes * (p.state is not Tier.DISK) for b, p in rows)
 
 
 def total_bytes(rows: Rows) -> int:

@@ -27,6 +27,7 @@ class Placement:
         state_moves: Such a device updates it and its state lives on the host: it comes up before the UPDATE and goes back after.
         weights_return: The same for its weights: the new ones go back to the host.
         revocable: An update of it can be taken back: the old state stays on disk. Not yet beside a device with memory of its own.
+        mirrored_bytes: What of it lives in memory and is written to the disk in every step; see [Note: Mirrors] in ``ir.schedule``.
         saved: What becomes of what its forward saves; all of it is kept where the device is the host.
     """
 
@@ -42,6 +43,7 @@ class Placement:
     state_moves: bool
     weights_return: bool
     revocable: bool
+    mirrored_bytes: int
     saved: SavedBytes
 
     @property
@@ -96,10 +98,11 @@ def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placemen
         model: The blocks' sizes.
         device: The device has memory of its own.
     """
-    return tuple(_placement(s, p, device) for s, p in zip(model.blocks, plan.blocks, strict=True))
+    kept = model.kept and not device  # what a device with memory of its own updates is not kept
+    return tuple(_placement(s, p, device, kept) for s, p in zip(model.blocks, plan.blocks, strict=True))
 
 
-def _placement(shape: BlockShape, plan: BlockPlan, device: bool) -> Placement:
+def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> Placement:
     trainable = shape.num_trainable_params > 0
     on_cpu = trainable and plan.update is UpdateLane.CPU
     on_device = device and trainable and not on_cpu
@@ -116,8 +119,15 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool) -> Placement:
         state_moves=on_device and plan.state is Tier.HOST,
         weights_return=on_device and plan.weights is Tier.HOST,
         revocable=not device and on_cpu and plan.state is Tier.DISK,
+        mirrored_bytes=mirrored_bytes(shape, plan) if kept else 0,
         saved=saved_bytes(shape, plan) if keeps_less(plan) else _kept(shape),
     )
+
+
+def mirrored_bytes(shape: BlockShape, plan: BlockPlan) -> int:
+    """What a step that is kept writes to the disk of what lives in memory: state, and the weights that change."""
+    weights = 0 if plan.weights is Tier.DISK else shape.weight_bytes * shape.num_trainable_params // max(1, shape.num_params)
+    return weights + (0 if plan.state is Tier.DISK else shape.state_bytes)
 
 
 def keeps_less(plan: BlockPlan) -> bool:

@@ -8,7 +8,7 @@ from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
 from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Uses
-from lightning_hetero.lowering.chains import Issue
+from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
 from lightning_hetero.lowering.placement import Placement, speculates, updates_in_backward
 from lightning_hetero.lowering.weights import WeightMoves
@@ -88,7 +88,7 @@ class UpdateMoves:
             yield grad
 
     def verdict(self, index: int) -> None:
-        """Issues the updates that are left, in forward order, and the COMMIT.
+        """Issues the updates that are left, in forward order, mirrors, and the COMMIT.
 
         Updates on the device of state from the host alternate with the others as Deep Optimizer States' Algorithm 1 has them:
         the way up of the next one and the way down of the one before overlap with the CPU's updates.
@@ -111,6 +111,8 @@ class UpdateMoves:
             self._update(index, block)
             if not self._plan.priority:
                 self._renew(block)
+        for block in sorted(self._updated):
+            self._mirror(block)
         if self._stores:
             self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
 
@@ -134,7 +136,8 @@ class UpdateMoves:
         if block not in self._opened and (placed.plan.state is Tier.DISK or placed.state_moves):
             self._open(block, after=behind)
         lane = Lane.COMPUTE if placed.plan.update is UpdateLane.DEVICE else Lane.CPU
-        last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind)
+        carried = self._mirrored(block)
+        last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind, carried=carried)
         self._updated[block] = last
         if placed.weights_return:
             last = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.WEIGHTS, shape.weight_bytes)
@@ -149,6 +152,18 @@ class UpdateMoves:
             self._stores.append(last)
         if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
             self._behind = (last,)
+
+    def _mirror(self, block: int) -> None:
+        """What of the block lives in memory is kept on the disk, too."""
+        placed = self._placed[block]
+        if placed.mirrored_bytes:
+            payload = Payload.WEIGHTS if placed.plan.state is Tier.DISK else Payload.STATE
+            size, carried = placed.mirrored_bytes, ((OpKind.COMMIT, NO_BLOCK),)
+            self._stores.append(self._issue(OpKind.MIRROR, block, Lane.DISK_WRITE, payload, size, carried=carried))
+
+    def _mirrored(self, block: int) -> tuple[Carried, ...]:
+        """What an update of the block waits for, of the step before: what it changes is being written from where it lies."""
+        return ((OpKind.MIRROR, block),) if self._placed[block].mirrored_bytes else ()
 
     def _open_ahead(self, index: int) -> None:
         """State of the blocks whose backward comes next may be on its way already.
@@ -181,5 +196,6 @@ class UpdateMoves:
             self._issue(OpKind.SWAP_IN, block, Lane.H2D, Payload.STATE, size, after=(*after, *over))
             self._num_up += 1
         else:
-            self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.STATE, size, after=after)
+            carried = self._mirrored(block)
+            self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.STATE, size, after=after, carried=carried)
         self._opened.add(block)

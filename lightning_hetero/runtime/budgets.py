@@ -11,6 +11,7 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.placement import Placer, SessionOptions, StepRules, host_budget, least_bytes
+from lightning_hetero.runtime.steps import KeptSteps
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 
 
@@ -26,6 +27,7 @@ class Budgets:
         blocks: Its blocks.
         bindings: The optimizers.
         executor: What runs its steps, from the start on.
+        steps: What keeps the steps of a fit, if anything does.
         profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
     """
 
@@ -36,6 +38,7 @@ class Budgets:
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None
         self.profile: ModelProfile | None = None
+        self.steps: KeptSteps | None = None
         self._rules = StepRules()
         self._started = False
 
@@ -75,7 +78,13 @@ class Budgets:
         # What a user gives is for what a plan can place; what the machine has free has to hold activations as well. A plan for a
         # device with memory of its own places activations too.
         profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
-        return Placer(type(self.root).__name__, self.blocks, self.options, self.bindings, self._rules, profile)
+        name, kept = type(self.root).__name__, self.keeps_steps
+        return Placer(name, self.blocks, self.options, self.bindings, self._rules, profile, kept=kept)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether every step of this fit can be resumed from."""
+        return self.steps is not None and self.steps.kept
 
     def host_memory(self) -> int:
         """The budget in bytes: the user's, else what is free and what of it is in use already."""

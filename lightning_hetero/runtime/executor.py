@@ -232,7 +232,8 @@ class Executor(EngineOps):
     def commit(self, *, always: bool = False) -> None:
         """Makes what was written a step; ``always``: even if no block has changed."""
         ticket = self.store.commit(always=always)
-        self.recorder.watch("COMMIT", "", [ticket] if ticket is not None else [], lane=Lane.DISK_WRITE)
+        tickets = [] if ticket is None else [ticket]
+        self.recorder.watch("COMMIT", "", tickets, lane=Lane.DISK_WRITE, late=not self.commits)
 
     def _verdict(self, scale: float) -> None:
         """What was tried is kept; or it has been taken back, and the step goes on with the schedule that updates it again."""

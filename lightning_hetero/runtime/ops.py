@@ -61,7 +61,7 @@ class EngineOps(ResidentBlocks):
                 return self._update(self.blocks[op.block], self._armed, after)
             case OpKind.STORE, _:  # the second half of the engine's update
                 return self._latest.get(op.block, [])
-        return []  # COMMIT follows the last update in `handover`
+        return []  # COMMIT follows the last update in `handover`, or MIRRORs where the batch ends (`KeptSteps.keep`)
 
     def _is_overtaken(self, op: Op) -> bool:
         """After a verdict that discards, only what was tried is updated again."""

@@ -136,6 +136,7 @@ class Placer:
         bindings: The optimizers.
         rules: How gradients are used.
         profile: What a profiled batch has shown of the blocks; ``None``: activations are unknown, and not counted.
+        kept: Every step is kept on disk.
     """
 
     def __init__(
@@ -146,8 +147,10 @@ class Placer:
         bindings: Sequence[OptimizerBinding],
         rules: StepRules,
         profile: ModelProfile | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
-        self._profile = profile
+        self._profile, self._kept = profile, kept
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self.owners: Owners = {id(p): b for b in bindings for p in b.params()}
         self.chunk_bytes = self._chunk_bytes()
@@ -171,7 +174,7 @@ class Placer:
                     **_activations(known.get(block.name)),
                 )
             )
-        return ModelShape(name=name, blocks=tuple(rows))
+        return ModelShape(name=name, blocks=tuple(rows), kept=self._kept)
 
     def _chunk_bytes(self) -> int:
         """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""

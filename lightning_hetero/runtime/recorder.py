@@ -82,6 +82,7 @@ class Recorder:
         self._watched: list[_Watched] = []
         self._stays: deque[_Stay] = deque()
         self._order = 0
+        self._last_order = 0  # of the step that has just ended
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -102,11 +103,17 @@ class Recorder:
             now = self.now("")
             self._stays.append(_Stay(self.step, "", now, now, ()))
 
-    def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane) -> list[Ticket]:
-        """Remembers an op that has just been issued; its times are read once its tickets are done."""
+    def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane, late: bool = False) -> list[Ticket]:
+        """Remembers an op that has just been issued; its times are read once its tickets are done.
+
+        ``late``: it belongs to the step that has just ended.
+        """
         if self.enabled and tickets:
-            self._watched.append(_Watched(self.step, self._order, kind, block, lane, time.monotonic(), tuple(tickets), self.after))
-            self._order += 1
+            order = self._last_order if late else self._order
+            step = self.step - late
+            self._watched.append(_Watched(step, order, kind, block, lane, time.monotonic(), tuple(tickets), self.after))
+            self._last_order += late
+            self._order += not late
         return tickets
 
     def observe(self, lanes: QueuedLanes, blocks: Sequence[str]) -> None:
@@ -147,7 +154,7 @@ class Recorder:
     def end_step(self) -> None:
         """One optimizer step is over."""
         self.step += 1
-        self._order = 0
+        self._last_order, self._order = self._order, 0
         if not self.enabled:
             return
         self._collect()

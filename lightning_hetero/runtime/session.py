@@ -54,14 +54,12 @@ class Session(Budgets):
         content: Weights in files for parameters on the meta device.
 
     Attributes:
-        steps: What keeps the steps of a fit, if anything does.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None = None) -> None:
         super().__init__(root, options, content)
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
-        self.steps: KeptSteps | None = None
         self._directories = Directories(root, self.blocks, options)
         self._handles: list[RemovableHandle] = []
         self._resumes = False
@@ -87,6 +85,7 @@ class Session(Budgets):
         if optimizers is not None:
             self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
         self._rules, self._resumes = rules, resume
+        self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options) if optimizers is not None else None
         placer = self._placer()
         parked = self.executor
         plans = self.options.plans
@@ -98,7 +97,6 @@ class Session(Budgets):
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.rule = rule
         self._directories.default_root = default_root
-        self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options) if optimizers is not None else None
         if self.store is None:
             ring = commit_ring(self.root, self.blocks, kept=self.keeps_steps)
             layout = {**ring, "parts": part_names(self.blocks)}
@@ -215,11 +213,6 @@ class Session(Budgets):
     @property
     def _trains(self) -> bool:
         return bool(self.bindings) or self.steps is not None
-
-    @property
-    def keeps_steps(self) -> bool:
-        """Whether every step of this fit can be resumed from."""
-        return self.steps is not None and self.steps.kept
 
     @property
     def on_disk(self) -> bool:

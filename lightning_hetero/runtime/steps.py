@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -173,15 +175,18 @@ class KeptSteps:
         """
         store = executor.store
         blobs = executor.updater.blobs
-        for part in self._parts:
-            for binding in self._bindings:
-                if binding.rule is not Rule.NATIVE:
-                    blobs.keep(part, binding.optimizer)
-            store.refresh_master(part)  # the next update would do it, and a resume cannot know
-            store.flush(part)
-            write_mirrors(store, part)
-            if part.mirrors or part.native is not None:
-                self._entries[part] = self._entry(part)
+        for block in self._blocks:
+            tickets: list[Ticket] = []
+            for part in block.parts:
+                for binding in self._bindings:
+                    if binding.rule is not Rule.NATIVE:
+                        blobs.keep(part, binding.optimizer)
+                store.refresh_master(part)  # the next update would do it, and a resume cannot know
+                store.flush(part)
+                tickets += write_mirrors(store, part)
+                if part.mirrors or part.native is not None:
+                    self._entries[part] = self._entry(part)
+            executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
         store.written = False
         self._state, self._why = state, "" if state else "its training state could not be kept (the log says why)"
         executor.commit(always=True)

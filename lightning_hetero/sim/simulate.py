@@ -113,7 +113,7 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
         backward_s=iteration_s - forward_s,
         device_peak_bytes=memory.device_peak_bytes,
         host_peak_bytes=memory.host_peak_bytes,
-        disk_bytes=disk_bytes(plan, model),
+        disk_bytes=disk_bytes(plan, model, kept=model.kept and hardware.shared_memory),
         bottleneck={
             "forward": _bottleneck(steps, Phase.FORWARD, duplex=hardware.disk_duplex),
             "backward": _bottleneck(steps, Phase.BACKWARD, duplex=hardware.disk_duplex),
@@ -121,12 +121,18 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
     )
 
 
-def disk_bytes(plan: Plan, model: ModelProfile) -> int:
-    """Space that a resolved plan takes on disk: two slots of the state and weights there, and swapped activations."""
+def disk_bytes(plan: Plan, model: ModelProfile, *, kept: bool = False) -> int:
+    """Space that a resolved plan takes on disk: two slots of the state and weights there, and swapped activations.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        kept: Steps are kept: what lives in memory has its slots too.
+    """
     total = 0
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
-        total += 2 * shape.weight_bytes * (placed.weights is Tier.DISK)
-        total += 2 * shape.state_bytes * (placed.state is Tier.DISK)
+        total += 2 * shape.weight_bytes * (kept or placed.weights is Tier.DISK)
+        total += 2 * shape.state_bytes * (kept or placed.state is Tier.DISK)
         total += saved_bytes(block, placed).to_disk
     return total
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.store import mirrors
 from lightning_hetero.store.blocks import Block, Part
@@ -68,12 +69,13 @@ def committed_slots(store: TierStore, blocks: Sequence[Block]) -> list[str]:
     return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
 
 
-def write_mirrors(store: TierStore, part: Part) -> None:
-    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them."""
+def write_mirrors(store: TierStore, part: Part) -> list[Ticket]:
+    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them, too."""
     now = versions(part)
     if not part.mirrors or part.mirrored_versions == now:
-        return
+        return []
     part.mirrored_versions = now
+    tickets = []
     after = [part.updated] if part.updated is not None else []
     for kind, mirror in part.mirrors.items():
         if kind == mirrors.STATE and not part.stepped:
@@ -82,3 +84,5 @@ def write_mirrors(store: TierStore, part: Part) -> None:
             mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=-1, after=after
         )
         store.mirrored = True
+        tickets.append(mirror.ticket)
+    return tickets

@@ -304,13 +304,14 @@ class Autoplan:
         grown = heap_size() - self._heap_bytes
         parts = [part for block in session.blocks for part in block.parts]
         wide = sum(p.num_elements for p in parts if p.dtype.itemsize > 2)
-        return model_profile(
+        profile = model_profile(
             session.executor.model,
             self._recorded,
             self._timed,
             compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
             constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )
+        return replace(profile, kept=session.keeps_steps)
 
     def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
         """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""

@@ -29,6 +29,7 @@ from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
+MIRROR_PAGES = 16 * 4096
 FIRST = 2  # the first steps learn in which order blocks are used, and warm the cache
 ON_DISK = BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK)
 
@@ -59,7 +60,7 @@ class Notes(pl.Callback):
         self.blocks = {part.native: block.index for block in executor.blocks for part in block.parts}
 
 
-def ran(plan: Plan, recipe: Recipe, *, tight: bool = False, device: EmulatedDevice | None = None) -> Ran:
+def ran(plan: Plan, recipe: Recipe, *, tight: bool = False, device: EmulatedDevice | None = None, kept: bool = False) -> Ran:
     notes = Notes()
     armed: list[tuple[Any, int]] = []
     whole = Engine.arm_update
@@ -72,7 +73,8 @@ def ran(plan: Plan, recipe: Recipe, *, tight: bool = False, device: EmulatedDevi
         patch.setattr(Engine, "arm_update", arm)
         cache = {"host_cache_bytes": 0} if tight else {}
         plan = Plan(**{**{f: getattr(plan, f) for f in Plan.__slots__}, **cache})
-        strategy = HeteroOffloadStrategy(plan=plan, trace=True, device=device)
+        store = Path(folder, "store") if kept else None
+        strategy = HeteroOffloadStrategy(plan=plan, trace=True, device=device, disk_path=store)
         run(recipe, strategy, Path(folder), callbacks=[notes])
     assert strategy.plan is not None
     rows = [(notes.blocks[native], priority) for native, priority in armed]
@@ -87,7 +89,9 @@ def profile(model: ModelShape) -> ModelProfile:
         )
         for b in model.blocks
     )  # fmt: skip
-    return ModelProfile(name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=tuple(rows))
+    return ModelProfile(
+        name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=tuple(rows), kept=model.kept
+    )
 
 
 def rule(name: str, weights: Tier, state: Tier, on_cpu: bool) -> BlockPlan:
@@ -130,6 +134,22 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
         issued = got.trace.issued(step)
         assert issued == predicted.trace.issued(0)
         assert any(name.startswith("UPDATE ") for names in issued.values() for name in names)
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(recipe=RECIPES, plan=PLANS)
+def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Plan) -> None:
+    got = ran(plan, recipe, kept=True)
+    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
+    assert model.kept
+    for step in range(FIRST, len(got.schedules)):
+        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, rooms=rooms, keep_trace=True).trace
+        assert got.trace.issued(step) == predicted.issued(0)
+        written = {s.name: s.num_bytes for s in got.spans("MIRROR", step)}
+        expected = {s.name: s.num_bytes for s in predicted.spans if s.name.startswith("MIRROR ") and s.step == 0}
+        assert written.keys() == expected.keys()
+        for name, size in expected.items():
+            assert size <= written[name] <= size + MIRROR_PAGES, name  # whole pages, and a head
 
 
 DEVICE = replace(HARDWARE, shared_memory=False, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)

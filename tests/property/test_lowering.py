@@ -64,7 +64,7 @@ def models(draw: st.DrawFn, *, unpinned: int = 0) -> ModelShape:
                 pinned=index >= unpinned and draw(st.integers(0, 5)) == 0,
             )
         )
-    return ModelShape(name="m", blocks=tuple(blocks))
+    return ModelShape(name="m", blocks=tuple(blocks), kept=draw(st.booleans()))
 
 
 @st.composite

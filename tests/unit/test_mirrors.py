@@ -1,0 +1,114 @@
+"""What keeping every step costs where state lives in memory: in the schedule, its proof, the simulator and the planners' choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.machines import MB, ROOMY
+
+from lightning_hetero.errors import PlanError, ScheduleError
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import OpKind, StepSignature, Updates
+from lightning_hetero.lowering import check, lower
+from lightning_hetero.planners import PLANNERS, disk, host, resident
+from lightning_hetero.planners.judge import judged, simulation
+from lightning_hetero.sim.simulate import disk_bytes
+
+OWN_CPU = replace(ROOMY, name="cpu", shared_memory=True, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9)
+LAYERS, PARAMS = 4, 5 * MB
+
+
+def _block(name: str, *, trainable: bool = True) -> BlockProfile:
+    return BlockProfile(
+        name=name, num_params=PARAMS, num_trainable_params=PARAMS * trainable, forward_flop=1e9, forward_s=0.01, backward_s=0.03,
+        activation_bytes=MB, boundary_bytes=MB, transient_bytes=MB,
+    )  # fmt: skip
+
+
+KEPT = ModelProfile(
+    name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, kept=True,
+    blocks=(_block("frozen", trainable=False), *(_block(f"layers.{i}") for i in range(LAYERS))),
+)  # fmt: skip
+FREE = replace(KEPT, kept=False)
+STEP = StepSignature(order=tuple(range(LAYERS + 1)), training=True, updates=Updates.IN_BACKWARD)
+STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
+
+
+@pytest.mark.parametrize("updates", [Updates.IN_BACKWARD, Updates.AFTER_VERDICT, Updates.SPECULATIVE, Updates.REDONE])
+@pytest.mark.parametrize(("plan", "size"), [("host", 12), ("resident", 12), ("state", 4), ("disk", 0)])
+def test_a_kept_step_writes_what_lives_in_memory_before_its_record(plan: str, size: int, updates: Updates) -> None:
+    shape = KEPT.shape()
+    made = {"host": host(shape), "resident": resident(shape), "disk": disk(shape)}.get(plan, STATE_ON_DISK)
+    resolved = made.resolve(b.name for b in shape.blocks)
+    signature, room = replace(STEP, updates=updates), 8 * PARAMS
+    schedule = lower(resolved, shape, signature, resident=frozenset(), capacity_bytes=room)
+    check(schedule, resolved, shape, capacity_bytes=room)
+    mirrors = [op for op in schedule.ops if op.kind is OpKind.MIRROR]
+    assert [op.block for op in mirrors] == (list(range(1, LAYERS + 1)) if size else [])
+    assert all(op.num_bytes == size * PARAMS for op in mirrors)
+    assert schedule.ops[-1].kind is OpKind.COMMIT
+    assert {op.id for op in mirrors} <= set(schedule.ops[-1].after)
+    for op in schedule.ops:
+        if op.kind is OpKind.UPDATE and size:
+            assert (OpKind.MIRROR, op.block) in op.carried
+
+
+def test_a_schedule_that_writes_over_a_mirror_in_progress_is_refused() -> None:
+    shape = KEPT.shape()
+    plan = host(shape)
+    schedule = lower(plan, shape, STEP, resident=frozenset(), capacity_bytes=0)
+    update = next(op for op in schedule.ops if op.kind is OpKind.UPDATE)
+    mirror = next(op for op in schedule.ops if op.kind is OpKind.MIRROR)
+    for broken, what in (
+        (replace(update, carried=()), "MIRROR of the step before"),
+        (replace(mirror, num_bytes=1), "to keep"),
+        (replace(mirror, carried=()), "COMMIT of the step before"),
+        (replace(schedule.ops[-1], after=()), "every STORE and MIRROR"),
+    ):
+        ops = tuple(broken if op.id == broken.id else op for op in schedule.ops)
+        with pytest.raises(ScheduleError, match=what):
+            check(replace(schedule, ops=ops), plan, shape, capacity_bytes=0)
+    less = tuple(op for op in schedule.ops if op.kind not in (OpKind.MIRROR, OpKind.COMMIT))
+    with pytest.raises(ScheduleError, match="is not kept"):
+        check(replace(schedule, ops=less), plan, shape, capacity_bytes=0)
+
+
+def test_the_simulator_writes_them_and_counts_their_space() -> None:
+    shape = KEPT.shape()
+    plan = host(shape)
+    kept, free = (simulation(plan, model, OWN_CPU, keep_trace=True) for model in (KEPT, FREE))
+    step = max(s.step for s in kept.trace.spans) - 1
+    spans = [s for s in kept.trace.spans if s.step == step and s.name.startswith("MIRROR ")]
+    assert sum(s.num_bytes for s in spans) == 12 * PARAMS * LAYERS
+    seconds = sum(s.end_s - s.start_s for s in spans)
+    assert seconds >= 12 * PARAMS * LAYERS / OWN_CPU.disk_write_bytes_per_s * (1 - 1e-6)
+    assert kept.prediction.iteration_s >= max(free.prediction.iteration_s, seconds * (1 - 1e-6))
+    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
+    on_disk = disk(shape)
+    assert disk_bytes(on_disk, KEPT, kept=True) == disk_bytes(on_disk, FREE), "what lives on disk has its slots there"
+
+
+def test_a_disk_without_room_for_them_is_named() -> None:
+    small = replace(OWN_CPU, disk_capacity_bytes=20 * PARAMS * LAYERS)
+    judged(host(FREE.shape()), FREE, small)
+    with pytest.raises(PlanError, match="copies of what lives in memory") as refusal:
+        judged(host(KEPT.shape()), KEPT, small)
+    assert 'durability="none"' in str(refusal.value)
+
+
+def test_auto_chooses_by_what_keeping_costs() -> None:
+    """Updates during backward wait for the mirrors of the step before; those after it leave them all of forward and backward."""
+    free, kept = (PLANNERS["holistic"](model, OWN_CPU) for model in (FREE, KEPT))
+    seconds = {
+        (make, model.kept): simulation(make(model.shape()), model, OWN_CPU).prediction.iteration_s
+        for make in (host, resident, disk)
+        for model in (FREE, KEPT)
+    }
+    assert seconds[host, False] < seconds[resident, False]
+    assert seconds[resident, True] < seconds[host, True]
+    assert {b.update for b in free.blocks[1:]} == {UpdateLane.CPU}
+    assert {b.update for b in kept.blocks[1:]} == {UpdateLane.DEVICE}
+    assert kept.predicted is not None
+    assert kept.predicted.iteration_s == pytest.approx(min(seconds[make, True] for make in (host, resident, disk)))
