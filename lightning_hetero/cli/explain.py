@@ -184,7 +184,7 @@ def _print(e: Explanation) -> None:
 def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
     """Bytes of weights, optimizer state and saved activations, by where they live. On shared memory the device is the host.
 
-    Where steps are kept, also the bytes that every step writes to the disk of what lives in memory (``mirrors``).
+    Where steps are kept, also the bytes that a kept step writes to the disk of what lives in memory (``mirrors``).
     """
     out = {what: {tier.value: 0 for tier in Tier} for what in ("weights", "state", "activations")}
     out["activations"]["recomputed"] = 0
@@ -199,7 +199,7 @@ def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
             ("recomputed", saved.recomputed),
         ):
             out["activations"][key] += value
-    if model.kept:
+    if model.kept_every:
         rows = zip(model.shape().blocks, plan.blocks, strict=True)
         out["mirrors"] = {Tier.DISK.value: sum(mirrored_bytes(shape, placed) for shape, placed in rows)}
     return out

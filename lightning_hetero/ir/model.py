@@ -68,12 +68,12 @@ class ModelShape:
     Attributes:
         name: For people.
         blocks: In the order of forward.
-        kept: Every step of its training is kept on disk, with what lives in memory.
+        kept_every: Every so many steps one is kept on disk, with what lives in memory; 0: none is.
     """
 
     name: str
     blocks: tuple[BlockShape, ...]
-    kept: bool = False
+    kept_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class ModelProfile:
         constant_device_bytes: Device memory that no plan changes: context, workspace, inputs, buffers.
         constant_host_bytes: The same for host memory.
         blocks: In the order of forward.
-        kept: Every step of its training is kept on disk: what lives in memory is written there in every step, too.
+        kept_every: Every so many steps of its training one is kept on disk: what lives in memory is written there, too. 0: none is.
     """
 
     name: str
@@ -127,7 +127,7 @@ class ModelProfile:
     constant_device_bytes: int
     constant_host_bytes: int
     blocks: tuple[BlockProfile, ...]
-    kept: bool = False
+    kept_every: int = 0
 
     @property
     def num_params(self) -> int:
@@ -161,12 +161,12 @@ class ModelProfile:
             )
             for b in self.blocks
         )
-        return ModelShape(name=self.name, blocks=tuple(rows), kept=self.kept)
+        return ModelShape(name=self.name, blocks=tuple(rows), kept_every=self.kept_every)
 
     def to_json(self) -> str:
         """The profile as JSON text, one block a line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
-        head |= {"kept": True} if self.kept else {}
+        head |= {"kept_every": self.kept_every} if self.kept_every else {}
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         rows = ",\n".join("    " + json.dumps(asdict(b)) for b in self.blocks)
         return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
@@ -184,7 +184,7 @@ class ModelProfile:
         """
         data = parse_object(text, what="model profile", source=source)
         check_format(data, FORMAT, VERSION, what="model profile", source=source)
-        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=("kept",), where=source)
+        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=("kept_every",), where=source)
         rows = data["blocks"]
         if not isinstance(rows, list) or not rows:
             raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
@@ -196,7 +196,8 @@ class ModelProfile:
         values: dict[str, Any] = {"name": _text(data, "name", source)}
         for key in _MODEL_KEYS[1:]:
             values[key] = number(data[key], key=key, where=source, positive=key == "tokens", whole=True)
-        return cls(**values, blocks=blocks, kept=_flag(data, "kept", source))
+        kept_every = int(number(data.get("kept_every", 0), key="kept_every", where=source, whole=True))
+        return cls(**values, blocks=blocks, kept_every=kept_every)
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -230,7 +231,10 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     parsed = tuple(_operator_from(o, f"{where}: operators[{i}]") for i, o in enumerate(operators))
     if len({o.name for o in parsed}) < len(parsed):
         raise ConfigError(f"{where}: operator names repeat; every operator of a block needs its own.")
-    return BlockProfile(**values, operators=parsed, pinned=_flag(row, "pinned", where))
+    pinned = row.get("pinned", False)
+    if not isinstance(pinned, bool):
+        raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
+    return BlockProfile(**values, operators=parsed, pinned=pinned)
 
 
 def _operator_from(row: Any, where: str) -> OperatorProfile:
@@ -239,13 +243,6 @@ def _operator_from(row: Any, where: str) -> OperatorProfile:
     check_keys(row, required=("name", "flop", "bytes"), optional=(), where=where)
     num_bytes = number(row["bytes"], key="bytes", where=where, whole=True)
     return OperatorProfile(name=_text(row, "name", where), flop=number(row["flop"], key="flop", where=where), bytes=int(num_bytes))
-
-
-def _flag(data: dict[str, Any], key: str, where: str) -> bool:
-    value: bool = data.get(key, False)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {key}={value!r}; allowed: true, false.")
-    return value
 
 
 def _text(data: dict[str, Any], key: str, where: str) -> str:

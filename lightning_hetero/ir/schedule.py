@@ -33,8 +33,8 @@ one to the other.
 Blocks that cannot be taken back are updated after the verdict either way.
 
 [Note: Mirrors]
-Where every step is kept (``ModelShape.kept``), what of a block lives in memory is written to the disk after the verdict, once its
-UPDATE has ended, from where it lies: the block's next UPDATE waits for that, and so does the COMMIT.
+Where every step is kept (``ModelShape.kept_every`` is 1), what of a block lives in memory is written to the disk after the verdict,
+once its UPDATE has ended, from where it lies: the block's next UPDATE waits for that, and so does the COMMIT.
 
 [Note: Priorities]
 Ops are issued in the order of ids, but the update threads, the disk and, with :attr:`Plan.priority`, the copies to the host take

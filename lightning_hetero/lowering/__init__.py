@@ -2,7 +2,7 @@
 
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
-from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape
+from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots
 from lightning_hetero.lowering.placement import fitted, mirrored_bytes
 from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, budgeted, rooms
 from lightning_hetero.lowering.steady import steady, step_signatures
@@ -19,6 +19,7 @@ __all__ = [
     "mirrored_bytes",
     "needs_of",
     "needs_of_shape",
+    "num_slots",
     "rooms",
     "steady",
     "step_signatures",

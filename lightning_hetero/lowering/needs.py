@@ -82,7 +82,7 @@ class Needs:
     Attributes:
         device: Bytes by purpose, the cache left out; empty where the device is the host's own CPU.
         host: The same for the host.
-        disk: The same for the disk: two slots of all files and, where steps are kept, of what lives in memory; and activations.
+        disk: The same for the disk: all slots of all files and, where steps are kept, of what lives in memory; and activations.
         device_caches: Bytes of the weights of each block that lives below the device.
         host_caches: The same of each block that lives on disk.
         streamed_bytes: State that lives on disk.
@@ -126,6 +126,7 @@ def needs_of_shape(
         constant: Memory that no plan changes.
     """
     placed = placements(plan, model, device=not shared_memory)
+    slots = num_slots(model.kept_every if shared_memory else 0)
     in_backward = updates_in_backward(plan, updates)
     last = plan.micro_batches > 1 or (shared_memory and updates not in (Updates.NONE, Updates.IN_BACKWARD))
     gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
@@ -144,8 +145,8 @@ def needs_of_shape(
         device={**device, **_largest(d for d, _ in moments)},
         host={**host, **_largest(h for _, h in moments)},
         disk={
-            Purpose.WEIGHTS: sum(2 * p.shape.weight_bytes for p in placed if p.on_disk),
-            Purpose.STATE: sum(2 * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
+            Purpose.WEIGHTS: sum(slots * p.shape.weight_bytes for p in placed if p.on_disk),
+            Purpose.STATE: sum(slots * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
             Purpose.MIRRORS: mirror_file_bytes(plan, model) if shared_memory else 0,
         },
@@ -155,12 +156,18 @@ def needs_of_shape(
     )
 
 
+def num_slots(kept_every: int) -> int:
+    """Places on disk for each array: a step is never written over the one before; a third one where few steps are kept."""
+    return 2 if kept_every <= 1 else 3
+
+
 def mirror_file_bytes(plan: Plan, model: ModelShape) -> int:
-    """Space on disk for what a resolved plan keeps in memory, two slots of each, where steps are kept."""
-    if not model.kept:
+    """Space on disk for what a resolved plan keeps in memory, where steps are kept."""
+    if not model.kept_every:
         return 0
     rows = zip(model.blocks, plan.blocks, strict=True)
-    return 2 * sum(b.weight_bytes * (p.weights is not Tier.DISK) + b.state_bytes * (p.state is not Tier.DISK) for b, p in rows)
+    sizes = (b.weight_bytes * (p.weights is not Tier.DISK) + b.state_bytes * (p.state is not Tier.DISK) for b, p in rows)
+    return num_slots(model.kept_every) * sum(sizes)
 
 
 def total_bytes(rows: Rows) -> int:

@@ -98,7 +98,7 @@ def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placemen
         model: The blocks' sizes.
         device: The device has memory of its own.
     """
-    kept = model.kept and not device  # what a device with memory of its own updates is not kept
+    kept = model.kept_every == 1 and not device  # what a device with memory of its own updates is not kept
     return tuple(_placement(s, p, device, kept) for s, p in zip(model.blocks, plan.blocks, strict=True))
 
 

@@ -78,12 +78,12 @@ class Budgets:
         # What a user gives is for what a plan can place; what the machine has free has to hold activations as well. A plan for a
         # device with memory of its own places activations too.
         profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
-        name, kept = type(self.root).__name__, self.keeps_steps
-        return Placer(name, self.blocks, self.options, self.bindings, self._rules, profile, kept=kept)
+        name, every = type(self.root).__name__, self.options.keep_every if self.keeps_steps else 0
+        return Placer(name, self.blocks, self.options, self.bindings, self._rules, profile, kept_every=every)
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether every step of this fit can be resumed from."""
+        """Whether steps of this fit can be resumed from: every one, or every so many."""
         return self.steps is not None and self.steps.kept
 
     def host_memory(self) -> int:

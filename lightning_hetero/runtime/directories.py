@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hetero.lowering import num_slots
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.placement import Placement, SessionOptions
 from lightning_hetero.store.blocks import Block
@@ -83,6 +84,7 @@ class Directories:
         if kept:  # files for what the plan keeps in memory
             parts = [part for block in self._blocks for part in block.parts]
             self.disk_bytes += 2 * sum(mirror_bytes(part, placement.geometries.get(part)) for part in parts)
+            self.disk_bytes = self.disk_bytes * num_slots(self._options.keep_every) // 2
 
     def of_swaps(self, store: TierStore, placement: Placement) -> NativeSwapFiles | None:
         """Files for activations that go to the disk, in a directory of their own: no commit names them."""

@@ -54,6 +54,7 @@ class SessionOptions:
     allow_rotational: bool = False
     trace: bool = False
     poison: bool = False
+    keep_every: int = 1  # where steps are kept, every so many steps
     on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -136,7 +137,7 @@ class Placer:
         bindings: The optimizers.
         rules: How gradients are used.
         profile: What a profiled batch has shown of the blocks; ``None``: activations are unknown, and not counted.
-        kept: Every step is kept on disk.
+        kept_every: Every so many steps one is kept on disk; 0: none is.
     """
 
     def __init__(
@@ -148,9 +149,9 @@ class Placer:
         rules: StepRules,
         profile: ModelProfile | None = None,
         *,
-        kept: bool = False,
+        kept_every: int = 0,
     ) -> None:
-        self._profile, self._kept = profile, kept
+        self._profile, self._kept_every = profile, kept_every
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self.owners: Owners = {id(p): b for b in bindings for p in b.params()}
         self.chunk_bytes = self._chunk_bytes()
@@ -174,7 +175,7 @@ class Placer:
                     **_activations(known.get(block.name)),
                 )
             )
-        return ModelShape(name=name, blocks=tuple(rows), kept=self._kept)
+        return ModelShape(name=name, blocks=tuple(rows), kept_every=self._kept_every)
 
     def _chunk_bytes(self) -> int:
         """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""

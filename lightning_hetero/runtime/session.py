@@ -7,7 +7,7 @@ The order matters and is the same for every plan: :meth:`Session.adopt` (blocks,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +52,6 @@ class Session(Budgets):
         root: The model.
         options: The user's choices.
         content: Weights in files for parameters on the meta device.
-
-    Attributes:
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None = None) -> None:
@@ -140,6 +138,8 @@ class Session(Budgets):
         if self.steps is not None:
             self.steps.placed()
         self.store.commit()
+        if self.steps is not None:
+            self.steps.committed()
         if isinstance(self.executor, DeviceExecutor):
             self.executor.may_defer = placement.may_defer
             self.executor.rest()
@@ -321,10 +321,15 @@ class Session(Budgets):
         assert self.store.files.directory is not None
         snapshot(self.store.files.directory.path, path, committed_slots(self.store, self.blocks))
 
-    def keep_step(self, state: str) -> None:
-        """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included."""
+    def keep_step(self, state: Callable[[], str], *, last: bool) -> None:
+        """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.
+
+        Args:
+            state: Takes the loop's state.
+            last: Training ends with it.
+        """
         if self.steps is not None and self.executor is not None:
-            self.steps.keep(self.executor, state)
+            self.steps.keep(self.executor, state, last=last)
 
     # ---- stop ---------------------------------------------------------------------------------------------------------------
 

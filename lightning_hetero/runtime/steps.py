@@ -3,13 +3,15 @@
 [Note: What keeps steps]
 A fit keeps its steps if it has a store with a name (``disk_path``), a ``durability`` that promises something, and optimizers
 that update part by part. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
-mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows.
+mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows. With ``keep_every``
+above 1 only every so many steps pay it: the others commit what they write to the disk, in records that stand for no step, and the
+last one that was kept is pinned (``store.pins``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,14 +27,16 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.placement import SessionOptions
 from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
+from lightning_hetero.store.keeping import adopt, arrange_mirrors, committed_slots, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
+from lightning_hetero.store.pins import pin, pins, unpin
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
 _NO_STEP = "no step has been committed yet"
+_BETWEEN = "its last step was not to be kept (keep_every)"
 _TWICE = (
     "its last step was interrupted after a block had been written a second time, or its weights were loaded and no step followed"
 )
@@ -62,6 +66,8 @@ class KeptSteps:
         self._state, self._why = "", _NO_STEP
         self._store: TierStore | None = None
         self._blobs: StateBlobs | None = None
+        self._every, self._count = options.keep_every, 0
+        self._has_pins = False
         obstacle = self._obstacle(options) if options.wants_steps else ""
         self.kept = options.wants_steps and not obstacle
         if obstacle:
@@ -96,7 +102,10 @@ class KeptSteps:
                 )
             return
         store.describe = self._describe
+        assert store.files.directory is not None
+        self._has_pins = bool(pins(store.files.directory.path))
         if not resume:
+            unpin(store.files.directory.path)  # an earlier run's, whose store has been taken over
             return
         found = record.parse(store.files.recovered)
         directory = store.files.directory
@@ -160,41 +169,74 @@ class KeptSteps:
         self._store.written = False
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in self._parts)
         where = "" if self._store.files.directory is None else str(self._store.files.directory.path)
+        often = "Every step" if self._every == 1 else f"One of {self._every} steps"
         log.info(
-            "Every step is kept in %r: pass it as ckpt_path to go on from the last one. What the plan keeps in memory is written "
-            'there too, %s in every step; durability="none" saves that, and keeps nothing.',
-            where, format_bytes(size),
+            "%s is kept in %r: pass it as ckpt_path to go on from the last one. What the plan keeps in memory is written "
+            'there too, %s in each of them; durability="none" saves that, and keeps nothing.',
+            often, where, format_bytes(size),
         )  # fmt: skip
 
-    def keep(self, executor: Executor, state: str) -> None:
-        """Commits the step that has just ended.
+    def committed(self) -> None:
+        """What :meth:`placed` has written is committed: the step that was resumed from is there until the next one is kept."""
+        if self.kept and self._every > 1 and self._state:
+            self._pin()
+
+    def keep(self, executor: Executor, state: Callable[[], str], *, last: bool = False) -> None:
+        """Commits the step that has just ended, whole if it is one to be kept.
 
         Args:
             executor: The executor.
-            state: The training state, see ``store.encoding``; empty if it cannot be kept.
+            state: Takes the training state, see ``store.encoding``; empty if it cannot be kept.
+            last: Training ends with it, so it is kept in any case.
         """
+        self._count += 1
+        whole = last or self._count % self._every == 0
+        self._write(executor, whole=whole)
+        executor.store.written = False
+        self._state, self._why = state() if whole else "", _BETWEEN
+        if whole and not self._state:
+            self._why = "its training state could not be kept (the log says why)"
+        blobs = executor.updater.blobs
+        retired = [*self._retired, *blobs.retired]
+        executor.commit(always=whole or bool(retired))
+        self._retired, blobs.retired = [], []
+        for native in retired:
+            executor.store.files.close_block(native)
+        if whole and self._state and self._every > 1:
+            self._pin()
+        elif whole and self._state and self._has_pins:  # of a run that kept fewer steps
+            executor.store.files.wait_for_commit()
+            self._unpin()
+
+    def _pin(self) -> None:
+        """Gives the slots of the last record to a pin."""
+        assert self._store is not None
+        assert self._store.files.directory is not None
+        pin(self._store.files.directory.path, self._store.files.step, committed_slots(self._store, self._blocks))
+        self._has_pins = True
+
+    def _unpin(self) -> None:
+        assert self._store is not None
+        assert self._store.files.directory is not None
+        unpin(self._store.files.directory.path)
+        self._has_pins = False
+
+    def _write(self, executor: Executor, *, whole: bool) -> None:
+        """Brings the files up to date with the step; ``whole``: those of what lives in memory too."""
         store = executor.store
         blobs = executor.updater.blobs
         for block in self._blocks:
             tickets: list[Ticket] = []
             for part in block.parts:
                 for binding in self._bindings:
-                    if binding.rule is not Rule.NATIVE:
+                    if whole and binding.rule is not Rule.NATIVE:
                         blobs.keep(part, binding.optimizer)
                 store.refresh_master(part)  # the next update would do it, and a resume cannot know
                 store.flush(part)
-                tickets += write_mirrors(store, part)
+                tickets += write_mirrors(store, part) if whole else []
                 if part.mirrors or part.native is not None:
                     self._entries[part] = self._entry(part)
             executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
-        store.written = False
-        self._state, self._why = state, "" if state else "its training state could not be kept (the log says why)"
-        executor.commit(always=True)
-        retired = [*self._retired, *blobs.retired]
-        if retired:
-            self._retired, blobs.retired = [], []
-            for native in retired:
-                store.files.close_block(native)
 
     def _describe(self) -> bytes:
         assert self._store is not None

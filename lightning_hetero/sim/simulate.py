@@ -14,6 +14,7 @@ from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Phase, Schedule
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
+from lightning_hetero.lowering import mirrored_bytes, num_slots
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.sim.engine import Engine, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
@@ -105,7 +106,7 @@ def simulate(
 
 def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
     memory = _memory(steps, hardware)
-    iteration_s = sum(step.iteration_s for step in steps) / len(steps)
+    iteration_s = sum(step.iteration_s for step in steps) / len(steps) + _pinning_s(plan, model, hardware)
     forward_s = sum(step.forward_s for step in steps) / len(steps)
     return Prediction(
         iteration_s=iteration_s,
@@ -113,7 +114,7 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
         backward_s=iteration_s - forward_s,
         device_peak_bytes=memory.device_peak_bytes,
         host_peak_bytes=memory.host_peak_bytes,
-        disk_bytes=disk_bytes(plan, model, kept=model.kept and hardware.shared_memory),
+        disk_bytes=disk_bytes(plan, model, kept_every=model.kept_every if hardware.shared_memory else 0),
         bottleneck={
             "forward": _bottleneck(steps, Phase.FORWARD, duplex=hardware.disk_duplex),
             "backward": _bottleneck(steps, Phase.BACKWARD, duplex=hardware.disk_duplex),
@@ -121,18 +122,27 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
     )
 
 
-def disk_bytes(plan: Plan, model: ModelProfile, *, kept: bool = False) -> int:
-    """Space that a resolved plan takes on disk: two slots of the state and weights there, and swapped activations.
+def _pinning_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> float:
+    """Seconds of a step, on average, for a run that keeps every so many steps: that step ends when all of it is on the disk."""
+    if model.kept_every <= 1 or not hardware.shared_memory:
+        return 0.0
+    rows = zip(model.shape().blocks, plan.blocks, strict=True)
+    mirrored = sum(mirrored_bytes(shape, placed) for shape, placed in rows)
+    return Rates(hardware).alone_s(Work.DISK_WRITE, mirrored) / model.kept_every
+
+
+def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:
+    """Space that a resolved plan takes on disk: all slots of the state and weights there, and swapped activations.
 
     Args:
         plan: The plan.
         model: The model.
-        kept: Steps are kept: what lives in memory has its slots too.
+        kept_every: Every so many steps one is kept: what lives in memory has its slots too.
     """
-    total = 0
+    total, slots = 0, num_slots(kept_every)
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
-        total += 2 * shape.weight_bytes * (kept or placed.weights is Tier.DISK)
-        total += 2 * shape.state_bytes * (kept or placed.state is Tier.DISK)
+        total += slots * shape.weight_bytes * (kept_every > 0 or placed.weights is Tier.DISK)
+        total += slots * shape.state_bytes * (kept_every > 0 or placed.state is Tier.DISK)
         total += saved_bytes(block, placed).to_disk
     return total
 

@@ -64,7 +64,13 @@ def committed_slots(store: TierStore, blocks: Sequence[Block]) -> list[str]:
     """Names of the slot files that the last record names, once it is written; nothing was written since."""
     store.files.wait_for_commit()
     natives = [part.native for b in blocks for part in b.parts if part.native is not None and part.on_disk]
-    natives += [m.native for b in blocks for part in b.parts for m in part.mirrors.values() if m.ticket or part.stepped]
+    natives += [
+        mirror.native
+        for b in blocks
+        for part in b.parts
+        for kind, mirror in part.mirrors.items()
+        if kind == mirrors.WEIGHTS or mirror.ticket or part.stepped  # state that is all zeros was never written
+    ]
     natives += [blob.native for blob in store.blobs if blob.native is not None and blob.on_disk]
     return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
 

@@ -43,13 +43,13 @@ def snapshot(source: Path, target: Path, slots: Iterable[str]) -> None:
         partial.mkdir(mode=0o700)
         partial.chmod(0o700)
         for name in slots:
-            _link(source / name, partial / name)
-        _copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
+            link(source / name, partial / name)
+        copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
         manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-        _sync(partial)
+        sync(partial)
         os.replace(partial, target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StoreError(f"the snapshot {str(target)!r} cannot be made: {error}. Choose another path.") from error
@@ -69,16 +69,18 @@ def bring(source: Path, target: Path) -> None:
         snapshot(source, target, [block.file for block in store.record.blocks])
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
+    """A second name for a file; a copy where that is not possible."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        _copy(source, target)
+        copy(source, target)
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy(source: Path, target: Path) -> None:
+    """A copy of a file, on the disk."""
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as reader, open(target, "xb") as writer:
         os.fchmod(writer.fileno(), 0o600)
@@ -95,7 +97,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
+    """What a directory names is on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

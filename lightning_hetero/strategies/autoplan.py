@@ -311,7 +311,7 @@ class Autoplan:
             compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
             constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )
-        return replace(profile, kept=session.keeps_steps)
+        return replace(profile, kept_every=session.executor.model.kept_every)
 
     def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
         """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""

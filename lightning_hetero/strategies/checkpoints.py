@@ -10,10 +10,11 @@ import torch
 
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.store.pins import roll_back
 from lightning_hetero.store.snapshots import bring
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
-from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_store, read_state
+from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_store, last_kept, read_state
 
 
 class Checkpoints(Core):
@@ -60,9 +61,12 @@ class Checkpoints(Core):
         path, own = Path(checkpoint_path).absolute(), self.options.disk_path
         check_use(self.lightning_module, path, own, self.namespace)
         assert own is not None
-        self._resumed = read_state(path)
+        kept = last_kept(path)
+        self._resumed = read_state(kept)
         if not own.exists() or not path.samefile(own):
-            bring(path, own.absolute())
+            bring(kept, own.absolute())
+        elif kept != path:
+            roll_back(path, kept)
         return as_checkpoint(self._resumed, self.precision_plugin)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

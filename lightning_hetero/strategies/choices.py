@@ -11,6 +11,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.runtime.session import SessionOptions
 
 _AUTO = "holistic"  # the planner behind plan="auto"
 
@@ -48,10 +49,10 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def count(name: str, value: int) -> int:
-    """The same for a number of threads."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
-        raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to 1024.")
+def count(name: str, value: int, *, most: int = 1024) -> int:
+    """The same for a number of threads, or of something else."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to {most}.")
     return value
 
 
@@ -62,6 +63,24 @@ def steps(name: str, value: int) -> int:
             f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
         )
     return value
+
+
+def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
+    """Refuses ``keep_every`` where no steps are kept, and beside links to a step that may not be kept.
+
+    Raises:
+        ConfigError: It says which.
+    """
+    if options.keep_every > 1 and (options.disk_path is None or options.engine.durability == "none"):
+        raise ConfigError(
+            f"keep_every={options.keep_every} is for runs that keep their steps; this one has disk_path={options.disk_path}, "
+            f'durability={options.engine.durability!r}. Pass a disk_path, and durability="process" or "power".'
+        )
+    if options.keep_every > 1 and link_checkpoints:
+        raise ConfigError(
+            f"link_checkpoints=True makes links to the last step, and with keep_every={options.keep_every} that may be one that "
+            f"is not kept. Pass keep_every=1, or leave link_checkpoints out: checkpoints are then ordinary files."
+        )
 
 
 def drift(value: float | None) -> float | None:

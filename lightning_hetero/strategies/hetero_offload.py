@@ -27,7 +27,7 @@ from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints
-from lightning_hetero.strategies.choices import count, drift, one_of, planner, planner_name, steps
+from lightning_hetero.strategies.choices import check_keeping, count, drift, one_of, planner, planner_name, steps
 from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.reports import Reports
@@ -68,6 +68,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
         io_threads: Threads of the ``"pool"`` back end.
         update_threads: Threads that run updates; default half of the processors that the process may use.
         durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
+        keep_every: Of a run that keeps its steps, keep one of so many: the others cost nothing, and at a crash as many are lost.
         verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
             raises :class:`~lightning_hetero.errors.VerificationError`.
         verify_digests: Check digests of everything read from disk.
@@ -97,6 +98,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
         io_threads: int = 3,
         update_threads: int | None = None,
         durability: str = "process",
+        keep_every: int = 1,
         verify: int = 0,
         verify_digests: bool = False,
         link_checkpoints: bool = False,
@@ -122,6 +124,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
             allow_rotational=allow_rotational,
             trace=trace,
             on_patched=release_pages,
+            keep_every=count("keep_every", keep_every, most=10**6),
             poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
             engine=EngineOptions(
                 io_backend=one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
@@ -132,6 +135,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
                 emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
+        check_keeping(options, link_checkpoints=link_checkpoints)
         super().__init__(options, autoplan, "cpu", accelerator, checkpoint_io, precision_plugin)
         self._verify = steps("verify", verify)
         self._weights = weights

@@ -14,6 +14,7 @@ from lightning_hetero._native import Store
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.store import record
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
+from lightning_hetero.store.pins import pins
 from lightning_hetero.strategies.training_state import generators, set_random_state, validation_loaders
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,6 +44,19 @@ def check_use(module: Any, path: Path, disk_path: Path | None, namespace: str) -
         )
 
 
+def last_kept(path: Path) -> Path:
+    """Where a store's last kept step is: there, or in its newest pin, where its last record is that of a step that is not kept.
+
+    Raises:
+        ConfigError: As :func:`read_state`; likewise the others.
+        StoreBusyError: A process uses it.
+        StoreCorruptError: It has no valid record.
+        StoreError: A file cannot be read.
+    """
+    found = pins(path)
+    return found[-1] if found and not _last_record(path).state else path
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The training state of a store's last step.
 
@@ -55,6 +69,10 @@ def read_state(path: Path) -> dict[str, Any]:
         StoreCorruptError: It has no valid record.
         StoreError: A file cannot be read.
     """
+    return record.state_of(_last_record(path), str(path))
+
+
+def _last_record(path: Path) -> record.Record:
     manifest_fd = os.open(path / MANIFEST, _FLAGS)
     try:
         manifest = read_manifest(path, manifest_fd)
@@ -74,7 +92,7 @@ def read_state(path: Path) -> dict[str, Any]:
             if type(error) is HeteroError:  # no record at all
                 raise _no_step(path) from error
             raise
-    return record.state_of(record.parse(blob), str(path))
+    return record.parse(blob)
 
 
 def _no_step(path: Path) -> ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class Steps(Core):
         """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
         if self._step_ended and self._state is not None and self.session is not None:
             self._step_ended = False
-            self.session.keep_step(self._state.take([b.books() for b in self.session.bindings]))
+            books = [b.books() for b in self.session.bindings]
+            self.session.keep_step(partial(self._state.take, books), last=self._state.is_last)
             paths, self._snapshots = self._snapshots, []
             for path in paths:
                 self.session.snapshot(path)

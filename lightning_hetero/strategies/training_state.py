@@ -102,6 +102,14 @@ class TrainingState:
         """The epoch goes on that another process began."""
         self._epoch = epoch
 
+    @property
+    def is_last(self) -> bool:
+        """Whether training ends with the batch whose hooks have just run."""
+        trainer = self._trainer
+        steps = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
+        epochs = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        return bool(trainer.should_stop or steps or (epochs and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
+
     # ---- a step -----------------------------------------------------------------------------------------------------------
 
     def take(self, steps: list[dict[str, Any]]) -> str:

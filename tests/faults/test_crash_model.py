@@ -53,6 +53,9 @@ class Protocol:
     next_after_record: bool = True
     checksum: bool = True
     ring: int = RING
+    every: int = 1  # one of so many steps is kept
+    third_slot: bool = True  # for the blocks of the step that was kept last
+    sync_pin: bool = True
 
 
 def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
@@ -61,17 +64,22 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
     for block in range(BLOCKS):
         for chunk in range(CHUNKS):
             disk.durable[(block, 0), chunk] = 0
-    disk.durable["COMMIT", 0, 0] = disk.durable["COMMIT", 0, 1] = (0, dict(newest))
+    for place in ("COMMIT", "PIN"):
+        disk.durable[place, 0, 0] = disk.durable[place, 0, 1] = (0, dict(newest), True)
+    pinned = {block: slot for block, (slot, _) in newest.items()}
     pending: list[tuple[Any, Any]] = []
     acknowledged = 0
     for step in range(1, STEPS):
         touched = [b for b in range(BLOCKS) if draw.random() < 0.8]
         writes = [(block, chunk) for block in touched for chunk in range(CHUNKS)]
         draw.shuffle(writes)
-        target = {b: (1 - newest[b][0]) if protocol.two_slots else 0 for b in touched}
+        spares = protocol.every > 1 and protocol.third_slot
+        used = {b: {newest[b][0], pinned[b]} if spares else {newest[b][0]} for b in touched}
+        target = {b: min({0, 1, 2} - used[b]) if protocol.two_slots else 0 for b in touched}
+        kept = step % protocol.every == 0
         after = {**newest, **{b: (target[b], step) for b in touched}}
         # A record is two sectors; without a checksum the first of them alone makes it count.
-        record = [(("COMMIT", step % protocol.ring, half), (step, dict(after))) for half in (0, 1)]
+        record = [(("COMMIT", step % protocol.ring, half), (step, dict(after), kept)) for half in (0, 1)]
         if not protocol.record_after_data:
             for write in record:
                 disk.write(*write)
@@ -97,19 +105,34 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
                 yield acknowledged
         if protocol.sync_record:
             disk.flush("COMMIT")
-        acknowledged, newest = step, after
+        acknowledged, newest = step if kept else acknowledged, after
+        if kept and protocol.every > 1:  # a pin of its own, beside the one before
+            for half in (0, 1):
+                disk.write(("PIN", step // protocol.every % 2, half), (step, dict(after), True))
+                yield acknowledged
+            if protocol.sync_pin:
+                disk.flush("PIN")
+            pinned = {block: slot for block, (slot, _) in newest.items()}
         yield acknowledged
+
+
+def newest_of(content: dict[Any, Any], file: str, places: int, *, checksum: bool) -> tuple[int, dict[int, tuple[int, int]], bool]:
+    """The newest record that counts: its step, slots, and whether the step is kept."""
+    best: tuple[int, dict[int, tuple[int, int]], bool] = (-1, {}, True)
+    for place in range(places):
+        first, second = content.get((file, place, 0)), content.get((file, place, 1))
+        if first is None or (checksum and first != second):
+            continue
+        blocks = dict(first[1]) if checksum or second is None else {**first[1], 0: second[1][0]}
+        best = max(best, (first[0], blocks, first[2]), key=lambda b: b[0])
+    return best
 
 
 def recovered(content: dict[Any, Any], protocol: Protocol) -> tuple[int, bool]:
     """The newest step that counts, and whether every chunk that it names is the one that it names."""
-    best: tuple[int, dict[int, tuple[int, int]]] = (-1, {})
-    for place in range(protocol.ring):
-        first, second = content.get(("COMMIT", place, 0)), content.get(("COMMIT", place, 1))
-        if first is None or (protocol.checksum and first != second):
-            continue
-        blocks = dict(first[1]) if protocol.checksum or second is None else {**first[1], 0: second[1][0]}
-        best = max(best, (first[0], blocks), key=lambda b: b[0])
+    best = newest_of(content, "COMMIT", protocol.ring, checksum=protocol.checksum)
+    if not best[2]:  # a step that is not kept
+        best = newest_of(content, "PIN", 2, checksum=protocol.checksum)
     whole = all(content.get(((b, slot), chunk)) == step for b, (slot, step) in best[1].items() for chunk in range(CHUNKS))
     return best[0], whole and best[0] >= 0
 
@@ -132,6 +155,11 @@ def test_the_protocol_survives_every_crash() -> None:
     assert failures(Protocol(), seed=1) == 0
 
 
+def test_what_is_kept_now_and_then_survives_every_crash() -> None:
+    for every in (2, 3):
+        assert failures(Protocol(every=every), seed=every) == 0
+
+
 MUTANTS = {
     "no data sync": {"sync_data": False},
     "no record sync": {"sync_record": False},
@@ -140,6 +168,8 @@ MUTANTS = {
     "next step before record": {"next_after_record": False},
     "record without checksum": {"checksum": False},
     "a single record": {"ring": 1},
+    "few kept, no third slot": {"every": 3, "third_slot": False},
+    "few kept, no sync of the pin": {"every": 3, "sync_pin": False},
 }
 
 

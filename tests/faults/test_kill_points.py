@@ -1,4 +1,4 @@
-"""``kill -9`` at the points that matter to updates before their verdict: a resume finds the last committed step, bit for bit.
+"""``kill -9`` at points that matter to updates before their verdict, or to pins: a resume finds the last kept step, bit for bit.
 
 Kills at random moments are in test_kill.py; here the process dies exactly where it is told to, with everything that was written
 so far on the disk, so that nothing but the record decides.
@@ -12,23 +12,61 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.scripts import run_script
 
-STEPS, AT = 4, 2  # the third step is the one that dies
+STEPS = 6
 CLIPS, KEEPS = 1e-2, 1e6
 COMMITTED = "committed"  # the point after which the step counts
-POINTS = {  # whether the step clips
-    "tried": False,  # between a speculative update and its verdict
-    "kept": False,  # between the verdict and the commit
-    "discarded": True,  # what was tried has been taken back
-    "redone": True,  # and has been updated again
-    COMMITTED: False,
-}
-CASES = [("disk", point) for point in POINTS] + [("mixed", "tried"), ("mixed", "kept")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a run dies.
+
+    Attributes:
+        point: What of the step that dies is done: ``tried``, a speculative update before its verdict; ``discarded``, taken back;
+            ``redone``, updated again; ``kept``, all but the commit; ``committed``; ``unpinned``, all but the pin.
+        resumes: Steps that the resume finds.
+        plan: The plan.
+        at: Steps before the one that dies.
+        every: One of so many steps is kept.
+        twice: The resume dies as well, while it rolls the store back, and another one follows.
+    """
+
+    point: str
+    resumes: int
+    plan: str = "disk"
+    at: int = 2
+    every: int = 1
+    twice: bool = False
+
+    @property
+    def clips(self) -> bool:
+        """Whether the step that dies clips."""
+        return self.point in ("discarded", "redone")
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "-".join((self.plan, self.point, *([f"every{self.every}"] if self.every > 1 else []), *(["twice"] * self.twice)))
+
+
+CASES = [
+    Case("tried", 2),
+    Case("kept", 2),
+    Case("discarded", 2),
+    Case("redone", 2),
+    Case(COMMITTED, 3),
+    Case("kept", 2, plan="mixed"),
+    Case(COMMITTED, 3, at=4, every=3),  # two later steps have written over the slots of the third
+    Case(COMMITTED, 3, at=4, every=3, plan="mixed", twice=True),
+    Case("unpinned", 4, at=3, every=2, plan="mixed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +79,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("plan", "point"), CASES, ids=[f"{plan}-{point}" for plan, point in CASES])
-def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], plan: str, point: str) -> None:
-    found = report[f"{plan}-{point}"]
-    assert found["killed"], "the point was never reached"
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
+    found = report[case.name]
+    assert found["killed"] == 1 + case.twice, "the point was never reached"
     assert found["tried"] > 0
-    assert found["resumed_at"] == AT + (point == COMMITTED)
+    assert found["resumed_at"] == case.resumes
     assert found["same_bits"]
 
 
@@ -57,16 +95,18 @@ def main(root: Path) -> None:
 
     import lightning_hetero.strategies  # noqa: F401
 
-    in_child(lambda: torch.save(train(root, "auto", None, lambda _: None), root / "reference.pt"))
-    report = {}
-    for plan, point in CASES:
-        store, file = root / "store", root / "case.json"
+    for clips in (False, True):
+        in_child(lambda clips=clips: torch.save(train(root, "auto", clips=clips), root / f"{clips}.pt"))
+    report, file = {}, root / "case.json"
+    for case in CASES:
         file.write_text('{"tried": 0}')
-        killed = in_child(lambda store=store, file=file, plan=plan, point=point: die_at(root, store, file, plan, point))
+        killed = in_child(lambda case=case: die_at(root, file, case))
         tried = json.loads(file.read_text())["tried"]
-        in_child(lambda store=store, file=file, plan=plan, point=point: resume(root, store, file, plan, POINTS[point]))
-        report[f"{plan}-{point}"] = {"killed": killed, "tried": tried, **json.loads(file.read_text())}
-        shutil.rmtree(store)
+        if case.twice:
+            killed += in_child(lambda case=case: die_while_rolling_back(root, case))
+        in_child(lambda case=case: resume(root, file, case))
+        report[case.name] = {"killed": killed, "tried": tried, **json.loads(file.read_text())}
+        shutil.rmtree(root / "store")
     print(json.dumps(report))
 
 
@@ -93,7 +133,7 @@ def in_child(call: Callable[[], object]) -> bool:
 # ---- what children do -------------------------------------------------------------------------------------------------------
 
 
-def strategy_of(plan: str, store: Path) -> Any:
+def strategy_of(root: Path, case: Case) -> Any:
     from lightning_hetero import BlockPlan, Plan, Tier
     from lightning_hetero.runtime import speculation
     from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -101,18 +141,21 @@ def strategy_of(plan: str, store: Path) -> Any:
     speculation._BREAK_EVEN = 1.0  # every step tries
     rows = (BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK))
     mixed = Plan(name="mixed", blocks=rows)
-    return HeteroOffloadStrategy(plan=mixed if plan == "mixed" else plan, disk_path=store, verify_digests=True)
+    plan = mixed if case.plan == "mixed" else case.plan
+    return HeteroOffloadStrategy(plan=plan, disk_path=root / "store", verify_digests=True, keep_every=case.every)
 
 
-def train(root: Path, strategy: Any, resume_from: Path | None, begins: Callable[[int], None], *, clips: bool = False) -> Any:
-    """Trains to the end; losses, and weights and state as the last step leaves them. The step ``AT`` clips, or does not."""
+def train(
+    root: Path, strategy: Any, resume_from: Path | None = None, begins: Callable[[int], None] = id, *, clips: bool = False
+) -> Any:
+    """Trains to the end; losses, and weights and state as the last step leaves them. The third step clips, or does not."""
     import lightning.pytorch as pl
     import torch
     from support.models import LitModel, Recipe, Shape, data, outcome, quiet_trainer
 
     class Clips(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            trainer.gradient_clip_val = CLIPS if clips and trainer.global_step == AT else KEEPS
+            trainer.gradient_clip_val = CLIPS if clips and trainer.global_step == 2 else KEEPS
             begins(trainer.global_step)
 
     torch.manual_seed(7)
@@ -126,17 +169,18 @@ def train(root: Path, strategy: Any, resume_from: Path | None, begins: Callable[
     return found.losses, found.weights, found.state
 
 
-def die_at(root: Path, store: Path, file: Path, plan: str, point: str) -> None:
+def die_at(root: Path, file: Path, case: Case) -> None:
     """Trains until the point, waits for everything that has been submitted, and kills itself."""
     from lightning_hetero._native import DONE
     from lightning_hetero.runtime.executor import Executor
     from lightning_hetero.runtime.speculation import Speculation
+    from lightning_hetero.runtime.steps import KeptSteps
 
-    strategy = strategy_of(plan, store)
+    strategy = strategy_of(root, case)
     step, tickets = [0], list[Any]()
 
     def die(where: str) -> None:
-        if (where, step[0]) != (point, AT):
+        if (where, step[0]) != (case.point, case.at):
             return
         executor = strategy.session.executor
         for ticket in [*tickets, *executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
@@ -151,7 +195,7 @@ def die_at(root: Path, store: Path, file: Path, plan: str, point: str) -> None:
             if before:
                 die(before)
             result = original(self, *args, **kwargs)
-            if name == "remember" and step[0] == AT:
+            if name == "remember" and step[0] == case.at:
                 tickets.extend(args[1])
             if after:
                 die(after)
@@ -162,17 +206,26 @@ def die_at(root: Path, store: Path, file: Path, plan: str, point: str) -> None:
     wrapped(Speculation, "remember")
     wrapped(Speculation, "clip", before="tried")
     wrapped(Speculation, "discard", after="discarded")
-    wrapped(Executor, "commit", before="redone" if POINTS[point] else "kept", after=COMMITTED)
-    train(root, strategy, None, lambda now: step.__setitem__(0, now), clips=POINTS[point])
+    wrapped(Executor, "commit", before="redone" if case.clips else "kept", after=COMMITTED)
+    wrapped(KeptSteps, "_pin", before="unpinned")
+    train(root, strategy, None, lambda now: step.__setitem__(0, now), clips=case.clips)
 
 
-def resume(root: Path, store: Path, file: Path, plan: str, clips: bool) -> None:
+def die_while_rolling_back(root: Path, case: Case) -> None:
+    """Resumes, and kills itself when the slots are those of the pin, and the record is not."""
+    from lightning_hetero.store import pins
+
+    pins.sync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    train(root, strategy_of(root, case), root / "store")
+
+
+def resume(root: Path, file: Path, case: Case) -> None:
     """Goes on from the store, and compares with a run under plain Lightning that nobody killed."""
     import torch
 
     steps: list[int] = []
-    losses, weights, state = train(root, strategy_of(plan, store), store, steps.append, clips=clips)
-    expected = train(root, "auto", None, lambda _: None, clips=True) if clips else torch.load(root / "reference.pt")
+    losses, weights, state = train(root, strategy_of(root, case), root / "store", steps.append, clips=case.clips)
+    expected = torch.load(root / f"{case.clips}.pt")
     same = len(losses) == STEPS - steps[0]
     same &= all(torch.equal(a, b) for a, b in zip(losses, expected[0][steps[0] :], strict=True))
     same &= all(torch.equal(weights[name], value) for name, value in expected[1].items())

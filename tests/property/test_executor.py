@@ -90,7 +90,13 @@ def profile(model: ModelShape) -> ModelProfile:
         for b in model.blocks
     )  # fmt: skip
     return ModelProfile(
-        name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=tuple(rows), kept=model.kept
+        name="m",
+        tokens=1,
+        compute_itemsize=4,
+        constant_device_bytes=0,
+        constant_host_bytes=0,
+        blocks=tuple(rows),
+        kept_every=model.kept_every,
     )
 
 
@@ -141,7 +147,7 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
 def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Plan) -> None:
     got = ran(plan, recipe, kept=True)
     model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
-    assert model.kept
+    assert model.kept_every == 1
     for step in range(FIRST, len(got.schedules)):
         predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, rooms=rooms, keep_trace=True).trace
         assert got.trace.issued(step) == predicted.issued(0)

@@ -28,10 +28,10 @@ def _block(name: str, *, trainable: bool = True) -> BlockProfile:
 
 
 KEPT = ModelProfile(
-    name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, kept=True,
+    name="m", tokens=1, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, kept_every=1,
     blocks=(_block("frozen", trainable=False), *(_block(f"layers.{i}") for i in range(LAYERS))),
 )  # fmt: skip
-FREE = replace(KEPT, kept=False)
+FREE = replace(KEPT, kept_every=0)
 STEP = StepSignature(order=tuple(range(LAYERS + 1)), training=True, updates=Updates.IN_BACKWARD)
 STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
 
@@ -87,7 +87,20 @@ def test_the_simulator_writes_them_and_counts_their_space() -> None:
     assert kept.prediction.iteration_s >= max(free.prediction.iteration_s, seconds * (1 - 1e-6))
     assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
     on_disk = disk(shape)
-    assert disk_bytes(on_disk, KEPT, kept=True) == disk_bytes(on_disk, FREE), "what lives on disk has its slots there"
+    assert disk_bytes(on_disk, KEPT, kept_every=1) == disk_bytes(on_disk, FREE), "what lives on disk has its slots there"
+
+
+def test_a_step_in_so_many_costs_a_share_and_a_third_slot() -> None:
+    plan, model = host(KEPT.shape()), replace(KEPT, kept_every=10)
+    free, kept = (simulation(plan, m, OWN_CPU).prediction for m in (FREE, model))
+    assert kept.iteration_s - free.iteration_s == pytest.approx(12 * PARAMS * LAYERS / OWN_CPU.disk_write_bytes_per_s / 10)
+    assert kept.disk_bytes == 3 * (12 * LAYERS + 4) * PARAMS
+    on_disk = simulation(disk(KEPT.shape()), model, OWN_CPU).prediction
+    assert on_disk.iteration_s == simulation(disk(FREE.shape()), FREE, OWN_CPU).prediction.iteration_s
+    small = replace(OWN_CPU, disk_capacity_bytes=2 * kept.disk_bytes // 3)
+    with pytest.raises(PlanError, match="copies of what lives in memory"):
+        judged(plan, model, small)
+    judged(plan, KEPT, small)
 
 
 def test_a_disk_without_room_for_them_is_named() -> None:
@@ -102,7 +115,7 @@ def test_auto_chooses_by_what_keeping_costs() -> None:
     """Updates during backward wait for the mirrors of the step before; those after it leave them all of forward and backward."""
     free, kept = (PLANNERS["holistic"](model, OWN_CPU) for model in (FREE, KEPT))
     seconds = {
-        (make, model.kept): simulation(make(model.shape()), model, OWN_CPU).prediction.iteration_s
+        (make, bool(model.kept_every)): simulation(make(model.shape()), model, OWN_CPU).prediction.iteration_s
         for make in (host, resident, disk)
         for model in (FREE, KEPT)
     }

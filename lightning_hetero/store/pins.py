@@ -1,0 +1,90 @@
+"""Pins: where only every N-th step is kept, the last one of these has slots of its own until the next one is whole.
+
+[Note: Pins]
+Blocks on disk are written in every step, to their two slots in turn, so what a step has written is written over two steps later.
+A pin gives it a third slot: it is a snapshot (``store.snapshots``) inside the store, a directory ``kept-`` and the number of its
+record, whose links make the engine take fresh files for what comes after. It is made before the pin before it is removed, so at
+any moment the newest pin is whole. A resume that finds a last record without a step rolls the store back to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError, StoreError
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.snapshots import copy, link, snapshot, sync
+
+_PIN = re.compile(r"kept-(\d{1,18})")
+
+
+def pins(path: Path) -> list[Path]:
+    """The pins of a store, the newest last."""
+    if not path.is_dir():
+        return []
+    found = [(int(match[1]), entry) for entry in path.iterdir() if (match := _PIN.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(found) if entry.is_dir() and not entry.is_symlink() and (entry / MANIFEST).is_file()]
+
+
+def pin(path: Path, number: int, slots: Iterable[str]) -> None:
+    """Pins the last step of a store, which is whole, and removes the pins before.
+
+    Args:
+        path: The store.
+        number: The number of the step's record.
+        slots: Names of the slot files that it names; nothing of them is being written.
+
+    Raises:
+        StoreError: A system call failed; the pin before is still there.
+    """
+    target = path / f"kept-{number}"
+    snapshot(path, target, slots)
+    unpin(path, but=target)
+
+
+def unpin(path: Path, *, but: Path | None = None) -> None:
+    """Removes pins, and what is left of unfinished ones."""
+    for entry in path.iterdir():
+        unfinished = entry.name.startswith(".kept-") and entry.name.endswith(".partial")
+        if entry != but and (unfinished or _PIN.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def roll_back(path: Path, source: Path) -> None:
+    """Makes a pin the last step of its store, which nobody uses. Until that is done the store's last record has no step.
+
+    Args:
+        path: The store.
+        source: Its newest pin.
+
+    Raises:
+        ConfigError: The pin is that of another store.
+        StoreBusyError: A process uses the pin.
+        StoreError: A system call failed; it may be tried again.
+    """
+    with StoreFiles(source) as kept, StoreFiles(path) as store:
+        if kept.uuid != store.uuid or kept.record is None:
+            raise ConfigError(f"{str(source)!r} is no step of the store {str(path)!r}: it was put there. Take it away.")
+        slots = [block.file for block in kept.record.blocks]
+    try:
+        for name in slots:
+            _exchange(path / name, partial(link, source / name))
+        sync(path)
+        _exchange(path / "COMMIT", partial(copy, source / "COMMIT"))
+        sync(path)
+    except OSError as error:
+        raise StoreError(f"the store {str(path)!r} cannot go back to {source.name}: {error}. Try again.") from error
+
+
+def _exchange(target: Path, make: Callable[[Path], None]) -> None:
+    fresh = target.with_name(f".{target.name}.kept")
+    fresh.unlink(missing_ok=True)  # of a process that died here
+    make(fresh)
+    os.replace(fresh, target)
+    fresh.unlink(missing_ok=True)  # it stays where both were the same file already
