@@ -44,7 +44,8 @@ def pin(path: Path, number: int, slots: Iterable[str]) -> None:
         StoreError: A system call failed; the pin before is still there.
     """
     target = path / f"kept-{number}"
-    snapshot(path, target, slots)
+    if target not in pins(path):  # numbers grow: it is the same step, which a resume has gone back to
+        snapshot(path, target, slots)
     unpin(path, but=target)
 
 

@@ -53,10 +53,8 @@ def test_a_run_goes_on_from_the_last_kept_step_again_and_again(plan: Any, tmp_pa
         return HeteroOffloadStrategy(plan=plan, disk_path=store, keep_every=every, verify_digests=True)
 
     train(tmp_path, strategy(), at=5)
-    (first,) = pins(store)
-    train(tmp_path, strategy(), at=4, store=store)  # the resumed step is pinned, and no other has been kept since
-    (second,) = pins(store)
-    assert second != first
+    train(tmp_path, strategy(), at=4, store=store)  # no other step has been kept since
+    assert len(pins(store)) == 1
     got = train(tmp_path, strategy(), store=store)
     expected.losses = expected.losses[3:]
     assert_same(got, expected)
