@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_hetero.convert.exporting import export_weights
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
     from lightning_hetero.runtime.lanes import EmulatedDevice
-    from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelFsdpStrategy, HeteroParallelStrategy
+    from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelFsdpStrategy, HeteroParallelStrategy, LocalFirst
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "HeteroOffloadStrategy",
     "HeteroParallelFsdpStrategy",
     "HeteroParallelStrategy",
+    "LocalFirst",
     "Plan",
     "Tier",
     "UpdateLane",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
-_STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy")
+_STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy", "LocalFirst")
 _HOMES |= dict.fromkeys(_STRATEGIES, "lightning_hetero.strategies")
 _HOMES["EmulatedDevice"] = "lightning_hetero.runtime.lanes"
 _HOMES["export_weights"] = "lightning_hetero.convert.exporting"

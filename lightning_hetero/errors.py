@@ -87,5 +87,13 @@ class StoreCorruptError(StoreError):
     """Bytes read back are not those that were written: names block, chunk, file and offset."""
 
 
+class CheckpointMissingError(HeteroError, FileNotFoundError):
+    """A checkpoint, or a part of one, is nowhere: names what, the step, and the places that were tried."""
+
+
+class CheckpointWriteError(HeteroError, OSError):
+    """A checkpoint could not be written in the background: names the step, the file or place, and the cause."""
+
+
 class VerificationError(HeteroError, AssertionError):
     """``verify=N`` found a tensor that is not the reference's: names step, tensor, index and both values."""

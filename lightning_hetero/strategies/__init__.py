@@ -15,16 +15,21 @@ from lightning_hetero.strategies.factory import (
     parallel_fsdp_class,
     strategy_class,
 )
+from lightning_hetero.strategies.local_first import NAMESPACES as LOCAL_FIRST_NAMESPACES
+from lightning_hetero.strategies.local_first import local_first_class
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
     from lightning_hetero.strategies.hetero_parallel import HeteroParallelFsdp as HeteroParallelFsdpStrategy
     from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines as HeteroParallelStrategy
+    from lightning_hetero.strategies.local_first import _LocalFirst as LocalFirst
 
 __all__ = [
     "HeteroOffloadStrategy",
     "HeteroParallelFsdpStrategy",
     "HeteroParallelStrategy",
+    "LocalFirst",
+    "local_first_class",
     "make",
     "make_parallel",
     "make_parallel_fsdp",
@@ -33,7 +38,12 @@ __all__ = [
     "strategy_class",
 ]
 
-_CLASSES = ((NAMESPACES, strategy_class), (PARALLEL_NAMESPACES, parallel_class), (FSDP_NAMESPACES, parallel_fsdp_class))
+_CLASSES = (
+    (NAMESPACES, strategy_class),
+    (PARALLEL_NAMESPACES, parallel_class),
+    (FSDP_NAMESPACES, parallel_fsdp_class),
+    (LOCAL_FIRST_NAMESPACES, local_first_class),
+)
 
 
 def __getattr__(name: str) -> Any:

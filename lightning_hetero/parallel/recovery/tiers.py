@@ -1,0 +1,123 @@
+"""A place that holds saves: a folder of this machine, or any URL that fsspec knows.
+
+[Note: Layout]
+Every tier holds a save the same way: ``ROOT/SAVE/`` with one file per layer and group of holders, ``meta.pt`` (what is no tensor),
+``.metadata`` (of torch.distributed.checkpoint) and, last, ``map.json``. For the local tiers ROOT is the folder that was configured,
+which holds what the ranks of this node have; for the remote tier it is the checkpoint's own path, which holds everything, and
+``.metadata`` and ``meta.pt`` once more: so it is an ordinary distributed checkpoint, for torch and for Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_hetero.errors import ConfigError
+
+_NODE = ".node"
+_Buffer = bytes | bytearray | memoryview
+
+
+class Tier:
+    """Reads and publishes files below one root.
+
+    Args:
+        name: ``"memory"``, ``"disk"`` or ``"remote"``.
+        url: The root: a path or an fsspec URL.
+        durable: Flush to the medium before a file is published; without it a file survives the process, not the machine.
+    """
+
+    def __init__(self, name: str, url: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.name, self.durable = name, durable
+        self.fs: Any
+        self.fs, self.root = url_to_fs(os.fspath(url))
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.fs.unstrip_protocol(self.root)})"
+
+    def path(self, *parts: str) -> str:
+        """The path of a file or folder below the root."""
+        return "/".join((self.root.rstrip("/"), *parts))
+
+    def publish(self, name: str, content: Sequence[_Buffer]) -> None:
+        """Makes a file appear, whole: it has its name only once it is written.
+
+        Object stores show an object when it is closed; in a folder it is renamed, after it was flushed.
+        """
+        path = self.path(name)
+        if not self.is_local:
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self.fs.open(path, "wb") as file:
+                for part in content:
+                    file.write(part)
+            return
+        folder = Path(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = f"{path}.{uuid.uuid4().hex}.part"
+        try:
+            with open(partial, "wb") as file:
+                for part in content:
+                    file.write(part)
+                file.flush()
+                if self.durable:
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+        if self.durable:
+            directory = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Bytes ``start`` to ``end`` of a file; all of it by default.
+
+        Raises:
+            OSError: It is not there, or cannot be read.
+        """
+        content: bytes = self.fs.cat_file(self.path(name), start=start, end=end)
+        return content
+
+    def list(self, *folder: str) -> list[str]:
+        """The names in a folder; none where there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            found: list[str] = self.fs.ls(self.path(*folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(f.rstrip("/").rpartition("/")[2] for f in found)
+
+    def remove(self, *name: str) -> None:
+        """Removes a file, or a folder with all that is in it."""
+        if self.fs.exists(self.path(*name)):
+            self.fs.rm(self.path(*name), recursive=True)
+
+    def node(self) -> str:
+        """Who shares this folder: the same text for all processes that see the same one.
+
+        Raises:
+            ConfigError: It is not a folder of this machine.
+        """
+        if not self.is_local:
+            raise ConfigError(f"{self} is not a local folder; allowed: a path. Remote copies lie where checkpoints are saved to.")
+        path = Path(self.path(_NODE))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_name(f"{_NODE}.{uuid.uuid4().hex}")
+        own.write_text(uuid.uuid4().hex)
+        try:
+            os.link(own, path)  # fails where there is one; whoever reads it finds it whole
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+        return path.read_text()

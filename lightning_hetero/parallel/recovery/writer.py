@@ -1,0 +1,333 @@
+"""The save side of torch.distributed.checkpoint: who writes which file to which tier, and what is in it.
+
+[Note: Files]
+The chunks of a layer that the same ranks hold go into one file, so any of these ranks can write it, and every node keeps a replica
+of what its ranks hold: replicas of data parallelism survive a lost node. On the local tiers one rank of every node writes it, to
+the remote one a single rank. A chunk is what ``torch.save`` makes of it, as torch's own readers expect. What is no tensor (groups
+of optimizers, loops) goes to every node whole, as rank 0 has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import struct
+import time
+import uuid
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
+from lightning_hetero.parallel.recovery.tiers import Tier
+
+REMOTE = "remote"
+_ALIGNMENT = 64  # of chunks, as torch.save aligns the numbers in it: they can be viewed where they were read to
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank tells the coordinator beside its plan."""
+
+    nodes: dict[str, str]  # tier: who shares its folder
+    blobs: dict[MetadataIndex, bytes]
+    own: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the coordinator tells a rank.
+
+    Attributes:
+        save: The save's name.
+        order: Its order.
+        files: Name, chunks in order, tiers to write to.
+        blobs: Files that every node keeps, with their content.
+        leads: Tiers of which this rank writes the blobs and the map for its node.
+    """
+
+    save: str
+    order: float
+    files: list[tuple[str, tuple[MetadataIndex, ...], tuple[str, ...]]]
+    blobs: dict[str, bytes]
+    leads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Of one chunk: where it is, where its numbers begin, and, with the first of a file, the file's size and checksums."""
+
+    info: _StorageInfo
+    start: int
+    file: tuple[int, tuple[int, ...]] | None
+
+
+def own_name(rank: int) -> str:
+    """The file with what only this rank needs, such as its random numbers."""
+    return f"rank_{rank}.pt"
+
+
+class LayerPlanner(DefaultSavePlanner):
+    """Lets every rank keep all of its plan: replicas are wanted, and the writer chooses among them."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans as they came, and metadata with every chunk once."""
+        _, metadata = super().create_global_plan(all_plans)
+        return all_plans, metadata
+
+
+class LayerWriter(StorageWriter):
+    """Writes the files of a save to the local tiers (:meth:`write_data`) and to the remote one (:meth:`upload`).
+
+    Args:
+        planner: Of the same save.
+        tiers: The local tiers, fastest first.
+        path: The checkpoint's URL.
+        step: The optimizer step.
+        rest: What is no tensor, as rank 0 has it; the others' is ignored.
+        own: What only this rank needs.
+        after: The order of the newest save so far.
+        piece_bytes: What one checksum covers.
+        timer: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        planner: LayerPlanner,
+        tiers: Sequence[Tier],
+        *,
+        path: str,
+        step: int,
+        rest: bytes,
+        own: bytes,
+        after: float,
+        piece_bytes: int,
+        timer: Callable[[], float] = time.time,
+    ) -> None:
+        self._planner, self._tiers = planner, {tier.name: tier for tier in tiers}
+        self._path, self._step, self._rest, self._own = path, step, rest, own
+        self._after, self._piece_bytes, self._timer = after, piece_bytes, timer
+        self._files: dict[str, tuple[int, ...]] = {}  # the coordinator's: holders
+        self._blobs: dict[str, bytes] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}  # of what is no tensor
+        self._save, self._order, self._ranks = "", 0.0, 1
+        self.work: Work | None = None
+        self.sums: dict[str, tuple[int, ...]] = {}  # of files that this rank wrote
+
+    # ---- torch.distributed.checkpoint's protocol, in order ------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer is used once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Adds what is no tensor, and which folders this rank shares with others."""
+        blobs = {}
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                content: Any = self._planner.resolve_data(item)
+                blobs[item.index] = content.getvalue()
+        nodes = {name: tier.node() for name, tier in self._tiers.items()}
+        return dataclasses.replace(plan, storage_data=_Offer(nodes, blobs, self._own))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Assigns files to ranks; on the coordinator."""
+        offers: list[_Offer] = [plan.storage_data for plan in plans]
+        self._order, self._ranks = max(self._timer(), self._after + 1), len(plans)
+        self._save = f"{self._step:012d}-{uuid.uuid4().hex[:8]}"
+        self._blobs = {REST: self._rest, **{own_name(rank): offer.own for rank, offer in enumerate(offers)}}
+        self._blobs["other" + SUFFIX] = self._pack(offers)
+        files = _files(plans)
+        self._files = {name: holders for name, (holders, _) in files.items()}
+        writers = _assign(files, [offer.nodes for offer in offers], list(self._tiers))
+        leads: list[list[str]] = [[] for _ in plans]
+        for tier in self._tiers:
+            for rank in {nodes[tier]: r for r, nodes in reversed(list(enumerate(o.nodes for o in offers)))}.values():
+                leads[rank].append(tier)
+        leads[0].append(REMOTE)
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=Work(
+                    self._save,
+                    self._order,
+                    [(name, files[name][1], tuple(tiers)) for name, of_ranks in writers.items() if (tiers := of_ranks.get(rank))],
+                    self._blobs if leads[rank] else {},
+                    tuple(leads[rank]),
+                ),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files to the local tiers; without any, to nowhere yet."""
+        self.work = work = plan.storage_data
+        assert work is not None
+        items = {item.index: item for item in plan.items}
+        results: list[WriteResult] = []
+        for name, chunks, tiers in work.files:
+            content, written = self._content(name, [items[c] for c in chunks])
+            self.sums[name] = written[0].storage_data.file[1]
+            results += written
+            for tier in tiers:
+                if tier != REMOTE:
+                    self._tiers[tier].publish(f"{work.save}/{name}", content)
+        for name, blob in work.blobs.items():
+            for tier in work.leads:
+                if tier != REMOTE:
+                    self._tiers[tier].publish(f"{work.save}/{name}", [blob])
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Completes the metadata, with the map as an attribute that travels to every rank; on the coordinator."""
+        metadata.version = CURRENT_DCP_VERSION
+        storage, starts = dict(self._places), {}
+        files = {
+            name: StoredFile(bytes=len(b), crc32=checksums([b], self._piece_bytes), ranks=tuple(range(self._ranks)))
+            for name, b in self._blobs.items()
+        }
+        for of_rank in results:
+            for result in of_rank:
+                written: _Written = result.storage_data
+                name = written.info.relative_path.rpartition("/")[2]
+                if written.file is not None and name not in files:  # replicas count as the lowest rank wrote them
+                    files[name] = StoredFile(bytes=written.file[0], crc32=written.file[1], ranks=self._files[name])
+                if result.index not in storage:
+                    storage[result.index] = written.info
+                    starts[chunk_key(result.index.fqn, result.index.offset)] = written.start
+        metadata.storage_data = storage
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._path, save_id=self._save)
+        travelling: Any = metadata
+        travelling.layer_map = LayerMap(
+            save=self._save,
+            step=self._step,
+            order=self._order,
+            path=self._path,
+            ranks=self._ranks,
+            piece_bytes=self._piece_bytes,
+            files=files,
+            starts=starts,
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any."""
+        return True
+
+    # ---- afterwards ---------------------------------------------------------------------------------------------------------
+
+    def upload(self, remote: Tier) -> None:
+        """Writes this rank's part of what goes to the remote tier."""
+        work = self.work
+        assert work is not None
+        items: dict[MetadataIndex, WriteItem] = {item.index: item for item in self._planner.plan.items}
+        for name, chunks, tiers in work.files:
+            if REMOTE in tiers:
+                content, _ = self._content(name, [items[c] for c in chunks])
+                remote.publish(f"{work.save}/{name}", content)
+        if REMOTE in work.leads:
+            for name, blob in work.blobs.items():
+                remote.publish(f"{work.save}/{name}", [blob])
+
+    # ---- parts --------------------------------------------------------------------------------------------------------------
+
+    def _pack(self, offers: Sequence[_Offer]) -> bytes:
+        """What is no tensor as one file, each entry as the lowest rank has it."""
+        content = bytearray()
+        for offer in offers:
+            for index, blob in offer.blobs.items():
+                if index not in self._places:
+                    self._places[index] = _StorageInfo(f"{self._save}/other{SUFFIX}", len(content), len(blob))
+                    content += blob
+        return bytes(content)
+
+    def _content(self, name: str, items: Sequence[WriteItem]) -> tuple[list[memoryview], list[WriteResult]]:
+        assert self.work is not None
+        parts: list[memoryview] = []
+        places: list[tuple[WriteItem, int, int, int]] = []
+        offset = 0
+        for item in items:
+            value: Any = self._planner.resolve_data(item)
+            chunk, start = _serialise(value)
+            padding = -len(chunk) % _ALIGNMENT
+            parts += [chunk, memoryview(bytes(padding))]
+            places.append((item, offset, len(chunk), start))
+            offset += len(chunk) + padding
+        sums = checksums(parts, self._piece_bytes)
+        path = f"{self.work.save}/{name}"
+        return parts, [
+            WriteResult(item.index, length, _Written(_StorageInfo(path, at, length), at + start, None if i else (offset, sums)))
+            for i, (item, at, length, start) in enumerate(places)
+        ]
+
+
+def _serialise(tensor: torch.Tensor) -> tuple[memoryview, int]:
+    """What ``torch.save`` makes of a tensor, and at which byte its numbers begin."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    content = file.getbuffer()
+    with zipfile.ZipFile(file) as archive:
+        header = next(e.header_offset for e in archive.infolist() if e.filename.endswith("/data/0"))
+    name, extra = struct.unpack_from("<HH", content, header + 26)
+    return content, header + 30 + name + extra
+
+
+def _files(plans: Sequence[SavePlan]) -> dict[str, tuple[tuple[int, ...], tuple[MetadataIndex, ...]]]:
+    """Name of each file: the ranks that hold what is in it, and its chunks in order."""
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type is not WriteItemType.BYTE_IO:
+                holders[item.index].append(rank)
+    groups: dict[tuple[str, tuple[int, ...]], list[MetadataIndex]] = defaultdict(list)
+    for index, ranks in holders.items():
+        groups[layer_of(index.fqn), tuple(ranks)].append(index)
+    files: dict[str, tuple[tuple[int, ...], tuple[MetadataIndex, ...]]] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for (layer, all_of_them), chunks in sorted(groups.items()):
+        name = f"{layer.replace('/', '_')}.{counts[layer]}{SUFFIX}"
+        counts[layer] += 1
+        files[name] = all_of_them, tuple(sorted(chunks, key=lambda c: (c.fqn, tuple(c.offset or ()))))
+    return files
+
+
+def _assign(
+    files: dict[str, tuple[tuple[int, ...], tuple[MetadataIndex, ...]]], nodes: Sequence[dict[str, str]], tiers: Sequence[str]
+) -> dict[str, dict[int, list[str]]]:
+    """For each file, which rank writes it to which tiers: on each node one of its holders, and one of those to the remote tier."""
+    loads: dict[tuple[str, int], int] = defaultdict(int)
+    assigned: dict[str, dict[int, list[str]]] = {}
+    for name, (holders, chunks) in files.items():
+        of_ranks: dict[int, list[str]] = defaultdict(list)
+        for tier in tiers:
+            by_node: dict[str, list[int]] = defaultdict(list)
+            for rank in holders:
+                by_node[nodes[rank][tier]].append(rank)
+            for ranks in by_node.values():
+                chosen = min(ranks, key=lambda r: (loads[tiers[0], r], r))
+                of_ranks[chosen].append(tier)
+        for rank in of_ranks:
+            loads[tiers[0], rank] += len(chunks)
+        uploader = min(of_ranks or holders, key=lambda r: (loads[REMOTE, r], r))
+        of_ranks[uploader].append(REMOTE)
+        loads[REMOTE, uploader] += len(chunks)
+        assigned[name] = dict(of_ranks)
+    return assigned

@@ -1,0 +1,309 @@
+"""``Trainer(plugins=[LocalFirst(...)])``: checkpoints in memory, on the local disk and at their path, read from the nearest.
+
+[Note: Every rank]
+Lightning asks the checkpoint IO of rank 0 alone, or, where weights are sharded, none at all. Here every rank writes what it
+holds. So as a strategy gets this checkpoint IO, its class becomes a subclass of itself (:class:`_EveryRank`) that saves and loads
+on all ranks. A checkpoint IO is not told that a strategy gets it; the setter of Lightning's ``Strategy.checkpoint_io`` does that,
+from the first ``LocalFirst`` on.
+
+[Note: Names]
+Optimizer state is saved by the names of parameters, as ``torch.distributed.checkpoint.state_dict`` has it, not by their numbers: so
+strategies that shard and strategies that do not read each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import logging
+from abc import ABC
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hetero.errors import CheckpointMissingError, ConfigError, UnsupportedError
+from lightning_hetero.parallel.recovery import TieredCheckpoints
+from lightning_hetero.strategies.training_state import random_state, set_random_state
+from lightning_hetero.units import MIB
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.io import TorchCheckpointIO as _IoBase
+    from lightning.pytorch.strategies import Strategy as _StrategyBase
+else:
+    _IoBase, _StrategyBase = object, ABC  # the namespace's classes come last among the bases
+
+log = logging.getLogger(__name__)
+
+NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLightningLocalFirst"}
+NEWEST = "newest"
+_REFUSED = ("FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy")
+
+
+@functools.cache
+def local_first_class(namespace: str) -> type[Any]:
+    """The checkpoint IO for Trainers of the given namespace.
+
+    Raises:
+        ConfigError: Unknown namespace.
+    """
+    if namespace not in NAMESPACES:
+        raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(NAMESPACES)}.")
+    plain = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
+    body = {"namespace": namespace, "__module__": "lightning_hetero.strategies", "__doc__": _LocalFirst.__doc__}
+    return type(NAMESPACES[namespace], (_LocalFirst, plain), body)
+
+
+class _LocalFirst(_IoBase):
+    """Saves checkpoints layer by layer on several tiers, in the background, and loads every part from the nearest.
+
+    A checkpoint's own path, such as ``ModelCheckpoint`` gives it, is the remote tier: a path or an fsspec URL that all ranks
+    reach. The copy there is an ordinary distributed checkpoint. Each node keeps what its ranks hold in ``memory`` and on ``disk``.
+    Saving copies the state and returns; an error of the writing is raised at the next save, or at the end.
+    ``ckpt_path="newest"`` loads the newest complete save, and starts afresh where there is none yet.
+
+    Args:
+        memory: A folder in memory, such as one in ``/dev/shm``; it has to be this run's alone. ``None``: no such tier.
+        disk: A folder on the local disk; likewise.
+        keep: How many saves the local tiers keep.
+        piece_bytes: What one checksum covers, and so the least that is read of a file.
+    """
+
+    namespace = "lightning.pytorch"
+
+    def __init__(self, memory: Any = None, disk: Any = None, *, keep: int = 2, piece_bytes: int = MIB) -> None:
+        super().__init__()
+        self.checkpoints = TieredCheckpoints(memory=memory, disk=disk, keep=keep, piece_bytes=piece_bytes)
+        _tell_checkpoint_ios(self.namespace)
+
+    @property
+    def bytes_read(self) -> dict[str, int]:
+        """Of the latest load on this rank: bytes of checkpoint files by source, ``memory``, ``disk``, ``peer`` and ``remote``."""
+        return self.checkpoints.bytes_read
+
+    def attach(self, strategy: Any) -> None:
+        """A strategy got this checkpoint IO: from now on it saves and loads on all ranks.
+
+        Raises:
+            UnsupportedError: The strategy has a checkpoint format of its own.
+        """
+        if isinstance(strategy, _EveryRank):
+            return
+        names = {c.__name__ for c in type(strategy).__mro__}
+        if refused := next((name for name in _REFUSED if name in names), None):
+            raise UnsupportedError(
+                f"LocalFirst with {refused}, whose checkpoints have a format of their own; "
+                f"allowed: single devices, DDPStrategy, ModelParallelStrategy (FSDP2) and hetero_parallel."
+            )
+        strategy.__class__ = _every_rank_class(strategy.__class__)
+
+    def teardown(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+            CheckpointWriteError: Something could not be.
+        """
+        self.checkpoints.close()
+        super().teardown()
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint that Lightning passes over."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _EveryRank(_StrategyBase):
+    """A strategy that saves and loads on all ranks ([Note: Every rank]).
+
+    Its base is that of Lightning's ``Strategy``: instances change their class only to one that is laid out alike.
+    """
+
+    _random: Any = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves what this rank has of the checkpoint."""
+        if storage_options is not None:
+            raise UnsupportedError("LocalFirst got storage_options; configure the file system of the URL for fsspec instead.")
+        rest = dict(checkpoint)
+        state: dict[str, Any] = {"state_dict": dict(rest.pop("state_dict"))}
+        for number, optimizer_state in enumerate(rest.pop("optimizer_states", [])):
+            names = _names(self, number)
+            state[f"optimizer_{number}"] = _by_name(optimizer_state, names)
+        self._io.checkpoints.save(
+            state, self.broadcast(filepath), step=checkpoint["global_step"], rest=_dump(rest), own=_dump(random_state())
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads what this rank needs; all of it where Lightning restores from what is returned."""
+        path = self.broadcast(checkpoint_path)
+        newest = path == NEWEST
+        sharded = not self.lightning_restore_optimizer
+        state = _own_state(self) if sharded else None
+        assert self.lightning_module is not None
+        try:
+            loaded = self._io.checkpoints.load(
+                None if newest else path,
+                state,
+                strict=self.lightning_module.strict_loading,
+                folders=_folders(self) if newest else (),
+                required=not newest,
+            )
+        except CheckpointMissingError:
+            if newest or not _is_plain(self, path):
+                raise
+            return super().load_checkpoint(path, weights_only)
+        if loaded is None:
+            if self.is_global_zero:
+                log.info('ckpt_path="newest": there is no checkpoint yet; training starts afresh.')
+            return _Nothing({"pytorch-lightning_version": importlib.import_module(self._io.namespace).__version__})
+        checkpoint: dict[str, Any] = torch.load(io.BytesIO(loaded.rest), map_location="cpu", weights_only=bool(weights_only))
+        if loaded.own is not None and loaded.layer_map.ranks == self._ranks:
+            self._random = torch.load(io.BytesIO(loaded.own), weights_only=False)
+        if sharded:
+            _restore(self, loaded.state)
+            self._restore_random()
+            return checkpoint
+        checkpoint["state_dict"] = loaded.state["state_dict"]
+        optimizers = [key for key in loaded.state if key.startswith("optimizer_")]
+        if optimizers:
+            checkpoint["optimizer_states"] = [loaded.state[f"optimizer_{number}"] for number in range(len(optimizers))]
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Gives parameters their numbers again; random numbers go on where they were when it was saved."""
+        states = [_by_number(state, _names(self, number)) for number, state in enumerate(checkpoint["optimizer_states"])]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        self._restore_random()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes it from all tiers."""
+        self._io.checkpoints.remove(self.broadcast(filepath))
+
+    def teardown(self) -> None:
+        """Waits for the writer: some strategies forget to tell their checkpoint IO."""
+        super().teardown()
+        self._io.teardown()
+
+    @property
+    def _io(self) -> Any:
+        return self._checkpoint_io
+
+    @property
+    def _ranks(self) -> int:
+        return int(getattr(self, "world_size", 1))
+
+    def _restore_random(self) -> None:
+        state, self._random = self._random, None
+        assert self.lightning_module is not None
+        if state is not None and self.lightning_module.trainer.training:
+            set_random_state(state)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
+
+
+@functools.cache
+def _every_rank_class(strategy: Any) -> Any:
+    names = {"__module__": strategy.__module__, "__qualname__": strategy.__qualname__, "__doc__": strategy.__doc__}
+    return type(strategy.__name__, (_EveryRank, strategy), names)
+
+
+def _rebuild(strategy: Any, fields: dict[str, Any]) -> Any:
+    cls = _every_rank_class(strategy)
+    rebuilt = cls.__new__(cls)
+    rebuilt.__dict__.update(fields)
+    return rebuilt
+
+
+def _tell_checkpoint_ios(namespace: str) -> None:
+    base: Any = importlib.import_module(f"{namespace}.strategies").Strategy
+    plain = base.checkpoint_io
+    if getattr(plain.fset, "tells", False):
+        return
+
+    @functools.wraps(plain.fset)
+    def set_and_tell(strategy: Any, checkpoint_io: Any) -> None:
+        plain.fset(strategy, checkpoint_io)
+        if isinstance(checkpoint_io, _LocalFirst):
+            checkpoint_io.attach(strategy)
+
+    vars(set_and_tell)["tells"] = True
+    base.checkpoint_io = plain.setter(set_and_tell)
+
+
+# ---- states -------------------------------------------------------------------------------------------------------------------
+
+
+def _names(strategy: Any, number: int) -> list[list[str]]:
+    """Names of the parameters of each group of an optimizer; one that the module does not know is named by its number."""
+    of = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
+    groups = strategy.optimizers[number].param_groups
+    return [[of.get(id(p), f"{g}.{i}") for i, p in enumerate(group["params"])] for g, group in enumerate(groups)]
+
+
+def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state by the names of parameters; as it is where it is already."""
+    groups = state.get("param_groups", [])
+    if not all(isinstance(p, int) for group in groups for p in group["params"]):
+        return state
+    of = {p: name for group, known in zip(groups, names, strict=True) for p, name in zip(group["params"], known, strict=True)}
+    named = [{**group, "params": known} for group, known in zip(groups, names, strict=True)]
+    return {"state": {of[p]: s for p, s in state["state"].items()}, "param_groups": named}
+
+
+def _by_number(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state by the numbers of parameters, for an optimizer that has these names."""
+    groups = state["param_groups"]
+    if all(isinstance(p, int) for group in groups for p in group["params"]) and any(group["params"] for group in groups):
+        return state
+    if len(groups) != len(names):
+        raise ConfigError(f"the checkpoint has {len(groups)} parameter groups, the optimizer {len(names)}; allowed: as many.")
+    numbers: dict[str, int] = {}
+    for group in names:
+        for name in group:
+            numbers[name] = len(numbers)
+    saved = state.get("state", {})
+    numbered = [{**group, "params": [numbers[n] for n in known]} for group, known in zip(groups, names, strict=True)]
+    return {"state": {number: saved[name] for name, number in numbers.items() if name in saved}, "param_groups": numbered}
+
+
+def _own_state(strategy: Any) -> dict[str, Any]:
+    """The tensors of a strategy that loads by itself, to load into."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(strategy.model)}
+    for number, optimizer in enumerate(strategy.optimizers):
+        state[f"optimizer_{number}"] = get_optimizer_state_dict(strategy.model, optimizer)
+    return state
+
+
+def _restore(strategy: Any, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    strategy.model.load_state_dict(state["state_dict"], strict=strategy.lightning_module.strict_loading)
+    for number, optimizer in enumerate(strategy.optimizers):
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=state[f"optimizer_{number}"], options=options)
+
+
+def _dump(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _folders(strategy: Any) -> list[Any]:
+    """Where Lightning's callbacks save checkpoints to."""
+    callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
+    return [folder for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+
+
+def _is_plain(strategy: Any, path: Any) -> bool:
+    """Whether a checkpoint of another checkpoint IO lies there."""
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(str(path))
+    return bool(fs.isfile(root) or fs.isfile(f"{root.rstrip('/')}/.metadata"))

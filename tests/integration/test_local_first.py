@@ -1,0 +1,165 @@
+"""``LocalFirst`` under ``Trainer.fit``: what goes on after a restart is what would have gone on without one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support import recovery_train
+from support.recovery_train import Net
+from support.scripts import run_script
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero import LocalFirst
+from lightning_hetero.errors import CheckpointWriteError, UnsupportedError
+
+SCRIPT = Path(str(recovery_train.__file__))
+Results = dict[str, Any]
+
+
+def _run(out: Path, phase: str, world: int) -> list[Results]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
+
+    def rank(number: int) -> None:
+        env = {**os.environ, **address, "RANK": str(number), "LOCAL_RANK": str(number)}
+        done = run_script(SCRIPT, out, phase, cwd=out, env=env, timeout_s=300)
+        assert done.returncode == 0, f"rank {number}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(rank, range(world)))
+    return [torch.load(out / f"{phase}-{number}.pt", weights_only=False) for number in range(world)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recovery")
+
+
+@pytest.fixture(scope="module")
+def trained(out: Path) -> list[Results]:
+    return _run(out, "train", 4)
+
+
+@pytest.fixture(scope="module")
+def fewer(out: Path, trained: list[Results]) -> list[Results]:
+    return _run(out, "fewer", 2)
+
+
+def assert_equal(a: Results, b: Results) -> None:
+    assert a["weights"].keys() == b["weights"].keys()
+    for name, weight in a["weights"].items():
+        assert torch.equal(weight, b["weights"][name]), name
+    for one, other in zip(a["moments"], b["moments"], strict=True):
+        assert torch.equal(one, other)
+    assert (a["lr"], a["step"], a["batches"]) == (b["lr"], b["step"], b["batches"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_restart_changes_no_bit(name: str, trained: list[Results]) -> None:
+    for rank in trained:
+        assert_equal(rank[f"{name} plain"], rank[f"{name} second"])
+        assert rank[f"{name} first"]["step"] == 8
+        assert rank[f"{name} second"]["bytes"]["memory"] > 0
+        assert [rank[f"{name} second"]["bytes"][source] for source in ("disk", "peer", "remote")] == [0, 0, 0]
+
+
+def test_every_node_keeps_a_replica(out: Path, trained: list[Results]) -> None:
+    kept = [{p.name: p.read_bytes() for p in (out / "ddp" / f"node{n}" / "disk").glob("*/*.distcp")} for n in range(2)]
+    assert kept[0] == kept[1]
+    assert "body.0.0.distcp" in kept[0]
+
+
+@pytest.mark.parametrize("names", [("ddp to fsdp", "ddp first"), ("fsdp to ddp", "fsdp first")])
+def test_other_ranks_and_another_strategy_go_on(names: tuple[str, str], trained: list[Results], fewer: list[Results]) -> None:
+    for rank in fewer:
+        assert_equal(rank[names[0]], trained[0][names[1]])
+
+
+def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
+    for rank in fewer:
+        assert [rank["ddp to fsdp"]["bytes"][s] for s in ("memory", "disk", "peer")] == [0, 0, 0]
+        assert rank["ddp to fsdp"]["bytes"]["remote"] > 0
+        assert rank["fsdp to ddp"]["bytes"]["memory"] > 0
+        assert rank["fsdp to ddp"]["bytes"]["remote"] > 0  # the shards of the second node
+
+
+# ---- in one process --------------------------------------------------------------------------------------------------------------
+
+
+def _fit(out: Path, *plugins: Any, epochs: int = 1, resume: str | None = None, **options: Any) -> pl.Trainer:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(12, 5, generator=generator).double(), torch.randn(12, 8, generator=generator).double())
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        plugins=list(plugins),
+        callbacks=[ModelCheckpoint(dirpath=out / "run", filename="{epoch}", **options)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(Net(), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=resume)
+    return trainer
+
+
+def _weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    return {name: w.clone() for name, w in trainer.lightning_module.state_dict().items()}
+
+
+@pytest.mark.parametrize("resume", ["last", "newest"])
+def test_one_process_goes_on_bit_for_bit(resume: str, tmp_path: Path) -> None:
+    plain = _weights(_fit(tmp_path / "plain", epochs=4))
+    first = LocalFirst(tmp_path / "memory", tmp_path / "disk")
+    _fit(tmp_path, first, epochs=2, save_last=True, save_top_k=1)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt", "last.ckpt"]  # epoch=0 was removed
+    resumed = _fit(tmp_path, LocalFirst(tmp_path / "memory", tmp_path / "disk"), epochs=4, resume=resume, save_last=True)
+    for name, weight in _weights(resumed).items():
+        assert torch.equal(weight, plain[name])
+    assert resumed.global_step == 12
+    assert resumed.strategy.checkpoint_io.bytes_read["memory"] > 0
+    assert type(resumed.strategy).__name__ == "SingleDeviceStrategy"
+
+
+def test_an_ordinary_checkpoint_is_read_as_well(tmp_path: Path) -> None:
+    _fit(tmp_path, epochs=1)
+    resumed = _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"), epochs=2, resume=str(tmp_path / "run" / "epoch=0.ckpt"))
+    assert resumed.global_step == 6
+
+
+def test_lightning_makes_a_plain_checkpoint_of_the_remote_copy(tmp_path: Path) -> None:
+    trainer = _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"))
+    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "run" / "epoch=0.ckpt")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    plain = torch.load(tmp_path / "run" / "epoch=0.ckpt.consolidated", weights_only=False)
+    assert plain["global_step"] == 3
+    for name, weight in _weights(trainer).items():
+        assert torch.equal(plain["state_dict"][name], weight)
+
+
+def test_the_end_of_training_waits_for_the_writer_and_raises_its_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "epoch=0.ckpt").mkdir()
+    (tmp_path / "run" / "epoch=0.ckpt" / "meta.pt").mkdir()  # a file cannot be put there
+    with pytest.raises(CheckpointWriteError, match=r"step 3 to remote .*epoch=0"):
+        _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"), enable_version_counter=False)
+
+
+def test_strategies_with_a_format_of_their_own_are_refused() -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    with pytest.raises(UnsupportedError, match=r"FSDPStrategy.*ModelParallelStrategy"):
+        FSDPStrategy().checkpoint_io = LocalFirst()
