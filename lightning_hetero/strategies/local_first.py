@@ -246,8 +246,8 @@ def _names(strategy: Any, number: int) -> list[list[str]]:
 
 def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """An optimizer's state by the names of parameters; as it is where it is already."""
-    groups = state.get("param_groups", [])
-    if not all(isinstance(p, int) for group in groups for p in group["params"]):
+    groups = state.get("param_groups", [])  # none on ranks that leave it to rank 0
+    if not groups or not all(isinstance(p, int) for group in groups for p in group["params"]):
         return state
     of = {p: name for group, known in zip(groups, names, strict=True) for p, name in zip(group["params"], known, strict=True)}
     named = [{**group, "params": known} for group, known in zip(groups, names, strict=True)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,12 +47,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(out: Path) -> list[Results]:
-    return _run(out, "train", 4)
+    return _run(out, "train", 2)
 
 
 @pytest.fixture(scope="module")
 def fewer(out: Path, trained: list[Results]) -> list[Results]:
-    return _run(out, "fewer", 2)
+    return _run(out, "fewer", 1)
 
 
 def assert_equal(a: Results, b: Results) -> None:
@@ -67,32 +65,32 @@ def assert_equal(a: Results, b: Results) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_restart_changes_no_bit(name: str, trained: list[Results]) -> None:
+def test_a_restart_goes_on_bit_for_bit_as_that_of_plain_lightning(name: str, trained: list[Results]) -> None:
+    """With FSDP2, plain Lightning reads the very checkpoint: its remote copy is an ordinary one."""
     for rank in trained:
         assert_equal(rank[f"{name} plain"], rank[f"{name} second"])
-        assert rank[f"{name} first"]["step"] == 8
+        assert rank[f"{name} first"]["step"] == 4
         assert rank[f"{name} second"]["bytes"]["memory"] > 0
         assert [rank[f"{name} second"]["bytes"][source] for source in ("disk", "peer", "remote")] == [0, 0, 0]
 
 
 def test_every_node_keeps_a_replica(out: Path, trained: list[Results]) -> None:
-    kept = [{p.name: p.read_bytes() for p in (out / "ddp" / f"node{n}" / "disk").glob("*/*.distcp")} for n in range(2)]
+    kept = [{p.name: p.read_bytes() for p in (out / "ddp" / f"node{n}" / "disk").glob("*4-*/*.distcp")} for n in range(2)]
     assert kept[0] == kept[1]
     assert "body.0.0.distcp" in kept[0]
 
 
-@pytest.mark.parametrize("names", [("ddp to fsdp", "ddp first"), ("fsdp to ddp", "fsdp first")])
+@pytest.mark.parametrize("names", [("ddp to fsdp", "ddp second"), ("fsdp to one", "fsdp second")])
 def test_other_ranks_and_another_strategy_go_on(names: tuple[str, str], trained: list[Results], fewer: list[Results]) -> None:
-    for rank in fewer:
-        assert_equal(rank[names[0]], trained[0][names[1]])
+    assert_equal(fewer[0][names[0]], trained[0][names[1]])
 
 
 def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
-    for rank in fewer:
-        assert [rank["ddp to fsdp"]["bytes"][s] for s in ("memory", "disk", "peer")] == [0, 0, 0]
-        assert rank["ddp to fsdp"]["bytes"]["remote"] > 0
-        assert rank["fsdp to ddp"]["bytes"]["memory"] > 0
-        assert rank["fsdp to ddp"]["bytes"]["remote"] > 0  # the shards of the second node
+    lost, half = fewer[0]["ddp to fsdp"]["bytes"], fewer[0]["fsdp to one"]["bytes"]
+    assert [lost[source] for source in ("memory", "disk", "peer")] == [0, 0, 0]
+    assert lost["remote"] > 0
+    assert half["memory"] > 0
+    assert half["remote"] > 0  # the other node's shards
 
 
 # ---- in one process --------------------------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def _fit(out: Path, *plugins: Any, epochs: int = 1, resume: str | None = None, *
         enable_model_summary=False,
         default_root_dir=out,
     )
-    trainer.fit(Net(), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=resume)
+    trainer.fit(Net(dropout=0.1), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=resume)
     return trainer
 
 
@@ -138,16 +136,6 @@ def test_an_ordinary_checkpoint_is_read_as_well(tmp_path: Path) -> None:
     _fit(tmp_path, epochs=1)
     resumed = _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"), epochs=2, resume=str(tmp_path / "run" / "epoch=0.ckpt"))
     assert resumed.global_step == 6
-
-
-def test_lightning_makes_a_plain_checkpoint_of_the_remote_copy(tmp_path: Path) -> None:
-    trainer = _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"))
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "run" / "epoch=0.ckpt")]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    plain = torch.load(tmp_path / "run" / "epoch=0.ckpt.consolidated", weights_only=False)
-    assert plain["global_step"] == 3
-    for name, weight in _weights(trainer).items():
-        assert torch.equal(plain["state_dict"][name], weight)
 
 
 def test_the_end_of_training_waits_for_the_writer_and_raises_its_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One rank of several that train with LocalFirst: ``recovery_train.py OUT PHASE``. Two ranks share a node, which is a folder."""
+"""One rank of several that train with LocalFirst: ``recovery_train.py OUT PHASE``. Each has its own node, which is a folder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from lightning_hetero import LocalFirst
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
-PER_NODE = 2
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8), nn.LayerNorm(8)).double()
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8), nn.LayerNorm(8)).double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.mse_loss(self.body(batch[0]), batch[1])
@@ -75,7 +74,7 @@ def fit(
     data = TensorDataset(
         torch.randn(48, 5, generator=generator, dtype=torch.float64), torch.randn(48, 8, generator=generator, dtype=torch.float64)
     )
-    node = out / (local or "none") / f"node{RANK // PER_NODE}"
+    node = out / (local or "none") / f"node{RANK}"
     keeps = [] if local is None else [LocalFirst(node / "memory", node / "disk", piece_bytes=512)]
     weak = Weak()
     strategy: Any = "ddp" if WORLD > 1 else "auto"
@@ -109,14 +108,18 @@ def main() -> None:
     torch.set_num_threads(1)
     out, phase = Path(sys.argv[1]), sys.argv[2]
     results: dict[str, Any] = {}
-    if phase == "train":  # without interruption, with one, and the halves of the latter
+    if phase == "train":
+        plain = str(out / "plain" / "epoch=0.ckpt")
+        fit(out, "plain", epochs=1, sharded=False)
+        results["ddp plain"] = fit(out, "plain", epochs=2, sharded=False, resume=plain)
         for name, sharded in (("ddp", False), ("fsdp", True)):
-            results[f"{name} plain"] = fit(out, f"{name}-plain", epochs=3, sharded=sharded)
-            results[f"{name} first"] = fit(out, name, epochs=2, sharded=sharded, local=name, resume="newest")
-            results[f"{name} second"] = fit(out, name, epochs=3, sharded=sharded, local=name, resume="newest", seed=9)
-    else:  # fewer ranks, of which some lost what they had
-        results["ddp to fsdp"] = fit(out, "other", epochs=2, sharded=True, resume=str(out / "ddp" / "epoch=1.ckpt"), local="lost")
-        results["fsdp to ddp"] = fit(out, "other", epochs=2, sharded=False, resume=str(out / "fsdp" / "epoch=1.ckpt"), local="fsdp")
+            results[f"{name} first"] = fit(out, name, epochs=1, sharded=sharded, local=name, resume="newest")
+            results[f"{name} second"] = fit(out, name, epochs=2, sharded=sharded, local=name, resume="newest", seed=9)
+        results["fsdp plain"] = fit(out, "plain", epochs=2, sharded=True, resume=str(out / "fsdp" / "epoch=0.ckpt"))
+    else:  # one rank is left; it lost what the first strategy kept there
+        ddp, fsdp = (str(out / name / "epoch=1.ckpt") for name in ("ddp", "fsdp"))
+        results["ddp to fsdp"] = fit(out, "other", epochs=2, sharded=True, resume=ddp, local="lost")
+        results["fsdp to one"] = fit(out, "other", epochs=2, sharded=False, resume=fsdp, local="fsdp")
     torch.save(results, out / f"{phase}-{RANK}.pt")
 
 
