@@ -147,3 +147,18 @@ def test_gpu_step_runs_on_an_emulated_device(tmp_path: Path) -> None:
     assert rows["zero_infinity"]["prediction_error"] is not None
     assert at_cap["peak_seconds_per_step"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_virtual_cluster_measures_each_plan_beside_its_prediction(tmp_path: Path) -> None:
+    cluster = "2x1 (5 layers) + 1x2"
+    result, output = run("virtual_cluster.py", "--clusters", cluster, "--layer-s", "0.003", "--steps", "1", cwd=tmp_path)
+    assert result["clusters"] == 1
+    (found,) = result["results"]
+    ours, _, equal = found["plans"]
+    assert [row["planner"] for row in found["plans"]] == ["asymmetric", "whale", "megatron"]
+    assert ours["layout"] == "node0:2 > node0:2 > node1:4 x12"
+    assert equal["speedup"] == 1
+    for row in found["plans"]:
+        # Sleeps of all micro-batches on the slowest stage are in the step.
+        assert row["measured_s"] > 0.5 * row["predicted_s"] > 0
+        assert row["layout"] in output

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import elastic_train
+from support import elastic_pipelines, elastic_train, ranks
 from support.scripts import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -56,6 +56,29 @@ def test_as_many_steps_are_kept_as_asked_for(stopped: dict[str, Any]) -> None:
     last = elastic_train.EPOCHS * 5
     assert stopped["kept"] == [last - 2, last - 1, last]
     assert stopped["files"] == [f"step-{s:012}.{end}" for s in stopped["kept"] for end in ("ckpt", "committed")]
+
+
+def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:
+    """Three ranks, one is told to leave; two go on."""
+    for world in (3, 2, 1):
+        ranks.start(Path(str(elastic_pipelines.__file__)), tmp_path, world=world)
+
+    def load(world: int) -> list[dict[str, Any]]:
+        return [torch.load(tmp_path / f"world{world}-rank{r}.pt", weights_only=False) for r in range(world)]
+
+    (alone,), told, went_on = load(1), load(3), load(2)
+    last, steps = elastic_pipelines.TOLD + 1, elastic_pipelines.STEPS
+    assert [rank["code"] for rank in told] == [75, 128 + 15, 75]
+    assert [rank["code"] for rank in went_on] == [0, 0]
+    for rank in range(2):
+        assert list(told[rank]["losses"]) == list(range(1, last + 1))
+        assert list(went_on[rank]["losses"]) == list(range(last + 1, steps + 1))  # the step that was under way is committed
+    for step, loss in {**told[0]["losses"], **went_on[0]["losses"]}.items():
+        assert loss == pytest.approx(alone["losses"][step], rel=1e-12)
+    found = {name: value for rank in went_on for name, value in rank["weights"].items()}
+    assert found.keys() == alone["weights"].keys()
+    for name, expected in alone["weights"].items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
