@@ -61,7 +61,7 @@ def test_as_many_steps_are_kept_as_asked_for(stopped: dict[str, Any]) -> None:
 def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:
     """Three ranks, one is told to leave; two go on."""
     for world in (3, 2, 1):
-        ranks.start(Path(str(elastic_pipelines.__file__)), tmp_path, world=world)
+        ranks.start(Path(str(elastic_pipelines.__file__)), tmp_path, cwd=tmp_path, world=world)
 
     def load(world: int) -> list[dict[str, Any]]:
         return [torch.load(tmp_path / f"world{world}-rank{r}.pt", weights_only=False) for r in range(world)]
