@@ -20,7 +20,7 @@ from lightning_hetero.strategies.local_first import local_first_class
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
-    from lightning_hetero.strategies.hetero_parallel import HeteroParallelFsdp as HeteroParallelFsdpStrategy
+    from lightning_hetero.strategies.hetero_parallel_fsdp import HeteroParallelFsdp as HeteroParallelFsdpStrategy
     from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines as HeteroParallelStrategy
     from lightning_hetero.strategies.local_first import _LocalFirst as LocalFirst
 

@@ -45,7 +45,7 @@ def make_parallel_fsdp(namespace: str, **options: Any) -> Any:
 
     Args:
         namespace: As in :func:`make`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallelFsdp`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel_fsdp.HeteroParallelFsdp`.
     """
     return parallel_fsdp_class(namespace)(**options)
 
@@ -81,9 +81,9 @@ def parallel_fsdp_class(namespace: str) -> type[Any]:
     Raises:
         ConfigError: Unknown namespace.
     """
-    from lightning_hetero.strategies import hetero_parallel
+    from lightning_hetero.strategies import hetero_parallel_fsdp
 
-    return _class(hetero_parallel.HeteroParallelFsdp, "ModelParallelStrategy", FSDP_NAMESPACES, namespace)
+    return _class(hetero_parallel_fsdp.HeteroParallelFsdp, "ModelParallelStrategy", FSDP_NAMESPACES, namespace)
 
 
 def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str) -> type[Any]:
