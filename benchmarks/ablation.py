@@ -1,19 +1,20 @@
 """What each idea of the papers brings: their ablations on one runtime, simulated and measured side by side.
 
 Each variant is a plan (``ablation_plans.py``). It is simulated for the paper's machine and model, from presets; then it trains a
-small GPT on an emulated device, and is simulated for that too, with profiles of that model and of this machine, measured first.
+small GPT on an emulated machine, and is simulated for that too, with a profile of that model.
 
-The emulated device has the paper's proportions. The updates' time on this machine is given; compute is slowed down until it is as
-long, relative to the updates, as the paper's, and the links are as slow, relative to compute, as the paper's. Where this machine's
-updates in memory are too fast for that, the state lives on its disk. What cannot be matched: compute is never faster than this
-machine, the disk is its own, and updates on the emulated device run on the host's processor.
+The emulated machine (``emulation.py``) has the paper's proportions: activations to weights by the shape of the small model; compute
+to links, updates and the disk by set rates. All of these wait by the clock and need next to no processor, so that neither this
+machine's drift nor its contention is measured: what is left is how the runtime orders its ops.
 
-All variants of an experiment with the same lanes for updates end with the same weights, bit for bit; ``same_bits`` says so.
+Every round trains every variant once, forwards and backwards in turn, and speeds are compared within a round. ``measured`` is the
+median over rounds, the spread that of all steps. All variants of an experiment that update on the same lanes have the same
+losses, bit for bit; ``same_bits`` says so. ``waits_s`` is what compute waited for, by the trace.
 
-    python benchmarks/ablation.py --dir /path/on/the/disk
+    python benchmarks/ablation.py --rounds 3 --continue FILE --minutes 5 --dir /path/on/the/disk
 
-Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's best. Prints one line of
-JSON last.
+Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's best. With ``--continue FILE``
+what the file has of the same settings is not measured again, and ``--minutes`` ends a turn. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -24,122 +25,47 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from ablation_plans import EXPERIMENTS, Experiment
-from gpt2 import GPT2, Size, fit, make_trainer
-from scratch import scratch
+from ablation_plans import EXPERIMENTS, Experiment, Variant
+from emulation import PRECISION, SEQUENCE, Emulation
+from gpt2 import fit, make_trainer
+from paced import PacedGPT2
+from scratch import Log, first_word, scratch
 
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.stalls import blame, op_of_block, stalls
 from lightning_hetero.planners.judge import simulation
-from lightning_hetero.profiling import hardware
 from lightning_hetero.profiling.presets import model as preset_model
 from lightning_hetero.profiling.presets import paper_machine
-from lightning_hetero.strategies.machine import emulated
 
-SEQUENCE = 1024  # of the papers' models
-WARM = 3  # steps before those that count
-SLOWEST = 40.0  # slower than this, a step would take minutes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proportions:
-    """A step of a machine, relative to its compute: seconds per second of forward and backward.
-
-    Attributes:
-        upload: The weights' one way to the device.
-        download: The gradients' one way from it.
-        update: All updates where the state lives.
-    """
-
-    upload: float
-    download: float
-    update: float
-
-
-def compute_s(model: ModelProfile) -> float:
-    """Seconds of forward and backward, without anything else."""
-    return sum(b.forward_s + b.backward_s for b in model.blocks)
-
-
-def update_s(model: ModelProfile, machine: HardwareProfile, state: Tier) -> float:
-    """Seconds of all CPU updates: on disk the slower of computing and of reading and writing state and weights."""
-    params = sum(b.num_trainable_params for b in model.blocks if not b.pinned)
-    on_cpu = params / machine.cpu_update_params_per_s
-    if state is not Tier.DISK:
-        return on_cpu
-    num_bytes = params * (model.state_itemsize + model.compute_itemsize)
-    read, write = num_bytes / machine.disk_read_bytes_per_s, num_bytes / machine.disk_write_bytes_per_s
-    return max(on_cpu, max(read, write) if machine.disk_duplex else read + write)
-
-
-def proportions(model: ModelProfile, machine: HardwareProfile, state: Tier) -> Proportions:
-    """Those of a model on a machine."""
-    blocks, compute = [b for b in model.shape().blocks if not b.pinned], compute_s(model)
-    return Proportions(
-        upload=sum(b.weight_bytes for b in blocks) / machine.link_h2d_bytes_per_s / compute,
-        download=sum(b.gradient_bytes for b in blocks) / machine.link_d2h_bytes_per_s / compute,
-        update=update_s(model, machine, state) / compute,
-    )
-
-
-def slowed(model: ModelProfile, factor: float) -> ModelProfile:
-    """The model on a device that computes so many times slower."""
-    blocks = (replace(b, forward_s=factor * b.forward_s, backward_s=factor * b.backward_s) for b in model.blocks)
-    return replace(model, blocks=tuple(blocks))
-
-
-def device_for(wanted: Proportions, model: ModelProfile, machine: HardwareProfile, state: Tier) -> EmulatedDevice:
-    """The emulated device with these proportions, as far as this machine allows."""
-    factor = min(SLOWEST, max(1.0, update_s(model, machine, state) / wanted.update / compute_s(model)))
-    blocks, compute = [b for b in model.shape().blocks if not b.pinned], factor * compute_s(model)
-    saved = sum(b.activation_bytes for b in model.blocks)
-    held = sum(b.weight_bytes + b.state_bytes + b.gradient_bytes for b in model.shape().blocks)
-    return EmulatedDevice(
-        memory=2 * (saved + held) + model.constant_device_bytes,
-        h2d_bytes_per_s=sum(b.weight_bytes for b in blocks) / (wanted.upload * compute),
-        d2h_bytes_per_s=sum(b.gradient_bytes for b in blocks) / (wanted.download * compute),
-        compute_slowdown=factor,
-    )
-
-
-def machine_of(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
-    """The emulated machine.
-
-    Compute runs in bursts and rests between them. What runs beside it is hindered by the bursts alone; a burst that is hindered is
-    slowed down as a whole, so that compute suffers as it does on the host.
-    """
-    factor = device.compute_slowdown
-    contention = {
-        pair: 1 + (value - 1) / factor if "compute" in pair.split("|")[1].split("+") else value
-        for pair, value in host.contention.items()
-    }
-    return replace(emulated(host, device), contention=contention)
-
-
-# ---- training ---------------------------------------------------------------------------------------------------------------
+WARM = 1  # steps before those that count
+PROFILE = "profile"  # what is measured of an experiment beside its variants
+HOST_MEMORY = "4GiB"
 
 
 class Clock(pl.Callback):
-    """Times steps, from the begin of one batch to the next one's, and ends the fit."""
+    """Times steps, from the begin of one batch to the next one's, says that they are done, and ends the fit."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, done: Callable[[], object] = lambda: None) -> None:
+        self.steps, self.done = steps, done
         self.began: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.began.append(time.perf_counter())
         if len(self.began) > WARM + self.steps:
+            self.done()
             trainer.should_stop = True
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
 
@@ -149,35 +75,49 @@ class Clock(pl.Callback):
         return [b - a for a, b in pairwise(self.began)][WARM : WARM + self.steps]
 
 
-def train(args: argparse.Namespace, plan: Plan, device: EmulatedDevice) -> tuple[list[float], str]:
-    """Seconds of the steps, and a digest of the weights after them."""
+def run(args: argparse.Namespace, emulation: Emulation, strategy: Any, module: PacedGPT2, clock: Clock) -> None:
+    """Trains the small model."""
+    trainer = make_trainer(strategy=strategy, callbacks=[clock], precision=PRECISION, default_root_dir=args.directory)
+    fit(trainer, module, batch=emulation.batch, length=emulation.sequence)
+
+
+def small(emulation: Emulation) -> PacedGPT2:
+    """The small model."""
+    torch.set_num_threads(1)  # its kernels are small
     torch.manual_seed(0)
-    strategy = HeteroOffloadStrategy(plan=plan, device=device, update_threads=1, host_memory=args.host_memory, replan_drift=None)
-    clock = Clock(args.steps)
-    module = GPT2(args.size)
-    fit(
-        make_trainer(strategy=strategy, callbacks=[clock], default_root_dir=args.directory),
-        module,
-        batch=args.batch,
-        length=args.seq,
-    )
-    digest = hashlib.sha256()
-    for tensor in module.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return clock.seconds, digest.hexdigest()[:16]
+    return PacedGPT2(emulation.size, emulation.flop_per_s)
 
 
-def profiled(args: argparse.Namespace, host: HardwareProfile) -> ModelProfile:
-    """The small model, as the strategy profiles it."""
+def train(answer: Connection, args: argparse.Namespace, emulation: Emulation, plan: Plan) -> None:
+    """Sends seconds of the steps, what compute waited for in one, and a digest of all losses, which weights decide."""
     strategy = HeteroOffloadStrategy(
-        plan="zero_offload", hardware_profile=host, device=EmulatedDevice(memory="8GiB"), update_threads=1, replan_drift=None
+        plan=plan, device=emulation.device, update_threads=1, host_memory=HOST_MEMORY, replan_drift=None, trace=True
     )
-    clock = Clock(2)
-    torch.manual_seed(0)
-    trainer = make_trainer(strategy=strategy, callbacks=[clock], default_root_dir=args.directory)
-    fit(trainer, GPT2(args.size), batch=args.batch, length=args.seq)
+    module = small(emulation)
+
+    def send() -> None:
+        steps = max(1, len({s.step for s in strategy.trace.spans}))
+        waits = list(blame(stalls(strategy.trace)).items())[:4]
+        found = {
+            "steps_s": clock.seconds,
+            "waits_s": {op_of_block(name): seconds / steps for name, seconds in waits},
+            "digest": hashlib.sha256(torch.stack(module.losses).float().numpy().tobytes()).hexdigest()[:16],
+        }
+        answer.send(found)
+
+    clock = Clock(args.steps, send)
+    run(args, emulation, strategy, module, clock)
+
+
+def profiled(args: argparse.Namespace, emulation: Emulation) -> ModelProfile:
+    """The small model, as the strategy profiles it on a device whose links nothing waits for."""
+    device = EmulatedDevice(memory=emulation.device.memory)
+    strategy = HeteroOffloadStrategy(
+        plan="zero_offload", hardware_profile=emulation.machine, device=device, update_threads=1, replan_drift=None
+    )
+    run(args, emulation, strategy, small(emulation), Clock(3))
     profile = strategy.model_profile
-    assert profile is not None, "two batches are enough"
+    assert profile is not None, "that many batches are enough"
     return profile
 
 
@@ -199,35 +139,74 @@ def on_paper(experiment: Experiment) -> dict[str, float | None]:
     return {v.name: predicted(v.build(model, machine, experiment.state), model, machine) for v in experiment.variants}
 
 
-def here(
-    args: argparse.Namespace, experiment: Experiment, model: ModelProfile, host: HardwareProfile
-) -> tuple[dict[str, Any], dict[str, float | None], dict[str, float | None], dict[str, str]]:
-    """The device, each variant's step on it by simulation and by the clock, and the weights' digests."""
-    paper = paper_machine(experiment.machine)
-    theirs = preset_model(experiment.model, batch=experiment.batch, sequence=SEQUENCE, hardware=paper)
-    state = Tier.DISK if experiment.updates_on_disk else Tier.HOST
-    device = device_for(proportions(theirs, paper, experiment.state), model, host, state)
-    slow, machine = slowed(model, device.compute_slowdown), machine_of(host, device)
-    plans = {v.name: v.build(slow, machine, state) for v in experiment.variants}
-    simulated = {name: predicted(plan, slow, machine) for name, plan in plans.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in plans}
-    digests: dict[str, str] = {}
-    for number in range(args.rounds):
-        for name in list(plans) if number % 2 else reversed(plans):  # drift cancels
-            steps, digests[name] = train(args, plans[name], device)
-            seconds[name] += steps
-            print(f"{experiment.name}, {name}: {statistics.median(steps):.3f} s", flush=True)
-    lanes = {name: tuple(row.update for row in plan.blocks) for name, plan in plans.items()}
-    settings = {
-        "compute_slowdown": device.compute_slowdown,
-        "contention": machine.contention,
-        "h2d_bytes_per_s": device.h2d_bytes_per_s,
-        "d2h_bytes_per_s": device.d2h_bytes_per_s,
-        "paper": proportions(theirs, paper, experiment.state),
-        "emulated": proportions(slow, machine, state),
-        "same_bits": all(len({digests[n] for n in plans if lanes[n] == kind}) == 1 for kind in lanes.values()),
-    }
-    return settings, simulated, {name: statistics.median(rows) for name, rows in seconds.items()}, digests
+class Emulated:
+    """One experiment on its emulated machine.
+
+    Args:
+        experiment: The experiment.
+        args: The command line.
+        log: What has been measured.
+    """
+
+    def __init__(self, experiment: Experiment, args: argparse.Namespace, log: Log) -> None:
+        self.experiment, self.args, self.log = experiment, args, log
+        self.emulation = Emulation.of(experiment, compute_s=experiment.share * args.compute_s, layers=args.layers)
+        self.model = self.emulation.model
+        if not args.simulate_only:
+            if (experiment.name, PROFILE) not in log.results:
+                log.add(experiment.name, PROFILE, profiled(args, self.emulation).to_json())
+            self.model = ModelProfile.from_json(log.results[experiment.name, PROFILE])
+        machine, state = self.emulation.machine, experiment.emulated_state
+        self.plans = {v.name: v.build(self.model, machine, state) for v in experiment.variants}
+
+    def measure(self, number: int, variant: Variant) -> None:
+        """One variant's part of a round, unless it has been measured."""
+        key = self.experiment.name, f"{variant.name} #{number}"
+        if key not in self.log.results:
+            self.log.add(*key, first_word(train, self.args, self.emulation, self.plans[variant.name]))
+            print(f"{key[0]}, {key[1]}: {statistics.median(self.log.results[key]['steps_s']):.3f} s", flush=True)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """What each complete round has measured, by variant."""
+        found = []
+        for number in range(self.args.rounds):
+            row = {name: self.log.results.get((self.experiment.name, f"{name} #{number}")) for name in self.plans}
+            if all(row.values()):
+                found.append(row)
+        return found
+
+    def result(self) -> dict[str, Any]:
+        """What there is to say of it."""
+        simulated = {name: predicted(plan, self.model, self.emulation.machine) for name, plan in self.plans.items()}
+        found: dict[str, Any] = {
+            "source": self.experiment.source,
+            "paper_proportions": asdict(self.emulation.wanted),
+            "device": asdict(self.emulation.device),
+            "tokens": self.emulation.batch * self.emulation.sequence,
+            "simulated_s": simulated,
+        }
+        columns: dict[str, dict[str, float | None]] = {
+            "simulated, paper's machine": speeds(on_paper(self.experiment), self.experiment.reference),
+            "simulated, emulated": speeds(simulated, self.experiment.reference),
+        }
+        if rounds := self.rounds():
+            seconds = [{name: statistics.median(of["steps_s"]) for name, of in row.items()} for row in rounds]
+            pairs, reference = list(zip(seconds, rounds, strict=True)), self.experiment.reference
+            ratios = {name: [row[reference] / row[name] for row in seconds] for name in self.plans}
+            columns["measured, emulated"] = {name: statistics.median(values) for name, values in ratios.items()}
+            single = {name: [row[reference] / s for row, of in pairs for s in of[name]["steps_s"]] for name in self.plans}
+            measured = {name: statistics.median(row[name] for row in seconds) for name in self.plans}
+            lanes = {name: tuple(row.update for row in plan.blocks) for name, plan in self.plans.items()}
+            digests = {name: {row[name]["digest"] for row in rounds} for name in self.plans}
+            found |= {
+                "rounds": len(rounds),
+                "measured_s": measured,
+                "spread": {name: [min(values), max(values)] for name, values in single.items()},
+                "simulation_error": {name: abs(s / measured[name] - 1) for name, s in simulated.items() if s is not None},
+                "waits_s": {name: rounds[-1][name]["waits_s"] for name in self.plans},
+                "same_bits": all(len(set.union(*(digests[n] for n in lanes if lanes[n] == of))) == 1 for of in lanes.values()),
+            }
+        return found | {"rows": list(rows(self.experiment, columns))}
 
 
 def speeds(seconds: dict[str, float | None], reference: str) -> dict[str, float | None]:
@@ -248,57 +227,62 @@ def rows(experiment: Experiment, columns: dict[str, dict[str, float | None]]) ->
         }
 
 
-def show(experiment: Experiment, table: list[dict[str, Any]]) -> None:
+def show(experiment: Experiment, found: dict[str, Any]) -> None:
     """Prints an experiment in Markdown."""
+    table, spread, errors = found["rows"], found.get("spread"), found.get("simulation_error")
     print(f"\n{experiment.name}: {experiment.source}\n")
     titles = [key for key in table[0] if key not in ("variant", "best")]
-    print(f"| variant | {' | '.join(titles)} |\n|{'---|' * (len(titles) + 1)}")
+    more = ["spread", "step, simulated against measured"] if spread else []
+    print(f"| variant | {' | '.join([*titles, *more])} |\n|{'---|' * (len(titles) + len(more) + 1)}")
     for row in table:
+        name = row["variant"]
         cells = ["-" if row[t] is None else f"{row[t]:.2f}{' *' * (t in row['best'])}" for t in titles]
-        print(f"| {row['variant']} | {' | '.join(cells)} |")
+        if spread and errors is not None:
+            cells += [f"{spread[name][0]:.2f} to {spread[name][1]:.2f}", f"{errors[name]:.1%}" if name in errors else "-"]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [e.name for e in EXPERIMENTS]
-    parser.add_argument("--experiments", nargs="+", choices=names, default=names)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a variant and round")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="experiments")
+    parser.add_argument("--layers", type=int, default=16, help="of the small model")
+    parser.add_argument("--compute-s", type=float, default=2.0, help="what its forward and backward take")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of a variant and round")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--simulate-only", action="store_true", help="the papers' machines alone; nothing is trained")
-    parser.add_argument("--host-memory", default="8GiB")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
+    parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
+    parser.add_argument("--minutes", type=float, help="no variant is begun later than that")
+    parser.add_argument("--simulate-only", action="store_true", help="nothing is trained: models and machines from presets")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 1 GB free")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # one processor for compute, the others for what runs beside it
-    heads = max(1, args.width // 64)
-    args.size = Size(layers=args.layers, width=args.width, heads=heads, vocabulary=2048, context=max(args.seq, 64))
-    chosen = [e for e in EXPERIMENTS if e.name in args.experiments]
-    result: dict[str, Any] = {"benchmark": "ablation", "experiments": {}}
+    end_s = time.monotonic() + 60 * (args.minutes or float("inf"))
+    settings = {"layers": args.layers, "compute_s": args.compute_s, "steps": args.steps, "torch": torch.__version__}
+    log = Log(args.log, settings)
+    chosen = [e for e in EXPERIMENTS if e.name in args.only]
     with scratch(args.dir) as args.directory:
-        if not args.simulate_only:
-            host = hardware.measure(args.directory, device="cpu", update_threads=1)
-            model = profiled(args, host)
-        for experiment in chosen:
-            columns = {"simulated, paper's machine": speeds(on_paper(experiment), experiment.reference)}
-            found: dict[str, Any] = {"source": experiment.source}
-            if not args.simulate_only:
-                settings, simulated, measured, digests = here(args, experiment, model, host)
-                columns["simulated, emulated"] = speeds(simulated, experiment.reference)
-                columns["measured, emulated"] = speeds(measured, experiment.reference)
-                found |= {**settings, "simulated_s": simulated, "measured_s": measured, "digests": digests}
-            found["rows"] = list(rows(experiment, columns))
-            show(experiment, found["rows"])
-            result["experiments"][experiment.name] = found
-    result |= {"layers": args.layers, "width": args.width, "batch": args.batch, "seq": args.seq, "steps": args.steps}
-    result |= {"rounds": args.rounds, "torch": torch.__version__}
-    print(json.dumps(result, default=lambda value: {f: getattr(value, f) for f in value.__slots__}))
+        emulated = [Emulated(experiment, args, log) for experiment in chosen]
+        for number in range(0 if args.simulate_only else args.rounds):
+            for one in emulated:
+                for variant in one.experiment.variants if number % 2 == 0 else reversed(one.experiment.variants):  # drift cancels
+                    if time.monotonic() < end_s:
+                        one.measure(number, variant)
+    found = {one.experiment.name: one.result() for one in emulated}
+    for one in emulated:
+        show(one.experiment, found[one.experiment.name])
+    errors = [error for of in found.values() for error in of.get("simulation_error", {}).values()]
+    result = {
+        "benchmark": "ablation",
+        "experiments": found,
+        "same_bits": all(of.get("same_bits", True) for of in found.values()),
+        "median_simulation_error": statistics.median(errors) if errors else None,
+        "worst_simulation_error": max(errors, default=None),
+        **settings,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

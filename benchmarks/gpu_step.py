@@ -1,7 +1,8 @@
 """Step time of a GPT of 1 to 3 billion parameters on a GPU whose memory is capped, offloaded by us and by others.
 
 * ``zero_offload``, ``zero_infinity``, ``auto``: Lightning under ``HeteroOffloadStrategy`` with that plan. ``auto`` is the planner
-  ``holistic``, which needs cvxpy; without it ``--plan-file`` gives the plan that was made elsewhere (``lightning-hetero plan``).
+  ``holistic``, which needs cvxpy. A machine without it saves with ``--profiles DIR`` what planning needs, the plan is made
+  elsewhere (``lightning-hetero plan``), and ``--plan FILE`` trains with it.
 * ``fsdp2``: ``fully_shard`` of every layer with ``CPUOffloadPolicy``, its own loop, fused AdamW on the CPU.
 * ``deepspeed_cpu``, ``deepspeed_nvme``: ZeRO-Offload and ZeRO-Infinity, if deepspeed can be imported.
 * ``peak``: the same layers with nothing offloaded and no optimizer. Two numbers of layers that fit give the time of a layer and
@@ -9,14 +10,20 @@
 * ``overhead``: plan ``resident`` against plain Lightning, on a model that fits.
 
 A contestant that cannot run here is ``null``, and a line before says why. Contestants run one after the other, each in a process
-with the device to itself; what is compared is from one run.
+with the device to itself. ``--continue LOG`` keeps what has been measured, contestant by contestant, and ``--minutes`` begins none
+later than that; the same command again goes on. Where time is short, and there is no cvxpy:
 
-    python benchmarks/gpu_step.py --model gpt-1.3b --cap 24GiB 12GiB --dir /path/on/the/disk
+    python benchmarks/gpu_step.py --cap 24GiB --only peak zero_offload --profiles DIR --continue LOG --dir DISK
+    lightning-hetero plan --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json --out plan-24.json  # elsewhere
+    python benchmarks/gpu_step.py --cap 24GiB --plan plan-24.json --minutes 7 --continue LOG --dir DISK
     python benchmarks/gpu_step.py --device emulated --model tiny --seq 16 --cap 1GiB --batch 1     # how it runs without a GPU
+
+Weights and state are 14 bytes a parameter in bf16: 19 GB of host memory for 1.3 billion, and twice as much of disk for
+``zero_infinity``, whose step reads and writes 19 GB each.
 
 Prints one line of JSON last. Per cap and contestant: ``seconds_per_step``, ``tokens_per_s``, ``share_of_peak`` (of what the same
 blocks reach without offload), ``device_peak_bytes``, ``prediction_error``; and ``auto_vs_fsdp2``, ``auto_vs_deepspeed_nvme``
-(times faster).
+(times faster). ``bars``: what is to be reached, the worst figure of all caps, and whether it is.
 """
 
 from __future__ import annotations
@@ -24,52 +31,37 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import socket
+import math
 import statistics
 import tempfile
+import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant
-from gpt2 import GPT2, SIZES, RandomTokens, Transformer, find_size, fit, make_trainer, num_params
-from scratch import scratch
+from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from gpu_peers import DTYPES, accelerator, capped, deepspeed, device_peak_bytes, fsdp2
+from scratch import Log, scratch
 from step import ComputeOnly, TakesTurns
 
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
-from lightning_hetero.units import GIB, parse_bytes
+from lightning_hetero.units import parse_bytes
 
-WARM = 4  # the steps in which plans are made and pipelines fill
-DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
-
-
-def capped(args: argparse.Namespace) -> None:
-    """Leaves this process so much device memory."""
-    if args.device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap / total))
-        torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def device_peak_bytes(args: argparse.Namespace) -> int | None:
-    """The most device memory that this process has reserved; ``None`` where there is no such device."""
-    return torch.cuda.max_memory_reserved() if args.device == "cuda" else None
-
-
-def accelerator(args: argparse.Namespace) -> str:
-    """As the Trainer names it; an emulated device is the CPU's."""
-    return "cuda" if args.device == "cuda" else "cpu"
-
-
-def step_begins(baton: Baton, args: argparse.Namespace) -> bool:
-    """The next step begins once the device has done the last one: the host runs ahead of it."""
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    return baton.step_begins()
+WARM = 5  # the steps in which plans are made and pipelines fill
+AUTO, PEAK, OVERHEAD = "auto", "peak", "overhead"
+BARS = {  # the least of some, the most of others
+    "share_of_peak": (min, 0.95),
+    "auto_vs_deepspeed_nvme": (min, 2.5),
+    "auto_vs_fsdp2": (min, 1.5),
+    "prediction_error": (max, 0.05),
+    "overhead": (max, 1.02),
+}
 
 
 class InTime(TakesTurns):
@@ -129,79 +121,16 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: 
     trainer.callbacks.append(Notes())
     fit(trainer, GPT2(replace(args.size, layers=layers), meta=True), batch=args.batch, length=args.seq)
     predicted = strategy.plan.predicted if strategy.plan is not None else None
+    if args.profiles is not None and strategy.autoplan is not None and strategy.model_profile is not None:
+        assert strategy.autoplan.machine is not None, "a plan has been made"
+        (args.profiles / "model.json").write_text(strategy.model_profile.to_json())
+        (args.profiles / f"hardware-{args.cap_text}.json").write_text(strategy.autoplan.machine.to_json())
     return {
         "device_peak_bytes": device_peak_bytes(args) or found.get("lanes_peak_bytes"),
         "predicted_s": None if predicted is None else predicted.iteration_s,
         "predicted_device_peak_bytes": None if predicted is None else predicted.device_peak_bytes,
+        "bottleneck": None if predicted is None else predicted.bottleneck,
     }
-
-
-def fsdp2(baton: Baton, args: argparse.Namespace) -> dict[str, Any]:
-    """FSDP2 with parameters, gradients and optimizer state on the CPU."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    capped(args)
-    alone()
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        model = Transformer(args.size)
-        mesh = torch.distributed.init_device_mesh(device.type, (1,))
-        dtype = DTYPES[args.precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        if on_gpu:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        for layer in model.layers:
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        for tokens in RandomTokens(args.size, batch=args.batch, length=args.seq):
-            if not step_begins(baton, args):
-                break
-            moved = tokens.to(device)
-            logits = model(moved[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), moved[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        torch.distributed.destroy_process_group()
-    return {"device_peak_bytes": device_peak_bytes(args)}
-
-
-def alone() -> None:
-    """A process group of this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-
-
-def deepspeed(baton: Baton, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """ZeRO-3 with parameters and optimizer offloaded to memory, or to the disk."""
-    from deepspeed_peer import Loss, config
-
-    capped(args)
-    alone()
-    os.environ["DS_ACCELERATOR"] = accelerator(args)
-    engines: Any = importlib.import_module("deepspeed")
-    torch.manual_seed(0)
-    settings = config(args, name)
-    zero = settings["zero_optimization"]
-    zero["offload_param"] = {**zero["offload_optimizer"], "pin_memory": True}
-    zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    for key in ("pipeline_read", "pipeline_write"):
-        zero["offload_param"].pop(key, None)
-    engine, *_ = engines.initialize(model=(module := Loss(args.size)), model_parameters=module.parameters(), config=settings)
-    for tokens in RandomTokens(args.size, batch=args.batch, length=args.seq):
-        if not step_begins(baton, args):
-            break
-        engine.backward(engine(tokens.to(engine.device)))
-        engine.step()
-    return {"device_peak_bytes": device_peak_bytes(args)}
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------------------
@@ -218,7 +147,7 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
         print(f"{name}: {error}")
         return None
     median = statistics.median(seconds)
-    print(f"cap {args.cap / GIB:.3g} GiB, {name}: {median:.4f} s/step", flush=True)
+    print(f"cap {args.cap_text}, {name}: {median:.4f} s/step", flush=True)
     predicted = found.pop("predicted_s", None)
     return {
         "seconds_per_step": median,
@@ -226,6 +155,18 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
         "prediction_error": None if predicted is None else abs(predicted / median - 1),
         **found,
     }
+
+
+def once(args: argparse.Namespace, name: str, measure: Callable[[], Any]) -> Any:
+    """What the log has of a figure, else what measuring gives; ``None`` if it is too late for that."""
+    plan = f" {zlib.crc32(args.plan.read_bytes())}" if name == AUTO and args.plan is not None else ""
+    key = args.cap_text, name + plan
+    if args.log.results.get(key) is None:
+        if time.monotonic() >= args.end_s:
+            print(f"cap {args.cap_text}, {name}: too late")
+            return None
+        args.log.add(*key, measure())
+    return args.log.results[key]
 
 
 def peak_s(args: argparse.Namespace) -> float | None:
@@ -246,12 +187,12 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     layers = args.size.layers
     for plan in ("zero_offload", "zero_infinity"):
         named[plan] = (offloaded, args, plan, layers)
-    if args.plan_file is not None:
-        named["auto"] = (offloaded, args, args.plan_file, layers)
+    if args.plan is not None:
+        named[AUTO] = (offloaded, args, args.plan, layers)
     elif importlib.util.find_spec("cvxpy") is not None:
-        named["auto"] = (offloaded, args, "auto", layers)
+        named[AUTO] = (offloaded, args, AUTO, layers)
     else:
-        print("auto: cvxpy is not installed, and no --plan-file says what the planner chose elsewhere")
+        print("auto: cvxpy is not installed, and no --plan says what the planner chose elsewhere")
     named["fsdp2"] = (fsdp2, args)
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed: pip install deepspeed (it compiles for minutes on first use, and needs libaio-dev)")
@@ -267,14 +208,14 @@ def wanted(args: argparse.Namespace, name: str) -> bool:
 
 def at_cap(args: argparse.Namespace) -> dict[str, Any]:
     """All contestants at one cap."""
-    best_s = peak_s(args) if wanted(args, "peak") else None
-    rows = {name: run(args, name, *what) for name, what in contestants(args).items()}
+    best_s = once(args, PEAK, partial(peak_s, args)) if wanted(args, PEAK) else None
+    rows = {name: once(args, name, partial(run, args, name, *what)) for name, what in contestants(args).items()}
     for row in rows.values():
         if row is not None:
             row["share_of_peak"] = None if best_s is None else best_s / row["seconds_per_step"]
 
     def faster(name: str) -> float | None:
-        ours, theirs = rows.get("auto"), rows.get(name)
+        ours, theirs = rows.get(AUTO), rows.get(name)
         return None if ours is None or theirs is None else theirs["seconds_per_step"] / ours["seconds_per_step"]
 
     return {
@@ -284,6 +225,26 @@ def at_cap(args: argparse.Namespace) -> dict[str, Any]:
         "auto_vs_fsdp2": faster("fsdp2"),
         "auto_vs_deepspeed_nvme": faster("deepspeed_nvme"),
     }
+
+
+def bars(result: dict[str, Any]) -> dict[str, Any]:
+    """What is to be reached, the worst figure of all caps, and whether it is; ``None`` where nothing was measured.
+
+    The share of the peak counts where the simulator says that compute is the limit.
+    """
+    auto = [row for row in (at["contestants"].get(AUTO) for at in result["caps"]) if row is not None]
+    compute = [row for row in auto if row["bottleneck"] is not None and set(row["bottleneck"].values()) == {"compute"}]
+    figures = {
+        "share_of_peak": [row["share_of_peak"] for row in compute],
+        "prediction_error": [row["prediction_error"] for row in auto],
+        OVERHEAD: [result[OVERHEAD]],
+        **{key: [at[key] for at in result["caps"]] for key in ("auto_vs_deepspeed_nvme", "auto_vs_fsdp2")},
+    }
+    found = {}
+    for key, (worst, bar) in BARS.items():
+        value = worst((v for v in figures[key] if v is not None), default=None)
+        found[key] = {"bar": bar, "value": value, "reached": None if value is None else worst(value, bar) == bar}
+    return found
 
 
 def overhead(args: argparse.Namespace) -> float | None:
@@ -315,7 +276,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="contestants by name, and peak, overhead; all by default")
-    parser.add_argument("--plan-file", type=Path, help="the plan of ours instead of planning")
+    parser.add_argument("--plan", nargs="+", type=Path, dest="plans", metavar="FILE", help="auto's plans, one for each cap")
+    parser.add_argument("--profiles", type=Path, metavar="DIR", help="write what planning needs there")
+    parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
+    parser.add_argument("--minutes", type=float, help="no contestant is begun later than that")
     parser.add_argument("--host-memory", help="budget of our plans; default: what is free")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk; 28 bytes a parameter")
     return parser.parse_args()
@@ -325,15 +289,16 @@ def main() -> None:
     args = parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; --device emulated runs the same on an emulated one")
-    args.size = find_size(args.model, args.layers)
-    result: dict[str, Any] = {"benchmark": "gpu_step", "model": args.model, "parameters": num_params(args.size), "caps": []}
-    with scratch(args.dir) as args.directory:
-        for cap in args.cap:
-            args.cap = parse_bytes(cap, name="--cap")
-            result["caps"].append(at_cap(args))
-        result["overhead"] = overhead(args) if wanted(args, "overhead") else None
-    result |= {
+    caps, plans = args.cap, args.plans or [None] * len(args.cap)
+    if len(plans) != len(caps):
+        raise SystemExit(f"--plan has {len(plans)} files for {len(caps)} caps; allowed: one for each.")
+    args.size, args.end_s = find_size(args.model, args.layers), time.monotonic() + 60 * (args.minutes or math.inf)
+    if args.profiles is not None:
+        args.profiles.mkdir(parents=True, exist_ok=True)
+    settings = {
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "emulated",
+        "model": args.model,
+        "layers": args.size.layers,
         "batch": args.batch,
         "seq": args.seq,
         "precision": args.precision,
@@ -341,7 +306,14 @@ def main() -> None:
         "steps": args.steps,
         "torch": torch.__version__,
     }
-    print(json.dumps(result))
+    args.log = Log(args.log, settings)
+    result: dict[str, Any] = {"benchmark": "gpu_step", "parameters": num_params(args.size), "caps": []}
+    with scratch(args.dir) as args.directory:
+        for args.cap_text, args.plan in zip(caps, plans, strict=True):
+            args.cap = parse_bytes(args.cap_text, name="--cap")
+            result["caps"].append(at_cap(args))
+        result[OVERHEAD] = once(args, OVERHEAD, partial(overhead, args)) if wanted(args, OVERHEAD) else None
+    print(json.dumps(result | {"bars": bars(result)} | settings))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +39,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 from gpt2 import GPT2, Size, fit, make_trainer
-from scratch import scratch
+from scratch import Log, alone, scratch
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -191,12 +189,6 @@ def measure(args: argparse.Namespace, name: str, plan: str, machine: HardwarePro
     return summary(rounds.rounds)
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
-        return process.submit(function, *arguments).result()
-
-
 def batches(args: argparse.Namespace, name: str, how: str, machine: HardwareProfile) -> list[float]:
     """CPU seconds of other processes a second, and the seconds of this process's first batches, one by one."""
     make: dict[str, Callable[[], Any]] = {
@@ -255,28 +247,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 10 GB free")
     return parser.parse_args()
-
-
-class Log:
-    """What has been measured, kept as it comes.
-
-    Args:
-        path: A file; what it has of the same settings counts. ``None``: nothing is kept.
-        settings: What measurements depend on.
-    """
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self._path, self._settings = path, json.loads(json.dumps(settings))
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        rows = [row for row in map(json.loads, lines) if row["settings"] == self._settings]
-        self.results: dict[tuple[str, str], dict[str, float]] = {(row["model"], row["what"]): row["result"] for row in rows}
-
-    def add(self, model: str, what: str, result: dict[str, float]) -> None:
-        self.results[model, what] = result
-        if self._path is not None:
-            row = {"settings": self._settings, "model": model, "what": what, "result": result}
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:

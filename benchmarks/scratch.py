@@ -1,13 +1,17 @@
-"""Files that do not outlive a benchmark."""
+"""What benchmarks share: files that do not outlive them, a log that does, and processes of their own."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -19,3 +23,55 @@ def scratch(parent: Path) -> Iterator[Path]:
             yield Path(directory)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def first_word(function: Callable[..., object], *arguments: Any) -> Any:
+    """What a function sends first, in a process of its own, which is ended then: whatever it would do still is not waited for.
+
+    Args:
+        function: Its first argument is the connection to send through.
+        arguments: The others.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"a process ended with exit code {process.exitcode}; see its output above") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+class Log:
+    """What has been measured, kept as it comes.
+
+    Args:
+        path: A file; what it has of the same settings counts. ``None``: nothing is kept.
+        settings: What measurements depend on.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path, self._settings = path, json.loads(json.dumps(settings))
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["settings"] == self._settings]
+        self.results: dict[tuple[str, str], Any] = {(row["model"], row["what"]): row["result"] for row in rows}
+
+    def add(self, model: str, what: str, result: Any) -> None:
+        """Something that has been measured of a model."""
+        self.results[model, what] = result
+        if self._path is not None:
+            row = {"settings": self._settings, "model": model, "what": what, "result": result}
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")

@@ -13,7 +13,8 @@ the bounds between which the median of many more rounds lies, 19 times of 20:
 
 * ``resident_vs_plain``, ``host_vs_plain``: step time / that of plain Lightning; below 1 is faster.
 * ``device_vs_plain``, ``device_vs_resident``: what the lanes of a device cost.
-* ``traced_vs_host``, ``device_traced_vs_offload``: what recording costs.
+* ``traced_vs_host``, ``device_traced_vs_offload``: what recording costs; so small that machines drift by more. So the recorder's
+  functions are timed as well: ``recording_share`` is their share of a step, with a trace and without.
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
 * ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
 
@@ -24,13 +25,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import math
 import statistics
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ from scratch import scratch
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
 from lightning_hetero.ir.stalls import blame, op_of_block, stalls
 from lightning_hetero.ir.trace import Trace
+from lightning_hetero.runtime import recorder
+from lightning_hetero.runtime.lanes import EmulatedLanes
 
 PLANS = ("resident", "host", "disk", "device", "traced", "device_offload", "device_traced")
 OF = {"device": "resident", "traced": "host", "device_offload": "zero_offload", "device_traced": "zero_offload"}  # what they run
@@ -98,9 +103,38 @@ def plain(baton: Baton, args: argparse.Namespace, module_cls: type[GPT2]) -> Non
     fit(trainer, module_cls(args.size), batch=args.batch, length=args.seq)
 
 
+def time_recording() -> Callable[[], float]:
+    """Times all that the recorder does in this process; says how many seconds that have been."""
+    total_s, inside = 0.0, False
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal total_s, inside
+            if inside:
+                return function(*args, **kwargs)
+            inside, begin_s = True, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total_s, inside = total_s + time.perf_counter() - begin_s, False
+
+        return call
+
+    for owner, names in (
+        (recorder.Recorder, ("watch", "leave", "names", "end_step", "_follow")),
+        (EmulatedLanes, ("now",)),
+        (recorder, ("host_moment",)),
+    ):
+        for name in names:
+            setattr(owner, name, timed(getattr(owner, name)))
+    return lambda: total_s
+
+
 def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, Any]:
     """Lightning under a plan."""
     torch.manual_seed(0)
+    recording_s = time_recording()
     strategy = HeteroOffloadStrategy(
         plan=OF.get(plan, plan),
         device=EmulatedDevice(memory=args.device_memory) if plan.startswith("device") else None,
@@ -126,7 +160,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
     fit(trainer, GPT2(args.size), batch=args.batch, length=args.seq)
     if args.trace is not None:
         show_trace(strategy.trace, args.trace.with_stem(f"{args.trace.stem}-{plan}"), plan)
-    return {"report": strategy.memory_report()}
+    return {"report": strategy.memory_report(), "recording_s": recording_s() / trainer.global_step}
 
 
 def show_trace(trace: Trace, path: Path, plan: str) -> None:
@@ -260,7 +294,12 @@ def main() -> None:
     result = {
         "benchmark": "step",
         "model": args.model,
-        **evaluate(turns),
+        **(found := evaluate(turns)),
+        "recording_share": {
+            name: of_name["recording_s"] / found["seconds_per_step"][name]
+            for name, of_name in results.items()
+            if "recording_s" in of_name
+        },
         "parameters": num_params(args.size),
         "peak_rss_bytes": {name: of_name["peak_rss_bytes"] for name, of_name in results.items()},
         "batch": args.batch,

@@ -77,8 +77,9 @@ class Quantities:
         disk_write_bytes_per_s: BW_M2S, bytes/s.
         disk_duplex: Reads and writes overlap; the paper's disks are simplex, so that their times add.
         host_bytes: MEM, host memory left for activations, bytes.
-        boundary_bytes: A_interBlock, the inputs of all blocks, bytes.
+        boundary_bytes: A_interBlock, the inputs of all blocks that may swap, bytes.
         swapped_first_bytes: Bytes that are swapped before any layer is: 0 or ``boundary_bytes``.
+        kept_flop: FLOP of one forward of pinned blocks, which backward never repeats.
     """
 
     forward_flop: float
@@ -95,6 +96,12 @@ class Quantities:
     host_bytes: float
     boundary_bytes: float
     swapped_first_bytes: float = 0.0
+    kept_flop: float = 0.0
+
+    @property
+    def dropped_flop(self) -> float:
+        """F_r where nothing is swapped: FLOP of one forward of all that backward may have to repeat."""
+        return self.forward_flop - self.kept_flop
 
     def disk_s(self, read_bytes: float, written_bytes: float) -> float:
         """Seconds of reads and writes that share the disk, or overlap where it is duplex [inferred]."""
@@ -136,7 +143,7 @@ def quantities(
     trained = [b for b in shape.blocks if b.num_trainable_params]
     state = float(sum(b.state_bytes for b in shape.blocks))
     weights = float(sum(b.weight_bytes for b in shape.blocks))
-    boundary = float(sum(b.boundary_bytes for b in shape.blocks))
+    boundary = float(sum(b.boundary_bytes for b in shape.blocks if not b.pinned))
     return Quantities(
         forward_flop=sum(b.forward_flop for b in model.blocks),
         weight_bytes=weights,
@@ -152,6 +159,7 @@ def quantities(
         host_bytes=math.inf if shared else max(0.0, host_bytes),
         boundary_bytes=boundary,
         swapped_first_bytes=boundary if inter_block == "first" else 0.0,
+        kept_flop=sum(b.forward_flop for b in model.blocks if b.pinned),
     )
 
 
@@ -205,7 +213,7 @@ def offloading_benefit(flop: float, num_bytes: float) -> float:
 
 
 def swap_order(model: ModelProfile) -> tuple[Layer, ...]:
-    """All layers of a model, the greatest offloading benefit first.
+    """All layers of the blocks that may swap, which pinned ones may not; the greatest offloading benefit first.
 
     Equal ones come operator by operator, each of all blocks, as in the authors' code: so every block swaps about as much.
     """
@@ -213,7 +221,7 @@ def swap_order(model: ModelProfile) -> tuple[Layer, ...]:
         (-offloading_benefit(operator.flop, operator.bytes), place, index, operator)
         for index, block in enumerate(model.blocks)
         for place, operator in enumerate(block.operators)
-        if operator.bytes  # an output without bytes is neither kept nor swapped
+        if operator.bytes and not block.pinned  # an output without bytes is neither kept nor swapped
     ]
     return tuple(
         Layer(block=model.blocks[index].name, operator=operator.name, flop=operator.flop, num_bytes=operator.bytes)
@@ -226,7 +234,7 @@ def recomputed_flop(q: Quantities, layers: Sequence[Layer], swapped_bytes: float
 
     ``F - sum_{m<=i} FLOP_m - FLOP_{i+1} (A - sum_{n<=i} A_n) / A_{i+1}``. Source: eq. 7.
     """
-    left, rest = q.forward_flop, swapped_bytes - q.swapped_first_bytes
+    left, rest = q.dropped_flop, swapped_bytes - q.swapped_first_bytes
     for layer in layers:
         if rest <= 0:
             break
@@ -243,7 +251,7 @@ def _amounts(q: Quantities, layers: Sequence[Layer]) -> list[float]:
 def _points(q: Quantities, layers: Sequence[Layer]) -> list[tuple[float, float]]:
     """A and T_iter when the first 0, 1, 2, … layers are swapped."""
     spared = accumulate((layer.flop for layer in layers), initial=0.0)
-    return [(a, iteration_s(q, a, max(0.0, q.forward_flop - f))) for a, f in zip(_amounts(q, layers), spared, strict=True)]
+    return [(a, iteration_s(q, a, max(0.0, q.dropped_flop - f))) for a, f in zip(_amounts(q, layers), spared, strict=True)]
 
 
 def _least(q: Quantities, layers: Sequence[Layer]) -> int:
@@ -301,7 +309,7 @@ def relaxed(q: Quantities, layers: Sequence[Layer]) -> tuple[float, float]:
 
     least, most = _points(q, layers)[0][0], _points(q, layers)[-1][0]
     if not layers:
-        return least, iteration_s(q, least, q.forward_flop)
+        return least, iteration_s(q, least, q.dropped_flop)
     # Bytes and seconds in units in which everything is near 1: solvers' tolerances are absolute.
     size, span = max(most, 1.0), iteration_s(q, least, q.forward_flop)
     x, forward, backward = cp.Variable(len(layers)), cp.Variable(), cp.Variable()
@@ -324,7 +332,7 @@ def relaxed(q: Quantities, layers: Sequence[Layer]) -> tuple[float, float]:
         forward >= swapped * (size / q.download_bytes_per_s / span),
         forward >= disk(q.weight_bytes / size, spill),
         backward >= fixed_backward,
-        backward >= 3 * q.forward_flop / q.flop_per_s / span - spared,
+        backward >= (2 * q.forward_flop + q.dropped_flop) / q.flop_per_s / span - spared,
         backward >= (q.weight_bytes / size + swapped) * (size / q.upload_bytes_per_s / span),
         backward >= disk(q.read_bytes / size + spill, q.written_bytes / size),
     ]
@@ -469,6 +477,9 @@ def _swapping(placed: Plan, model: ModelProfile, q: Quantities, swap: Swap) -> P
 
     rows = []
     for block, row in reversed(list(zip(model.blocks, placed.blocks, strict=True))):
+        if block.pinned:
+            rows.append(row)
+            continue
         boundary = swapped(block.boundary_bytes) if block.boundary_bytes else Saved.KEEP
         operators = {o.name: swapped(o.bytes) for o in block.operators if (block.name, o.name) in chosen}
         rows.append(replace(row, saved=Saved.RECOMPUTE, boundary=boundary, operators=operators))

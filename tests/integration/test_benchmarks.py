@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from support.scripts import run_script
 
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.planners import PLANNERS
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 TINY_STEP = ["--model", "tiny", "--seq", "16", "--rounds", "1", "--steps", "1", "--io-blocks", "1", "--io-chunks", "1"]
@@ -110,7 +114,7 @@ def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path, monkeypatch: pytes
 
 def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    log_of, file = importlib.import_module("prediction").Log, tmp_path / "pairs.jsonl"
+    log_of, file = importlib.import_module("scratch").Log, tmp_path / "pairs.jsonl"
     log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "disk", {"error": 0.1})
     log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "host", {"error": 0.2})
     log_of(file, {"rounds": 4, "sizes": (1, 2)}).add("wide", "host", {"error": 0.3})
@@ -123,30 +127,49 @@ def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_p
 
 
 def test_ablation_simulates_and_measures_the_same_variants(tmp_path: Path) -> None:
-    small = ("--layers", "2", "--width", "64", "--seq", "16", "--steps", "1")
-    result, output = run("ablation.py", "--dir", tmp_path, "--experiments", "priority", *small, cwd=tmp_path)
+    directory, log = tmp_path / "disk", tmp_path / "log.jsonl"
+    directory.mkdir()
+    small = ("--layers", "2", "--compute-s", "0.05", "--steps", "1", "--continue", log)
+    result, output = run("ablation.py", "--dir", directory, "--only", "priority", *small, cwd=tmp_path)
     found = result["experiments"]["priority"]
-    assert found["same_bits"]
-    assert found["simulated_s"].keys() == found["measured_s"].keys() == {"without priority", "with priority"}
-    assert found["emulated"]["upload"] == pytest.approx(found["paper"]["upload"])
+    assert result["same_bits"]
+    assert (
+        found["simulated_s"].keys() == found["measured_s"].keys() == found["spread"].keys() == {"without priority", "with priority"}
+    )
+    assert found["rounds"] == 1
     assert [row["measured, emulated"] > 0 for row in found["rows"]] == [True, True]
     assert found["rows"][1]["simulated, paper's machine"] > 1  # the direction of the paper's effect
     assert "| with priority | 1.24 |" in output
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
+    again, _ = run("ablation.py", "--dir", directory, "--only", "priority", *small, cwd=tmp_path)
+    assert again == result  # nothing is measured twice
 
 
-def test_gpu_step_runs_on_an_emulated_device(tmp_path: Path) -> None:
+def test_gpu_step_trains_with_a_plan_that_was_made_elsewhere(tmp_path: Path) -> None:
     small = ("--model", "tiny", "--seq", "16", "--batch", "1", "--precision", "32-true", "--steps", "1", "--rounds", "1")
-    only = ("--cap", "256MiB", "--only", "zero_infinity", "fsdp2")
-    result, _ = run("gpu_step.py", "--device", "emulated", *small, *only, "--dir", tmp_path, cwd=tmp_path)
+    directory, log, profiles = tmp_path / "disk", tmp_path / "log.jsonl", tmp_path / "profiles"
+    directory.mkdir()
+    common = ("--device", "emulated", *small, "--cap", "256MiB", "--continue", log, "--dir", directory)
+    result, _ = run("gpu_step.py", *common, "--only", "zero_offload", "fsdp2", "--profiles", profiles, cwd=tmp_path)
     (at_cap,) = result["caps"]
     rows = at_cap["contestants"]
-    assert rows.keys() == {"zero_infinity", "fsdp2"}
+    assert rows.keys() == {"zero_offload", "fsdp2"}
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
-    assert 0 < rows["zero_infinity"]["device_peak_bytes"] <= at_cap["cap_bytes"]
-    assert rows["zero_infinity"]["prediction_error"] is not None
+    assert 0 < rows["zero_offload"]["device_peak_bytes"] <= at_cap["cap_bytes"]
+    assert rows["zero_offload"]["prediction_error"] is not None
     assert at_cap["peak_seconds_per_step"] is None
-    assert list(tmp_path.iterdir()) == []
+    model, machine = ModelProfile.load(profiles / "model.json"), HardwareProfile.load(profiles / "hardware-256MiB.json")
+    assert machine.device_memory_bytes == at_cap["cap_bytes"]
+    plan = tmp_path / "plan.json"
+    plan.write_text(PLANNERS["zero_infinity"](model, machine).to_json())
+    result, _ = run("gpu_step.py", *common, "--only", "auto", "fsdp2", "--plan", plan, cwd=tmp_path)
+    (again,) = result["caps"]
+    assert again["contestants"]["fsdp2"] == rows["fsdp2"]  # the log has it
+    assert again["contestants"]["auto"]["prediction_error"] is not None
+    assert again["auto_vs_fsdp2"] > 0
+    assert result["bars"]["auto_vs_fsdp2"]["reached"] == (again["auto_vs_fsdp2"] >= 1.5)
+    assert result["bars"]["overhead"] == {"bar": 1.02, "value": None, "reached": None}
+    assert list(directory.iterdir()) == []
 
 
 def test_virtual_cluster_measures_each_plan_beside_its_prediction(tmp_path: Path) -> None:

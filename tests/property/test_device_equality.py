@@ -9,37 +9,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.device_plans import device_plans
 from support.models import Recipe, assert_same, run
 from support.properties import examples
 from support.recipes import RECIPES
 
-from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
-from lightning_hetero.ir.plan import Saved, UpdateOrder
+from lightning_hetero import EmulatedDevice, Plan
+from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations import block
 from lightning_hetero.strategies import HeteroOffloadStrategy
-
-
-@st.composite
-def device_plans(draw: st.DrawFn) -> Plan:
-    """A plan by patterns, so that it fits any model."""
-    rows = []
-    for name in ("model.blocks.0", "model.blocks.*", "*"):
-        weights, state = draw(st.sampled_from([*Tier])), draw(st.sampled_from([*Tier]))
-        on_cpu = state is not Tier.DEVICE and (Tier.DISK in (weights, state) or draw(st.booleans()))
-        if not on_cpu and weights is Tier.DISK:
-            weights = Tier.HOST
-        saved = draw(st.sampled_from([*Saved]))
-        boundary = draw(st.sampled_from([Saved.KEEP, Saved.SWAP_HOST, Saved.SWAP_DISK]))
-        lane = UpdateLane.CPU if on_cpu else UpdateLane.DEVICE
-        rows.append(BlockPlan(name=name, weights=weights, state=state, update=lane, saved=saved, boundary=boundary))
-    return Plan(
-        name="random",
-        blocks=tuple(rows),
-        prefetch_depth=draw(st.integers(1, 3)),
-        gradient_depth=draw(st.integers(1, 4)),
-        priority=draw(st.booleans()),
-        update_order=draw(st.sampled_from([*UpdateOrder])),
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -6,18 +6,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.lanes import MEMORY_BYTES, PATIENCE_S, FakeTicket, LanesContract, Program, doing, nothing, op
+from support.machines import ROOMY
 
 from lightning_hetero import _native
+from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, emulated
 from lightning_hetero.runtime.lanes.memory import Arena
+from lightning_hetero.strategies.machine import emulated as emulated_machine
 
 HOST = torch.device("cpu")
 
@@ -194,6 +198,56 @@ def test_bytes_cross_the_link_in_the_hosts_dtype(monkeypatch: pytest.MonkeyPatch
     lanes.submit(op(1, Lane.D2H), doing(lambda: lanes.copy(host, device)), []).wait()
     lanes.close()
     assert carried == [40, 40]
+
+
+def test_updates_take_the_time_of_their_state_once_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ready:
+        def poll(self) -> int:
+            return READY if waited else 0
+
+        def wait(self, what: int, timeout: float | None = None) -> None:
+            waited.append(what)
+
+    waited: list[int] = []
+    carried: list[tuple[Lane, int]] = []
+    device = EmulatedDevice(memory=MEMORY_BYTES, cpu_update_bytes_per_s=1e9, device_update_bytes_per_s=1e9)
+    lanes = EmulatedLanes(device)
+    for lane, link in lanes._updates.items():
+        monkeypatch.setattr(link, "carry", lambda num_bytes, lane=lane: carried.append((lane, num_bytes * len(waited))))
+    update = replace(op(0, Lane.CPU), kind=OpKind.UPDATE, num_bytes=80)
+    lanes.submit(update, lambda: [Ready()], []).wait()
+    lanes.submit(replace(update, id=1, lane=Lane.COMPUTE, num_bytes=40), lambda: (), []).wait()
+    lanes.submit(replace(update, id=2, kind=OpKind.COMMIT), lambda: (), []).wait()  # no update
+    lanes.close()
+    assert carried == [(Lane.CPU, 80), (Lane.COMPUTE, 40)]
+    assert not EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES))._updates
+
+
+@pytest.mark.parametrize("rate", ["cpu_update_bytes_per_s", "device_update_bytes_per_s", "disk_bytes_per_s", "h2d_bytes_per_s"])
+def test_rates_are_positive(rate: str) -> None:
+    with pytest.raises(ConfigError, match=rate):
+        EmulatedDevice(memory=MEMORY_BYTES, **{rate: 0.0})
+
+
+def test_what_is_taken_and_what_torch_allocates_make_the_peak() -> None:
+    arena = Arena(4096, torch.device("cpu"), poison=False)
+    memory = arena.take(1000, "weights")
+    arena.reserve(700, "activations")
+    arena.give(memory)
+    arena.unreserve(700)
+    arena.take(512, "weights")
+    assert arena.peak_bytes == 1024 + 700
+
+
+def test_planners_know_the_rates_that_are_set() -> None:
+    host = replace(ROOMY, shared_memory=True, disk_duplex=False)
+    plain = emulated_machine(host, EmulatedDevice(memory="1MiB", compute_slowdown=2.0))
+    assert (plain.cpu_update_params_per_s, plain.disk_read_bytes_per_s, plain.disk_duplex) == (1e9, 2e9, False)
+    assert plain.device_update_params_per_s == 1e9 / 2
+    device = EmulatedDevice(memory="1MiB", cpu_update_bytes_per_s=8e6, device_update_bytes_per_s=8e7, disk_bytes_per_s=5e6)
+    found = emulated_machine(host, device)
+    assert (found.cpu_update_params_per_s, found.device_update_params_per_s) == (1e6, 1e7)
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s, found.disk_duplex) == (5e6, 5e6, True)
 
 
 def test_compute_takes_as_many_times_as_long_as_asked_for() -> None:

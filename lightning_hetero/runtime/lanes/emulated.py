@@ -152,6 +152,7 @@ class EmulatedLanes(QueuedLanes):
         if update is not None:
             for ticket in tickets:
                 queued.passes(ticket, READY)
+            update.end()
             update.carry(op.num_bytes)
         if link is not None:
             link.end()
