@@ -110,12 +110,15 @@ def profile(
     path: Annotated[Path | None, typer.Option(metavar="DIR", help="A directory on the disk to measure.  [default: .]")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the hardware profile here.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew instead of reading what was measured before.")] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Where training computes: cpu or cuda.  [default: a GPU where there is one]")
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Measures this machine. Links, disk, update kernels, memory, and how much they slow each other."""
     from lightning_hetero.cli import profile as command
 
-    command.run(path, out=out, refresh=refresh, as_json=as_json)
+    command.run(path, out=out, refresh=refresh, device=device, as_json=as_json)
 
 
 @app.command()

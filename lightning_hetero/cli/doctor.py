@@ -179,14 +179,29 @@ def _torch(report: Report) -> None:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
+    report.facts["device"] = _device(report, torch)
+
+
+def _device(report: Report, torch: Any) -> dict[str, Any]:
+    """The accelerator: its memory, and the rates of its link where `profile` has measured them."""
+    from lightning_hetero.profiling.hardware import known
+
     device = torch.accelerator.current_accelerator(check_available=True)
-    facts: dict[str, Any] = {"kind": "cpu" if device is None else device.type}
-    if device is not None and device.type == "cuda":
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        facts |= {"count": len(found), "name": found[0].name, "memory_bytes": found[0].total_memory}
-    report.facts["device"] = facts
-    if device is not None:
-        report.notes.append(f"There is a {device.type} device; this version plans for such devices and computes on the CPU.")
+    if device is None:
+        return {"kind": "cpu"}
+    facts: dict[str, Any] = {"kind": device.type, "count": torch.accelerator.device_count()}
+    if device.type != "cuda":
+        report.notes.append(f"There is a {device.type} device; training computes on CUDA and ROCm GPUs, and else on the CPU.")
+        return facts
+    free, total = torch.accelerator.get_memory_info(device)
+    facts |= {"name": torch.cuda.get_device_properties(device).name, "memory_bytes": total, "free_bytes": free}
+    measured = known(None, device=device.type)
+    for key, name in (("host_to_device", "link_h2d_bytes_per_s"), ("device_to_host", "link_d2h_bytes_per_s")):
+        rate = None if measured is None else getattr(measured, name)
+        facts[key] = "not measured: run `lightning-hetero profile`" if rate is None else f"{format_bytes(rate)}/s"
+    if facts["count"] > 1:
+        report.notes.append('hetero_offload computes on one GPU; for several there is strategy="hetero_parallel".')
+    return facts
 
 
 def _disk(report: Report, path: Path) -> None:

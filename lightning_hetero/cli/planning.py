@@ -140,7 +140,9 @@ def run_one(
 ) -> Outcome:
     """Runs one planner. Only what the request cannot have is an outcome; anything else is a fault and goes up."""
     if name == DEFAULT:
-        import cvxpy  # noqa: F401  its solver takes a second to load, once, which is none of planning
+        from lightning_hetero.planners.relaxation import load_solver
+
+        load_solver()
     start = time.perf_counter()
     try:
         plan = planner(model, hardware, **options)

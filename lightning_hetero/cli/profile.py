@@ -10,23 +10,24 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.units import format_bytes
 
 
-def run(path: Path | None, *, out: Path | None, refresh: bool, as_json: bool) -> None:
+def run(path: Path | None, *, out: Path | None, refresh: bool, device: str | None, as_json: bool) -> None:
     """Measures, prints, and writes the profile to ``out``.
 
     Args:
         path: A directory on the disk to measure; ``None``: the working directory, if it can be a disk tier.
         out: Where the profile goes beside the cache.
         refresh: Measure even if this machine was measured before.
+        device: ``"cpu"`` or the kind of an accelerator; ``None``: the accelerator where there is one.
         as_json: Print the profile's JSON.
 
     Raises:
-        ConfigError: ``path`` is no directory, or ``out`` cannot be written.
+        ConfigError: ``path`` is no directory, there is no such device, or ``out`` cannot be written.
         StoreError: The disk failed.
     """
     from lightning_hetero.profiling.hardware import measure
 
     with working("measuring this machine"):
-        profile = measure(path=path, refresh=refresh)
+        profile = measure(path=path, refresh=refresh, device=device)
     if out is not None:
         write_text(out, profile.to_json())
     if as_json:

@@ -76,7 +76,7 @@ class SharedBatches(Sampler[list[int]]):
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(seconds))]
         self._taken: deque[Taken] = deque()
         self._begin = 0  # the first global batch of the next epoch that is handed out
-        self.shares  # noqa: B018  refuses what cannot be cut
+        cut(batch, seconds, least=1)  # refuses what cannot be cut
 
     @property
     def seconds(self) -> tuple[float, ...]:

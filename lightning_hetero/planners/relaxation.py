@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,15 @@ class _Extra(IntEnum):
 
 _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
+
+
+def load_solver() -> None:
+    """Imports the solver, which takes a second, once: no part of the time that planning takes.
+
+    Raises:
+        ImportError: cvxpy is not installed.
+    """
+    import_module("cvxpy")
 
 
 def _sparse(matrix: Matrix) -> Any:

@@ -84,6 +84,11 @@ def measure(
     return with_capacities(known, machine)
 
 
+def known(path: str | Path | None = None, *, device: str | None = None) -> HardwareProfile | None:
+    """What was measured earlier of this machine, with the same arguments to :func:`measure`; ``None`` if nothing was."""
+    return _known(Machine.of(path, device=device, update_threads=None))
+
+
 def _known(machine: Machine) -> HardwareProfile | None:
     profile = cache.load(machine.fingerprint())
     without_disk = profile is not None and profile.disk_read_bytes_per_s == 0

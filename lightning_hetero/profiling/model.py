@@ -47,7 +47,10 @@ class BatchProfiler:
         device = session.executor if isinstance(session.executor, DeviceExecutor) else None
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
         self._recorder = OperatorRecorder(addresses, self._now) if operators else None
-        self._heap_bytes: Callable[[], int] = heap_meter()
+        # Where compute is a stream, the host waits for an event of it before it reads the clock.
+        self._settle: Callable[[], object] = float if device is None else device.lanes.settle
+        apart = device is not None and device.lanes.device.type != "cpu"
+        self._heap_bytes: Callable[[], int] = device.lanes.allocated_bytes if apart and device is not None else heap_meter()
         self._timeline = Timeline(self._mark, self._note_inputs)
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -62,6 +65,7 @@ class BatchProfiler:
         self._executor.rest()
         self._executor.serial = self._recorder is None
         self._executor.watcher = self._timeline
+        self._session.recorder.settle = self._settle
         if self._recorder is not None:
             for block in self._session.blocks:
                 for param in block.params():
@@ -90,6 +94,7 @@ class BatchProfiler:
             stretches.append(Stretch(phase=Phase.BACKWARD, block=None, begin=self._left, end=self._mark()))
         self._executor.serial = False
         self._executor.watcher = None
+        self._session.recorder.settle = float
         for handle in self._handles:
             handle.remove()
         recorder, saved = self._recorder, self._saved
@@ -123,6 +128,7 @@ class BatchProfiler:
         self._left = self._mark()
 
     def _now(self) -> float:
+        self._settle()
         return time.monotonic() - self._waited_s() - self._looking_s
 
     def _waited_s(self) -> float:
@@ -150,6 +156,7 @@ def model_profile(
     *,
     compute_itemsize: int,
     constant_host_bytes: int,
+    constant_device_bytes: int = 0,
 ) -> ModelProfile:
     """Puts together what some batches have shown.
 
@@ -159,6 +166,7 @@ def model_profile(
         timed: Later batches without, whose seconds count, scaled to that number; none: seconds are those of the recorded one.
         compute_itemsize: Bytes of one weight.
         constant_host_bytes: Host memory that no plan changes.
+        constant_device_bytes: The same of a device with memory of its own.
     """
     clocks = tuple(timed) or (recorded,)
 
@@ -189,7 +197,7 @@ def model_profile(
         name=model.name,
         tokens=recorded.tokens,
         compute_itemsize=compute_itemsize,
-        constant_device_bytes=0,
+        constant_device_bytes=constant_device_bytes,
         constant_host_bytes=constant_host_bytes,
         blocks=tuple(rows),
     )

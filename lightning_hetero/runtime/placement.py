@@ -16,10 +16,12 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
-from lightning_hetero.lowering.needs import Constant, total_bytes
+from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placement import placements
+from lightning_hetero.lowering.refusals import device_too_small
 from lightning_hetero.optim import adam
-from lightning_hetero.runtime.lanes import EmulatedDevice
+from lightning_hetero.runtime.lanes import Device
+from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.capacity import available_memory_bytes
@@ -47,7 +49,7 @@ class SessionOptions:
     block_cls: BlockCls | None = None
     host_memory: int | None = None
     device_memory: int | None = None
-    device: EmulatedDevice | None = None  # with memory of its own; None: the device is the host
+    device: Device | None = None  # with memory of its own; None: the device is the host
     disk_path: Path | None = None
     disk_capacity: int | None = None
     allow_tmpfs: bool = False
@@ -97,6 +99,7 @@ class Placement:
         by: The rule of each optimizer, in their order.
         cache_bytes: Host memory for weights that live on disk.
         device_cache_bytes: Device memory for weights that live below a device with memory of its own.
+        arena_bytes: Device memory that is set aside for weights and state, where it is.
         staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
         activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
@@ -112,6 +115,7 @@ class Placement:
     by: tuple[Rule, ...]
     cache_bytes: int
     device_cache_bytes: int
+    arena_bytes: int
     staging_bytes: int
     activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
@@ -234,6 +238,9 @@ class Placer:
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=self.device_memory,
         )  # fmt: skip
+        arena_bytes = 0
+        if self._options.device is not None and self._options.device.partitioned:
+            room, arena_bytes = self._partitioned(plan, needs, room)
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
         self._check_schedule(plan, room, rules)
@@ -244,6 +251,7 @@ class Placer:
             by=by,
             cache_bytes=room.host_cache_bytes,
             device_cache_bytes=room.device_cache_bytes or 0,
+            arena_bytes=arena_bytes,
             staging_bytes=room.staging_bytes,
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
@@ -319,6 +327,36 @@ class Placer:
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
         )  # fmt: skip
+
+    def _partitioned(self, plan: Plan, needs: Needs, room: Rooms) -> tuple[Rooms, int]:
+        """Shares a device out whose memory for weights and state is set aside, beside what torch allocates.
+
+        Returns:
+            The rooms, with a smaller cache if need be, and what is set aside.
+
+        Raises:
+            OutOfMemoryBudgetError: It is too small for both.
+        """
+        assert self.device_memory is not None
+        assert room.device_cache_bytes is not None
+        placed = placements(plan, self.model, device=True)
+        native = {block.index for block in self._blocks if any(native_state(part, self.owners) for part in block.parts)}
+        ours = sum(p.shape.state_bytes for i, p in enumerate(placed) if p.plan.state is Tier.DEVICE and i in native)
+        moving = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
+        rows = dict(needs.device)
+        rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
+        if not rows[Purpose.ACTIVATIONS]:  # then state takes their place at the moment that needs most, but cannot have it
+            rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
+        rows[Purpose.MOVING] = moving
+        least = max((*needs.device_caches, 0)) if plan.device_cache_bytes is None else room.device_cache_bytes
+        cache = min(room.device_cache_bytes, self.device_memory - total_bytes(rows))
+        if cache < least:
+            rows[Purpose.CACHE] = least
+            raise device_too_small(plan.name, rows, device_memory=self.device_memory, profiled=self._profile is not None)
+        set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # an optimizer's own code makes its state of torch's memory
+        # First fit leaves gaps between blocks of different sizes.
+        spare = min(max((*needs.device_caches, 0)), self.device_memory - total_bytes(rows) - cache)
+        return replace(room, device_cache_bytes=cache), set_aside + spare
 
     @property
     def device_memory(self) -> int | None:

@@ -65,6 +65,7 @@ class Recorder:
     Attributes:
         waited_s: Seconds that compute has spent in the runtime, issuing and waiting, since the start; counted even while disabled.
         now: What knows the moment that compute has come to; takes a name for profilers.
+        settle: Called before a wait begins: there a profiler lets compute catch up with the host, so that it counts as no wait.
         after: What the op that is being issued waits for, by name; set by who issues it.
         needs: The same for compute at the anchor where it is.
     """
@@ -74,6 +75,7 @@ class Recorder:
         self.step = 0
         self.waited_s = 0.0
         self.now: Callable[[str], Moment] = host_moment
+        self.settle: Callable[[], object] = float
         self.after: tuple[str, ...] = ()
         self.needs: tuple[str, ...] = ()
         self._blocks: tuple[str, ...] = ()
@@ -87,6 +89,7 @@ class Recorder:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """A wait on the compute lane for the time that compute spends issuing and waiting at an anchor."""
+        self.settle()
         start_s = time.monotonic()
         begin = self.now("") if self.enabled else None
         try:

@@ -144,8 +144,6 @@ class Session(Budgets):
             self.executor.may_defer = placement.may_defer
             self.executor.rest()
             self.executor.move_in()
-            for buffer in self.root.buffers():
-                buffer.data = buffer.data.to(self.executor.lanes.device)
         self._handles = observe(self.blocks, self.executor)
         self._started = True
         self._announce(placement)
@@ -176,6 +174,8 @@ class Session(Budgets):
             self.store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
             self.executor.release(block)  # cached weights come back when they are used
+        if isinstance(self.executor, DeviceExecutor) and placement.arena_bytes:
+            self.executor.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
         for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # what gives memory back goes first
             move_block(self.executor, block, placed, placement.geometries, self._settled)
@@ -287,6 +287,8 @@ class Session(Budgets):
         if self._final_report:
             return self._final_report
         report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
+        if isinstance(self.executor, DeviceExecutor):
+            report["device_peak_bytes"] = self.executor.lanes.peak_bytes()
         if self.store is not None:
             stats = self.store.stats()
             report |= {

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
+
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
@@ -32,6 +34,7 @@ from lightning_hetero.planners.speculation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
 from lightning_hetero.profiling.timeline import heap_size
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
@@ -43,6 +46,7 @@ _WINDOW = 5
 _PATIENCE = 16  # steps after a plan before a drift of time or budget calls for another one
 _ATTEMPTS = 4
 _LEAST_S = 0.02  # a difference per step that no planning is worth
+_UNKNOWN_SHORT = 32  # of the device's memory, where nobody says how much was missing
 _LEAST_SHORT = 4096  # bytes by which a device that is too small is taken to be smaller
 _SPARE = 0.9  # of the memory that the machine has free, this much is planned with
 
@@ -122,7 +126,7 @@ class Autoplan:
         self.planned_s = self.moved_s = 0.0
         self._recorded: Observed | None = None
         self._timed: list[Observed] = []
-        self._constant_bytes = 0
+        self._constant_bytes = self._constant_device_bytes = 0
         self._heap_bytes = 0  # before the first batch
         self._budget_bytes = 0
         self._short_bytes = 0  # of device memory: what batches needed beyond what plans left them
@@ -195,6 +199,8 @@ class Autoplan:
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
                 self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
+                executor = session.executor
+                self._constant_device_bytes = executor.lanes.allocated_bytes() if isinstance(executor, DeviceExecutor) else 0
             self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)
             self.profiler.start()
         return made
@@ -221,11 +227,17 @@ class Autoplan:
             self.profiler.stop()
             self.profiler = None
 
-    def demoted(self, error: BaseException) -> None:
-        """The device's memory was too small for the batch under way: plans keep clear of as much from now on."""
+    def demoted(self, error: BaseException, memory_bytes: int) -> None:
+        """The device's memory was too small for the batch under way: plans keep clear of as much from now on.
+
+        Args:
+            error: What was raised; that of torch's allocator does not say how much was missing.
+            memory_bytes: The device's memory.
+        """
         self.abandon_batch()
+        unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
         short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
-        self._short_bytes += max(_LEAST_SHORT, short)
+        self._short_bytes += max(_LEAST_SHORT, short, unknown)
 
     def after_step(self, session: Session, seconds: float) -> None:
         """An optimizer step has taken ``seconds`` of its batches."""
@@ -309,6 +321,7 @@ class Autoplan:
             self._recorded,
             self._timed,
             compute_itemsize=4 if 2 * wide >= sum(p.num_elements for p in parts) else 2,
+            constant_device_bytes=self._constant_device_bytes,
             constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )
         return replace(profile, kept_every=session.executor.model.kept_every)

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from lightning_hetero import callbacks
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import ModelWeights, Weights
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.device.executor import DeviceExecutor
-from lightning_hetero.runtime.lanes import EmulatedDevice
+from lightning_hetero.runtime.lanes import Device, EmulatedDevice
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.placement import SessionOptions, StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.options import EngineOptions
@@ -28,6 +30,7 @@ from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.choices import check_keeping, count, drift, one_of, planner, planner_name, steps
+from lightning_hetero.strategies.devices import chosen, move_rest, optimizers_to_host
 from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.reports import Reports
@@ -58,7 +61,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
             block to where the plan puts it; or several, by the name of the module that each is for, such as ``{"model": path}``.
         host_memory: Host memory for weights, gradients, optimizer state and staging, such as ``"16GiB"``; activations come on top.
             Default: what is free, at most what a control group leaves; it holds activations too, once a batch has been profiled.
-        device_memory: The same for the device tier.
+        device_memory: Memory of the GPU, or of the emulated device, for all of training. Default: what is free there.
         device: An emulated device with memory of its own, to try plans for accelerators without one.
         disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
         disk_capacity: Most bytes on disk.
@@ -137,6 +140,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
         )
         check_keeping(options, link_checkpoints=link_checkpoints)
         super().__init__(options, autoplan, "cpu", accelerator, checkpoint_io, precision_plugin)
+        self._device = device
         self._verify = steps("verify", verify)
         self._weights = weights
         self._link_checkpoints = link_checkpoints
@@ -145,24 +149,29 @@ class HeteroOffload(Steps, Checkpoints, Reports):
     # ---- setup ------------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Refuses what this version does not do: other accelerators, several processes."""
+        """Finds the device that the fit computes on; refuses what there are no lanes for, and several of them."""
         module = self.lightning_module
         assert module is not None
-        trainer = module.trainer
-        cpu = importlib.import_module(f"{self.namespace}.accelerators").CPUAccelerator
-        if not isinstance(self.accelerator, cpu):
-            raise UnsupportedError(
-                f"strategy {self.strategy_name!r} got accelerator {type(self.accelerator).__name__}; this version computes on "
-                f'the CPU. Pass Trainer(accelerator="cpu").'
-            )
-        devices = len(trainer._accelerator_connector._parallel_devices)
-        nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
-        if devices > 1 or nodes > 1:
-            raise UnsupportedError(
-                f"strategy {self.strategy_name!r} got devices={devices}, num_nodes={nodes}; this version runs in one process. "
-                f"Pass devices=1, num_nodes=1."
-            )
+        self._root_device = chosen(module.trainer, self.accelerator, self.strategy_name)
         super().setup_environment()
+        device: Device | None = self._device
+        if self._root_device.type != "cpu":
+            if device is not None:
+                raise ConfigError(
+                    f"device={device!r} is an emulated device, made of the host's memory, but the Trainer computes on "
+                    f'{self._root_device}. Pass accelerator="cpu", or leave device out.'
+                )
+            device = CudaDevice.of(self._root_device, self.options.device_memory)
+            self._root_device = device.device
+            if self._verify:
+                raise UnsupportedError(
+                    f"verify={self._verify} repeats steps on the CPU, whose bits are others than those of {self._root_device}. "
+                    f'Verify with accelerator="cpu"; a device=EmulatedDevice(...) runs the same plans there.'
+                )
+        plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=device is not None)
+        self.options = replace(self.options, device=device, plans=plans)
+        if self.session is not None:
+            self.session.options = self.options
 
     def setup(self, trainer: Any) -> None:
         """Places the model; in ``fit`` the optimizers are made between its reserved memory and its files."""
@@ -202,6 +211,8 @@ class HeteroOffload(Steps, Checkpoints, Reports):
             self._state.attach(self._batch_ends)
         if resuming and self._resumed is not None:
             load_buffers(self.lightning_module, self._resumed["buffers"])
+        if self.root_device.type != "cpu":
+            move_rest(self.lightning_module, self.root_device, self.namespace)
         if rules.speculates:
             self._verdicts = Verdicts(self.precision_plugin, self._running)
         self._imported = weakref.ref(self.lightning_module)
@@ -228,7 +239,7 @@ class HeteroOffload(Steps, Checkpoints, Reports):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block."""
-        device = torch.device("meta") if empty_init else self.root_device
+        device = torch.device("meta" if empty_init else "cpu")  # what the plan puts on another device goes there in `setup`
         with device, self.precision_plugin.tensor_init_context():
             yield
 
@@ -263,6 +274,9 @@ class HeteroOffload(Steps, Checkpoints, Reports):
                 self.session.abandon()
             if not parked:
                 self._forget_session()
+        if self.root_device.type != "cpu" and self.lightning_module is not None:
+            move_rest(self.lightning_module, torch.device("cpu"), self.namespace)
+            optimizers_to_host(self.optimizers)
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()

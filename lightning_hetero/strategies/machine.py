@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.units import format_bytes
@@ -42,12 +45,15 @@ class Machine:
         if found is None:
             file = os.environ.get(ENVIRONMENT)
             found = HardwareProfile.load(file) if file else _measured(session)
-        if session.options.device is not None:
-            return emulated(found, session.options.device) if found.shared_memory else found
-        if not found.shared_memory:
+        device = session.options.device
+        if isinstance(device, EmulatedDevice):
+            return emulated(found, device) if found.shared_memory else found
+        if found.shared_memory != (device is None):
+            where = "the CPU" if device is None else str(device.device)
+            own = "the host's own CPU as device" if found.shared_memory else "a device with memory of its own"
             raise ConfigError(
-                f"hardware_profile {found.name!r} describes a device with memory of its own; this version computes on the CPU. "
-                f"Pass a profile with shared_memory true, such as the one that `lightning-hetero profile` measures here."
+                f"hardware_profile {found.name!r} describes {own}, but training computes on {where}. Pass the profile that "
+                f"`lightning-hetero profile` measures on this machine{' with --device cpu' if device is None else ''}, or none."
             )
         return found
 
@@ -87,12 +93,20 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
 
 
 def _measured(session: Session) -> HardwareProfile:
+    device, executor = session.options.device, session.executor
+    on_device = device is not None and device.partitioned
+    options: dict[str, Any] = {"device": device.device.type if device is not None else "cpu"}
+    options["update_threads"] = session.options.engine.threads()
+    with executor.cleared() if on_device and isinstance(executor, DeviceExecutor) else nullcontext():
+        return _of_disk(session, options)
+
+
+def _of_disk(session: Session, options: dict[str, Any]) -> HardwareProfile:
     from lightning_hetero.profiling import hardware
 
-    threads = session.options.engine.threads()
     try:
-        return hardware.measure(session.disk_root(), device="cpu", update_threads=threads)
+        return hardware.measure(session.disk_root(), **options)
     except ConfigError as error:  # a file system in memory, for instance: it is no tier then
         log.info("planning without a disk: %s", error)
-        found = hardware.measure(None, device="cpu", update_threads=threads)
+        found = hardware.measure(None, **options)
         return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)

@@ -119,7 +119,7 @@ class Steps(Core):
 
     def _abandon_profile(self, error: BaseException) -> None:
         if self.autoplan is not None:
-            self.autoplan.demoted(error)
+            self.autoplan.demoted(error, (self.session.device_memory if self.session is not None else None) or 0)
 
     def take_step_seconds(self) -> float | None:
         """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""

@@ -533,16 +533,15 @@ def refused_in(root: Path, error: type[Exception], words: list[str], **options: 
     assert tree(root) == {}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("cuda", "CUDAAccelerator"), ("mps", "MPSAccelerator")])
-def test_an_accelerator_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
-    from lightning.pytorch import accelerators
+def test_an_accelerator_without_lanes_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.accelerators import MPSAccelerator as accelerator
 
-    accelerator = getattr(accelerators, kind)
     monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(accelerator, "auto_device_count", staticmethod(lambda: 1))
     monkeypatch.setattr(accelerator, "parse_devices", staticmethod(lambda devices: [0]))
-    monkeypatch.setattr(accelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device(name, 0)]))
-    refused_in(root, UnsupportedError, [kind, "computes on the CPU", 'accelerator="cpu"'], accelerator=name, devices=1)
+    monkeypatch.setattr(accelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("mps", 0)]))
+    words = ["MPSAccelerator", "CUDA or ROCm GPU", 'accelerator="cpu"', 'accelerator="cuda"']
+    refused_in(root, UnsupportedError, words, accelerator="mps", devices=1)
 
 
 def test_lbfgs_is_refused(root: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from support.lanes import MEMORY_BYTES, PATIENCE_S, LanesContract, Program, doing, op
 from support.streams import FakeCuda
 
+from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.pinned import PageLocker
@@ -198,6 +199,51 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
     assert first() == at_s
 
 
+def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake: FakeCuda) -> None:
+    taken = lanes.memory().take(512, "weights")
+    with pytest.raises(AssertionError, match="gives it back before"):
+        lanes.resize(4096)
+    lanes.memory().give(taken)
+    lanes.resize(4096)
+    assert lanes.memory().capacity_bytes == 4096
+    assert lanes.peak_bytes() == 512
+    source, target = torch.ones(4096, dtype=torch.uint8), lanes.memory().take(4096, "weights")
+    lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(target, source)), []).wait()
+    assert target.eq(1).all()
+    with pytest.raises(DeviceMemoryError):
+        lanes.memory().take(1, "more")
+
+
+def test_a_device_without_so_much_in_one_piece_says_what_was_to_be_set_aside(
+    lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def full(size: int, **options: Any) -> Any:
+        if size < 8 << 20:
+            return empty(size, **options)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(OutOfMemoryBudgetError, match=r"8.0 MiB of device memory are to be set aside.*device_memory") as refusal:
+        lanes.resize(8 << 20)
+    assert (refusal.value.tier, refusal.value.needed_bytes) == ("device", 8 << 20)
+
+
+def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> None:
+    gate = held(fake.streams[1])
+    source, back, seen = torch.ones(8), torch.zeros(8), list[bool]()
+
+    def run() -> None:
+        lanes.copy(back, source)
+        gate.set()
+        lanes.catch_up()
+        seen.append(bool(back.eq(1).all()))
+
+    lanes.submit(op(0, Lane.D2H), doing(run), []).wait()
+    assert seen == [True]
+
+
 # ---- page-locked memory ------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +267,15 @@ def test_memory_of_others_is_registered_until_the_end(fake: FakeCuda) -> None:
     assert fake.registered == {memory.data_ptr(): 4096}
     lanes.close()
     assert not fake.registered
+
+
+def test_memory_whose_pages_shall_go_is_not_registered_any_more(lanes: CudaLanes, fake: FakeCuda) -> None:
+    first, second = torch.empty(4096, dtype=torch.uint8), torch.empty(8192, dtype=torch.uint8)
+    lanes.page_lock(first)
+    lanes.page_lock(second)
+    for _ in range(2):
+        lanes.page_unlock(first)
+        assert fake.registered == {second.data_ptr(): 8192}
 
 
 def test_refused_memory_stays_pageable_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,8 @@ use brings its weights, and each block's update follows the verdict. The next ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -513,6 +514,29 @@ class DeviceExecutor(Executor):
                     move = self.side.updates.keep if block.plan.state is Tier.DEVICE else self.side.updates.borrow
                     move(part)
 
+    def set_aside(self, num_bytes: int) -> None:
+        """Another plan needs other memory for weights and state: everything leaves the device, while the executor rests.
+
+        Raises:
+            OutOfMemoryBudgetError: The device has not so much free.
+        """
+        if num_bytes != self.lanes.memory().capacity_bytes:
+            for block in self.blocks:
+                self.leave(block)
+            self.lanes.resize(num_bytes)
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Between two batches: inside, nothing of the model is on the device, and its memory is free for others."""
+        self.rest()
+        num_bytes = self.lanes.memory().capacity_bytes
+        self.set_aside(0)
+        try:
+            yield
+        finally:
+            self.set_aside(num_bytes)
+            self.move_in()
+
     def leave(self, block: Block) -> None:
         """Brings a block's weights and state back into the engine's memory; nothing of it is under way."""
         self._inside.discard(block.index)
@@ -531,8 +555,11 @@ class DeviceExecutor(Executor):
         self.move_in()
 
     def stop(self) -> None:
-        """As for :class:`Executor`; the lanes end."""
+        """As for :class:`Executor`; the lanes end, and the device's memory is free for others if everything has left it."""
         self.activations.close()
+        if not self.lanes.memory().used_bytes:
+            with suppress(RuntimeError):  # a device that has failed
+                self.lanes.resize(0)
         self.lanes.close()
 
 

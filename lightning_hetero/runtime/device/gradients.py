@@ -213,8 +213,7 @@ class HostGradients:
         values = [_run(part, held.index, passing.view(dtype)) for held, _ in rows]
         for value, (_, grad) in zip(values, rows, strict=True):
             self._lanes.copy(value, grad)
-        if self._lanes.device.type != "cpu":
-            torch.accelerator.current_stream(self._lanes.device).synchronize()  # it is the host that adds
+        self._lanes.catch_up()  # it is the host that adds
         for value, (held, _) in zip(values, rows, strict=True):
             assert held.buffer is not None
             _run(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)

@@ -30,6 +30,7 @@ from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event, Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
 from lightning_hetero.store.geometry import versions
+from lightning_hetero.store.mirrors import STATE, spans
 from lightning_hetero.store.tiers import TierStore
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
@@ -85,6 +86,7 @@ class DeviceUpdates:
     def borrow(self, part: Part) -> None:
         """The part's state lives on the host and is updated on the device."""
         self._store.barrier(part)
+        self._lanes.page_lock(_host_run(part))
         part.state_home = self
 
     def withdraw(self, part: Part) -> None:
@@ -95,6 +97,7 @@ class DeviceUpdates:
             for host, array in zip(_host(part), state.arrays, strict=True):
                 self._lanes.copy(host, array)
             self._lanes.memory().give(state.memory)
+        self._lanes.page_unlock(_host_run(part))
         part.state_home = None
 
     # ---- ops ----------------------------------------------------------------------------------------------------------------
@@ -240,6 +243,12 @@ def _host(part: Part) -> list[Tensor]:
         assert address is not None, "a device update has its state in memory"
         flats.append(tensor_at(native, address, part.num_elements, torch.float32))
     return flats
+
+
+def _host_run(part: Part) -> Tensor:
+    """The whole pages in which the engine has the state arrays."""
+    address, num_bytes = spans(part)[STATE]
+    return tensor_at(_native_of(part), address, num_bytes, torch.uint8)
 
 
 def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:

@@ -74,6 +74,8 @@ class DeviceWeights:
         """The block's weights live below the device: parameters become its tensors, without content until :meth:`bind`."""
         memory = self._lanes.memory()
         for part in block.parts:
+            if not block.weights_on_disk:
+                self._lanes.page_lock(_host(part))
             run = memory.take(_num_bytes(part), f"weights of {block.name}")
             _assign(part, _views(part, run))
             memory.give(run)
@@ -93,7 +95,9 @@ class DeviceWeights:
             copy.newer = not host_copy
             self._lanes.copy(_flat(part, copy.memory), _host(part))
             self._bind(part, copy)
-            if not host_copy:
+            if host_copy:
+                self._lanes.page_lock(_host(part))
+            else:
                 part.arena.drop()
 
     def withdraw(self, block: Block) -> None:
@@ -109,6 +113,7 @@ class DeviceWeights:
                 self._agree(part, copy)
             self._unbind(part)
             self._free(part)
+            self._lanes.page_unlock(_host(part))  # its next plan may give the pages back
             _assign(part, [part.memory(i) for i in range(len(part.params))])
 
     # ---- ops ----------------------------------------------------------------------------------------------------------------

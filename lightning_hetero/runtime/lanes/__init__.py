@@ -6,11 +6,12 @@ with streams.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import Device, DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.inline import InlineLanes
 
 __all__ = [
+    "Device",
     "DeviceMemory",
     "EmulatedDevice",
     "EmulatedLanes",

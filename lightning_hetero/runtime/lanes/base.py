@@ -82,6 +82,22 @@ class OpEvent(Event, Protocol):
         """
 
 
+class Device(Protocol):
+    """A device that has memory of its own."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters and activations live."""
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether memory for ops is set aside as the lanes are opened; else they share all of it with what torch allocates."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What plans may use of its memory."""
+
+
 class DeviceMemory(Protocol):
     """The memory of a device that ops take and give back: one run of addresses of fixed capacity. Thread-safe.
 
@@ -176,8 +192,21 @@ class Lanes(Protocol):
         The memory must stay mapped that long, and its pages must not be given back to the system.
         """
 
+    def page_unlock(self, memory: Tensor) -> None:
+        """Undoes :meth:`page_lock`, before the memory's pages may be given back; no copy of it is under way."""
+
+    def catch_up(self) -> None:
+        """Inside ``run``: the host waits until the lane has done what it was given, to work on the content of host memory."""
+
     def memory(self) -> DeviceMemory:
         """The device's memory."""
+
+    def resize(self, num_bytes: int) -> None:
+        """Sets other memory aside for ops, where it is set aside; nothing of it is taken, and the lanes are at rest.
+
+        Raises:
+            OutOfMemoryBudgetError: The device has not so much free.
+        """
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
         """A storage that torch has allocated on the device outlives its operator: it counts as used until it is freed.
@@ -187,6 +216,15 @@ class Lanes(Protocol):
         Raises:
             DeviceMemoryError: It does not fit beside what is used.
         """
+
+    def settle(self) -> None:
+        """The host waits until compute has done what it was given, where compute is not the host's."""
+
+    def peak_bytes(self) -> int:
+        """The most of the device's memory that ops and torch have used at any time."""
+
+    def allocated_bytes(self) -> int:
+        """What torch has allocated on the device beside the lanes, where it counts that; else 0."""
 
     def drain(self) -> None:
         """Waits for all that was submitted; compute is at rest until it next waits or marks.

@@ -26,13 +26,14 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
 from lightning_hetero.store.partition import is_dense
-from lightning_hetero.units import MIB
+from lightning_hetero.units import MIB, format_bytes
 
 _TIDY_S = 0.005  # how late memory of an op that has ended may be freed while its lane has nothing else to do
 _PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it looks into
@@ -71,17 +72,21 @@ class CudaLanes(QueuedLanes):
             device = torch.device("cuda", torch.accelerator.current_device_index())
         self._cuda = cuda
         self._timed = False
+        self._peak_bytes = 0
         self._origin: tuple[Any, float] | None = None  # a timed event, and when it was on the host's clock
-        super().__init__(device, _StreamArena(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
+        super().__init__(device, _set_aside(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
         self._streams: dict[Lane, Any] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
         self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
         self._scratch = torch.empty(1, dtype=torch.uint8, device=device)
         self._holding: dict[Lane, deque[QueuedOp]] = {lane: deque() for lane in self._streams}
         self._locker = PageLocker(cuda.cudart(), self._forget_error, host_room)
         self._profiled = _PROFILER in os.environ
-        created = self._record(self._compute_stream())
+        self._follow_allocator()
+
+    def _follow_allocator(self) -> None:
+        allocated = self._record(self._compute_stream())
         for stream in self._streams.values():
-            stream.wait_event(created)  # compute -> copies: what the allocator gave may still be in use there
+            stream.wait_event(allocated)  # compute -> copies: what the allocator gave may still be in use there
 
     @property
     def timed(self) -> bool:
@@ -238,6 +243,45 @@ class CudaLanes(QueuedLanes):
         """Page-locks host memory that exists."""
         self._locker.lock(memory)
 
+    def page_unlock(self, memory: Tensor) -> None:
+        """Undoes :meth:`page_lock`."""
+        self._locker.unlock(memory)
+
+    def catch_up(self) -> None:
+        """The host waits until the current stream has done what it was given."""
+        self._record(self._cuda.current_stream(self.device)).synchronize()
+
+    def resize(self, num_bytes: int) -> None:
+        """Gives the memory for ops back to the device, and sets aside other."""
+        assert not self._memory.used_bytes, "whoever has taken memory gives it back before"
+        if num_bytes == self._memory.capacity_bytes:
+            return
+        self._peak_bytes = self.peak_bytes()
+        for stream in self._streams.values():  # they may still write, by copies that nobody waits for
+            stream.synchronize()
+        self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # the old memory goes first
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        self._memory = _set_aside(num_bytes, self.device, poison=self._poison, cuda=self._cuda)
+        self._follow_allocator()
+
+    def settle(self) -> None:
+        """The host waits for compute's stream."""
+        self.mark().wait()
+
+    def peak_bytes(self) -> int:
+        """The most that torch's allocator has given out, the memory for ops included."""
+        if self.device.type == "cpu":
+            return max(self._peak_bytes, self._memory.peak_bytes)
+        return torch.accelerator.max_memory_allocated(self.device)
+
+    def allocated_bytes(self) -> int:
+        """What torch has allocated beside the lanes."""
+        if self.device.type == "cpu":
+            return 0
+        own = self._memory.capacity_bytes + sum(staging.numel() for staging in self._staging.values())
+        return max(0, torch.accelerator.memory_allocated(self.device) - own)
+
     def _forget_error(self) -> None:
         # torch asks for the last error after every launch, whoever made it; the binding of cudart has nothing to clear it with.
         with suppress(RuntimeError):
@@ -287,6 +331,18 @@ class _StreamArena(Arena):
         for other, (_, moment) in given.items():
             if other != stream:
                 stream.wait_event(moment)
+
+
+def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> _StreamArena:
+    try:
+        return _StreamArena(num_bytes, device, poison=poison, cuda=cuda)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryBudgetError(
+            f"{format_bytes(num_bytes)} of device memory are to be set aside for weights and optimizer state, and the device has "
+            f"not so much in one piece: {error} Lower device_memory, or end what else uses the device.",
+            num_bytes,
+            "device",
+        ) from None
 
 
 def _passed(queued: QueuedOp) -> bool:

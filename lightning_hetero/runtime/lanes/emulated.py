@@ -77,6 +77,16 @@ class EmulatedDevice:
             raise ConfigError(f"compute_slowdown={self.compute_slowdown!r}; allowed: at least 1, which is the host's own speed.")
 
     @property
+    def device(self) -> torch.device:
+        """The host, whose memory it is made of."""
+        return torch.device("cpu")
+
+    @property
+    def partitioned(self) -> bool:
+        """No: what forward saves and what ops take share its memory."""
+        return False
+
+    @property
     def memory_bytes(self) -> int:
         """Its size in bytes."""
         size = parse_bytes(self.memory, name="EmulatedDevice.memory")

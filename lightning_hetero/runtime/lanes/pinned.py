@@ -79,6 +79,13 @@ class PageLocker:
         if memory.numel() and address not in self._locked and self._register(address, memory.nbytes):
             self._locked.add(address)
 
+    def unlock(self, memory: Tensor) -> None:
+        """Unregisters what :meth:`lock` registered."""
+        address = memory.data_ptr()
+        if address in self._locked:
+            self._locked.remove(address)
+            self._unregister(address)()
+
     def close(self) -> None:
         """Unregisters what :meth:`lock` registered."""
         while self._locked:

@@ -381,12 +381,32 @@ class QueuedLanes:
     def page_lock(self, memory: Tensor) -> None:
         """Page-locks host memory; see :meth:`Lanes.page_lock`."""
 
+    def page_unlock(self, memory: Tensor) -> None:
+        """Undoes :meth:`page_lock`; see :meth:`Lanes.page_unlock`."""
+
+    def catch_up(self) -> None:
+        """Inside ``run``; see :meth:`Lanes.catch_up`. Copies are over when they return."""
+
+    def resize(self, num_bytes: int) -> None:
+        """Sets other memory aside; see :meth:`Lanes.resize`. Here ops share the device's memory with torch."""
+
     def allocated(self, storage: torch.UntypedStorage) -> None:
         """Torch has allocated on the device; see :meth:`Lanes.allocated`."""
 
     def memory(self) -> DeviceMemory:
         """The device's memory."""
         return self._memory
+
+    def settle(self) -> None:
+        """Waits for compute; see :meth:`Lanes.settle`."""
+
+    def peak_bytes(self) -> int:
+        """The most that was used; see :meth:`Lanes.peak_bytes`."""
+        return self._memory.peak_bytes
+
+    def allocated_bytes(self) -> int:
+        """What torch has allocated beside; see :meth:`Lanes.allocated_bytes`."""
+        return 0
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""A CUDA or ROCm device as plans see it: what of its memory they may use.
+
+[Note: Memory of a GPU]
+What is free is asked for once the process's context is there, with the libraries that matrix products need, and counts what torch
+keeps of memory that it has given out before. Of that, or of ``device_memory`` where it is less, a part is left alone: staging
+memory of the lanes, workspaces of libraries, and what is lost between tensors in torch's allocator. The rest is for plans: weights
+and optimizer state have one run of it, set aside at once (``Lanes.memory``), and torch's allocator the other, for activations and
+gradients. So a step makes no room by moving either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.units import KIB, MIB, format_bytes
+
+_MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
+_STAGING_SHARE = 256  # of the memory each direction takes at most this part to convert in
+_LOST_SHARE = 32  # and this part is lost between tensors, or in workspaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaDevice:
+    """A device with streams; see [Note: Memory of a GPU].
+
+    Attributes:
+        device: Which one.
+        usable_bytes: What this process may take of its memory from now on.
+        cuda: ``torch.cuda``, or what stands in for it in tests.
+    """
+
+    device: torch.device
+    usable_bytes: int
+    cuda: Any = torch.cuda
+
+    @classmethod
+    def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
+        """Looks at a device.
+
+        Args:
+            device: It; the current one of this process.
+            budget_bytes: Most that may be used; ``None``: what is free.
+
+        Raises:
+            OutOfMemoryBudgetError: Hardly anything is free.
+        """
+        _warm_up(device)
+        free, total = torch.accelerator.get_memory_info(device)
+        reserved, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
+        usable = min(free + reserved - allocated, allowed)
+        found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes))
+        if found.memory_bytes <= 0:
+            raise OutOfMemoryBudgetError(
+                f"{format_bytes(max(0, found.usable_bytes))} of {device}'s {format_bytes(total)} may be used, which is too little "
+                f"for anything. End what else uses the device, or raise device_memory.",
+                _LEAST_STAGING,
+                "device",
+            )
+        return found
+
+    @property
+    def staging_bytes(self) -> int:
+        """What the lanes convert in, for each direction."""
+        return max(_LEAST_STAGING, min(_MOST_STAGING, self.usable_bytes // _STAGING_SHARE))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What plans may use: all but what is left alone."""
+        return self.usable_bytes - 2 * self.staging_bytes - self.usable_bytes // _LOST_SHARE
+
+    @property
+    def partitioned(self) -> bool:
+        """Yes: torch's allocator knows nothing of what ops take."""
+        return True
+
+
+def _warm_up(device: torch.device) -> None:
+    """Makes the process's context, and loads what matrix products need: both take memory that is not torch's."""
+    for dtype in (torch.float32, torch.bfloat16):
+        ones = torch.ones(16, 16, dtype=dtype, device=device)
+        torch.mm(ones, ones)
+    torch.accelerator.synchronize(device)

@@ -1,0 +1,73 @@
+"""On which device a fit computes: the host's own CPU, or one with memory of its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_hetero.errors import UnsupportedError
+
+
+def chosen(trainer: Any, accelerator: Any, name: str) -> torch.device:
+    """The device that the Trainer's flags choose.
+
+    Args:
+        trainer: The Trainer.
+        accelerator: Its accelerator.
+        name: The strategy's.
+
+    Raises:
+        UnsupportedError: It is of a kind without lanes, or there are several.
+    """
+    devices = trainer._accelerator_connector._parallel_devices
+    nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
+    if len(devices) > 1 or nodes > 1:
+        raise UnsupportedError(
+            f"strategy {name!r} got devices={len(devices)}, num_nodes={nodes}; it runs in one process, on one device. Pass "
+            f'devices=1, num_nodes=1; for several devices use strategy="hetero_parallel".'
+        )
+    first = devices[0] if devices else "cpu"
+    device = first if isinstance(first, torch.device) else torch.device("cpu")  # the CPU's are numbers of processes
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"strategy {name!r} got accelerator {type(accelerator).__name__}, device {str(device)!r}; it computes on the CPU or "
+            f'on a CUDA or ROCm GPU. Pass Trainer(accelerator="cpu") or Trainer(accelerator="cuda").'
+        )
+    return device
+
+
+def move_rest(module: nn.Module, device: torch.device, namespace: str) -> None:
+    """Brings what is no parameter to a device: buffers, metrics, and what modules say of where they are.
+
+    Args:
+        module: The LightningModule; its parameters are the runtime's.
+        device: The device.
+        namespace: Lightning's.
+    """
+    metric: Any = importlib.import_module("torchmetrics").Metric
+    fabric = "lightning.fabric" if namespace == "lightning.pytorch" else "lightning_fabric"
+    placed: Any = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        if isinstance(part, metric) and not any(True for _ in part.parameters()):
+            part.to(device)  # its states are no buffers
+        if isinstance(part, placed):
+            part._device = device
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer not in moved:  # several modules may have the same one
+                moved[buffer] = buffer.to(device)
+            if buffer is not None:
+                part._buffers[key] = moved[buffer]
+
+
+def optimizers_to_host(optimizers: Iterable[Optimizer]) -> None:
+    """Brings state to host memory that optimizers have made by their own code on a device."""
+    for optimizer in optimizers:
+        for param, state in list(optimizer.state.items()):
+            optimizer.state[param] = tree_map_only(Tensor, lambda t: t.cpu() if type(t) is Tensor else t, state)

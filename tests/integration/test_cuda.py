@@ -1,0 +1,191 @@
+"""The strategy's way through setup, steps and teardown on a GPU, with streams that are threads; ``tests/gpu`` has a real one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda import StandIn, standing_in
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.streams import FakeCuda
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.ir.plan import Saved
+from lightning_hetero.profiling import presets
+from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.lanes import cuda_device
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies.devices import move_rest
+from lightning_hetero.strategies.hetero_offload import HeteroOffload
+
+SHAPE = Shape(layers=4, dropout=0.2, counting=False)
+RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="model.blocks.0", weights=Tier.DISK, state=Tier.DISK, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_HOST),
+        BlockPlan(name="model.blocks.1", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.DEVICE, saved=Saved.SWAP_HOST),
+        BlockPlan(name="model.blocks.2", weights=Tier.DEVICE, state=Tier.HOST, saved=Saved.SWAP_DISK),
+        RESIDENT,
+    ),
+)
+
+
+@pytest.fixture
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+    fake = FakeCuda(seed=getattr(request, "param", 1))
+    monkeypatch.setattr(CudaDevice, "of", standing_in(fake, 4 << 20))
+    yield fake
+    fake.close()
+    gc.collect()  # buffers go with the session, and that in a cycle
+    assert not fake.registered, "page-locked memory is given back"
+
+
+def on_gpu(recipe: Recipe, plan: Any, folder: Path, **options: Any) -> tuple[Any, Outcome]:
+    strategy = HeteroOffloadStrategy(plan, **options)
+    return strategy, run(recipe, strategy, folder, accelerator=StandIn(), devices=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "recipe"),
+    [
+        ("resident", Recipe(shape=SHAPE)),
+        ("host", Recipe(shape=SHAPE, steps=2)),
+        (MIXED, Recipe(shape=SHAPE)),
+        (MIXED, Recipe(shape=SHAPE, steps=2, accumulate=2, clip=0.3)),
+    ],
+    ids=["resident", "host", "mixed", "mixed, clipped"],
+)
+def test_training_has_the_bits_of_plain_lightning(plan: Any, recipe: Recipe, fake: FakeCuda, tmp_path: Path) -> None:
+    strategy, got = on_gpu(recipe, plan, tmp_path)
+    assert_same(got, run(recipe, "auto", tmp_path))
+    assert fake.streams, "lanes had streams"
+    assert 0 < strategy.memory_report()["device_peak_bytes"] < 4 << 20
+
+
+def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiled, planned and moved: the memory for weights and state follows the plan, and nothing is left of the old one."""
+    sizes: list[int] = []
+    resize = CudaLanes.resize
+    monkeypatch.setattr(CudaLanes, "resize", lambda lanes, size: sizes.append(size) or resize(lanes, size))
+    machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
+    recipe = Recipe(shape=Shape(layers=6, counting=False), steps=7)
+    strategy, got = on_gpu(recipe, "auto", tmp_path, hardware_profile=machine, device_memory="400KiB")
+    assert_same(got, run(recipe, "auto", tmp_path))
+    assert strategy.plan.predicted.device_peak_bytes <= 400 << 10
+    assert 0 < max(sizes) < 400 << 10
+    assert sizes[-1] == 0, "the device's memory is given back"
+    with pytest.raises(ConfigError, match="describes the host's own CPU"):
+        on_gpu(recipe, "auto", tmp_path, hardware_profile=replace(machine, shared_memory=True))
+
+
+def test_a_batch_that_does_not_fit_begins_again_under_a_lesser_plan(fake: FakeCuda, tmp_path: Path) -> None:
+    """What torch's allocator raises in forward and in backward; weights then leave the device, and less is set aside."""
+    failures = iter([True, False, True, False, False])
+
+    class Full(LitModel):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if isinstance(self.trainer.strategy, HeteroOffload) and next(failures, False):
+                self.losses.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+    recipe = Recipe(shape=SHAPE, steps=3)
+    strategy = HeteroOffloadStrategy("resident")
+    got = run(recipe, strategy, tmp_path, module_class=Full, accelerator=StandIn(), devices=1)
+    assert_same(got, run(recipe, "auto", tmp_path, module_class=Full))
+    assert any(row.saved is not Saved.KEEP for row in strategy.plan.blocks)
+
+
+def test_memory_for_ops_and_for_torch_does_not_mix(fake: FakeCuda, tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemoryBudgetError, match=r"of device memory; .* may be used") as refusal:
+        on_gpu(Recipe(shape=SHAPE), "resident", tmp_path, device_memory="256KiB")
+    assert refusal.value.tier == "device"
+    strategy, _ = on_gpu(Recipe(shape=SHAPE), "resident", tmp_path, device_memory="2MiB")
+    assert strategy.memory_report()["device_peak_bytes"] <= refusal.value.needed_bytes
+
+
+def test_a_fit_is_validated_saved_and_gone_on_with(fake: FakeCuda, tmp_path: Path) -> None:
+    recipe, path = Recipe(shape=SHAPE, steps=2, validate=True, schedule="step"), tmp_path / "a.ckpt"
+    for strategy, options in (("auto", {}), (HeteroOffloadStrategy(MIXED), {"accelerator": StandIn(), "devices": 1})):
+        torch.manual_seed(7)
+        module = LitModel(recipe)
+        torch.manual_seed(11)
+        trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path, limit_val_batches=2, **options)
+        trainer.fit(module, data(), data(2, seed=1))
+        if strategy == "auto":
+            expected = trainer.validate(module, data(2, seed=1), verbose=False), outcome(trainer, module)
+            continue
+        trainer.save_checkpoint(path)
+        found = trainer.validate(module, data(2, seed=1), verbose=False), outcome(trainer, module)
+        assert found[0] == expected[0]
+        assert_same(found[1], expected[1])
+        resumed = LitModel(recipe)
+        again = quiet_trainer(strategy=HeteroOffloadStrategy("host"), max_steps=3, default_root_dir=tmp_path, **options)
+        again.fit(resumed, data(), ckpt_path=path)
+        assert not torch.equal(resumed.model.head.weight, module.model.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "error", "text"),
+    [
+        ({}, {"devices": 2}, UnsupportedError, 'devices=2.*strategy="hetero_parallel"'),
+        ({"device": EmulatedDevice(memory="1MiB")}, {}, ConfigError, 'accelerator="cpu", or leave device out'),
+        ({"verify": 1}, {}, UnsupportedError, "verify=1 repeats steps on the CPU"),
+    ],
+    ids=["several", "emulated", "verify"],
+)
+def test_what_a_gpu_does_not_do_is_refused_by_name(
+    options: dict[str, Any], trainer: dict[str, Any], error: type[Exception], text: str, fake: FakeCuda, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=text):
+        run(Recipe(), HeteroOffloadStrategy("host", **options), tmp_path, **({"accelerator": StandIn(), "devices": 1} | trainer))
+
+
+class Measured(LitModel):
+    """A model with a metric, whose state is no buffer."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.mean = MeanMetric()
+        self.register_buffer("calls", torch.ones(2))
+
+
+def test_what_is_no_parameter_goes_along_with_the_model() -> None:
+    module = Measured(Recipe())
+    elsewhere = torch.device("meta")
+    move_rest(module, elsewhere, "lightning.pytorch")
+    assert module.device == module.mean.device == module.mean.mean_value.device == module.calls.device == elsewhere
+    assert all(p.device.type == "cpu" for p in module.parameters())
+
+
+def test_what_of_a_gpu_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory and what torch keeps, at most the process's share and the budget; a part of it is left alone."""
+    gib = 1 << 30
+    monkeypatch.setattr(cuda_device, "_warm_up", lambda device: None)
+    figures = {"get_memory_info": (10 * gib, 24 * gib), "memory_reserved": 3 * gib, "memory_allocated": gib}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share[0])
+    share, there = [1.0], torch.device("cuda", 0)
+    assert CudaDevice.of(there, None).usable_bytes == 12 * gib
+    assert CudaDevice.of(there, 2 * gib).usable_bytes == 2 * gib
+    share[0] = 0.25
+    assert CudaDevice.of(there, None).usable_bytes == 5 * gib
+    found = CudaDevice.of(there, None)
+    assert found.memory_bytes == 5 * gib - 2 * (16 << 20) - 5 * gib // 32
+    share[0] = 1 / 24
+    with pytest.raises(OutOfMemoryBudgetError, match="End what else uses the device"):
+        CudaDevice.of(there, None)

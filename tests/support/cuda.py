@@ -1,0 +1,52 @@
+"""A GPU that is not there: Lightning's accelerator and the strategy's device, with streams that are threads over CPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import Accelerator
+
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from support.streams import FakeCuda
+
+
+class StandIn(Accelerator):
+    """What the Trainer takes for one accelerator with GPUs."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Every device is fine."""
+
+    def teardown(self) -> None:
+        """Nothing was set up."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return 1 if devices == "auto" else int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("cuda", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "standin"
+
+
+def standing_in(fake: FakeCuda, usable_bytes: int) -> Any:
+    """What takes the place of ``CudaDevice.of``: CPU memory of this size, with the fake's streams."""
+
+    def of(device: torch.device, budget_bytes: int | None) -> CudaDevice:
+        assert device == torch.device("cuda", 0)
+        size = usable_bytes if budget_bytes is None else min(usable_bytes, budget_bytes)
+        return CudaDevice(device=torch.device("cpu"), usable_bytes=size, cuda=fake)
+
+    return of
