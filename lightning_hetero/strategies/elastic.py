@@ -116,12 +116,14 @@ class _Elastic(_Base):
             trainer.save_checkpoint(self._steps.checkpoint(step), weights_only=False)  # waits for all ranks
         finally:
             self._committing = False
-        if not trainer.is_global_zero:
-            return
-        self._steps.commit(step)
-        for old in self._steps.steps()[: -self._elastic.keep]:
-            self._steps.forget(old)
-            trainer.strategy.remove_checkpoint(self._steps.checkpoint(old))
+        strategy, lead = trainer.strategy, trainer.is_global_zero
+        getattr(strategy.checkpoint_io, "wait", lambda: None)()  # LocalFirst writes in the background
+        if lead:
+            self._steps.commit(step)
+        for old in strategy.broadcast(self._steps.steps()[: -self._elastic.keep] if lead else []):
+            if lead:
+                self._steps.forget(old)
+            strategy.remove_checkpoint(self._steps.checkpoint(old))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """A committed step's batch is over; Lightning would count it once its hooks have run."""

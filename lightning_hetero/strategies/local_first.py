@@ -98,11 +98,19 @@ class _LocalFirst(_IoBase):
             )
         strategy.__class__ = _every_rank_class(strategy.__class__)
 
-    def teardown(self) -> None:
-        """Waits until everything is written.
+    def wait(self) -> None:
+        """Waits until everything is written, on this rank.
 
         Raises:
-            CheckpointWriteError: Something could not be.
+            CheckpointWriteError: Something could not be, on any rank.
+        """
+        self.checkpoints.wait()
+
+    def teardown(self) -> None:
+        """Waits, and ends the background thread.
+
+        Raises:
+            CheckpointWriteError: Something could not be written.
         """
         self.checkpoints.close()
         super().teardown()
