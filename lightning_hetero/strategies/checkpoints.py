@@ -39,6 +39,8 @@ class Checkpoints(Core):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
+        if (attach := getattr(io, "attach", None)) is not None:
+            attach(self)  # LocalFirst: it refuses
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

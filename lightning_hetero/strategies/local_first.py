@@ -17,7 +17,6 @@ import functools
 import importlib
 import io
 import logging
-from abc import ABC
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _IoBase
     from lightning.pytorch.strategies import Strategy as _StrategyBase
 else:
-    _IoBase, _StrategyBase = object, ABC  # the namespace's classes come last among the bases
+    _IoBase = _StrategyBase = object  # the namespace's class comes last among the bases; _EveryRank's methods go into subclasses
 
 log = logging.getLogger(__name__)
 
 NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLightningLocalFirst"}
 NEWEST = "newest"
-_REFUSED = ("FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy")
+_REFUSED = ("HeteroOffload", "FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy")
 
 
 @functools.cache
@@ -88,12 +87,12 @@ class _LocalFirst(_IoBase):
         Raises:
             UnsupportedError: The strategy has a checkpoint format of its own.
         """
-        if isinstance(strategy, _EveryRank):
+        if hasattr(strategy, "plain"):
             return
         names = {c.__name__ for c in type(strategy).__mro__}
         if refused := next((name for name in _REFUSED if name in names), None):
             raise UnsupportedError(
-                f"LocalFirst with {refused}, whose checkpoints have a format of their own; "
+                f"LocalFirst with {refused}, which keeps or saves its state in a way of its own; "
                 f"allowed: single devices, DDPStrategy, ModelParallelStrategy (FSDP2) and hetero_parallel."
             )
         strategy.__class__ = _every_rank_class(strategy.__class__)
@@ -126,8 +125,10 @@ class _Nothing(dict[str, Any]):
 class _EveryRank(_StrategyBase):
     """A strategy that saves and loads on all ranks ([Note: Every rank]).
 
-    Its base is that of Lightning's ``Strategy``: instances change their class only to one that is laid out alike.
+    Its methods are put into a subclass of ``plain``, with no other base: so an instance of ``plain`` can become one of it.
     """
+
+    plain: Any
 
     _random: Any = None
 
@@ -162,7 +163,8 @@ class _EveryRank(_StrategyBase):
         except CheckpointMissingError:
             if newest or not _is_plain(self, path):
                 raise
-            return super().load_checkpoint(path, weights_only)
+            loaded_plainly: dict[str, Any] = self.plain.load_checkpoint(self, path, weights_only)
+            return loaded_plainly
         if loaded is None:
             if self.is_global_zero:
                 log.info('ckpt_path="newest": there is no checkpoint yet; training starts afresh.')
@@ -183,7 +185,7 @@ class _EveryRank(_StrategyBase):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives parameters their numbers again; random numbers go on where they were when it was saved."""
         states = [_by_number(state, _names(self, number)) for number, state in enumerate(checkpoint["optimizer_states"])]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        self.plain.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
         self._restore_random()
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -192,7 +194,7 @@ class _EveryRank(_StrategyBase):
 
     def teardown(self) -> None:
         """Waits for the writer: some strategies forget to tell their checkpoint IO."""
-        super().teardown()
+        self.plain.teardown(self)
         self._io.teardown()
 
     @property
@@ -210,13 +212,14 @@ class _EveryRank(_StrategyBase):
             set_random_state(state)
 
     def __reduce__(self) -> Any:
-        return _rebuild, (type(self).__mro__[2], self.__dict__)
+        return _rebuild, (self.plain, self.__dict__)
 
 
 @functools.cache
 def _every_rank_class(strategy: Any) -> Any:
+    methods = {name: value for name, value in vars(_EveryRank).items() if name not in ("__dict__", "__weakref__")}
     names = {"__module__": strategy.__module__, "__qualname__": strategy.__qualname__, "__doc__": strategy.__doc__}
-    return type(strategy.__name__, (_EveryRank, strategy), names)
+    return type(strategy.__name__, (strategy,), {**methods, **names, "plain": strategy})
 
 
 def _rebuild(strategy: Any, fields: dict[str, Any]) -> Any:

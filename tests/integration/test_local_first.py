@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from support import recovery_train
+from support.ranks import start
 from support.recovery_train import Net
-from support.scripts import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import LocalFirst
+from lightning_hetero import HeteroOffloadStrategy, LocalFirst
 from lightning_hetero.errors import CheckpointWriteError, UnsupportedError
 
 SCRIPT = Path(str(recovery_train.__file__))
@@ -25,18 +23,7 @@ Results = dict[str, Any]
 
 
 def _run(out: Path, phase: str, world: int) -> list[Results]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
-
-    def rank(number: int) -> None:
-        env = {**os.environ, **address, "RANK": str(number), "LOCAL_RANK": str(number)}
-        done = run_script(SCRIPT, out, phase, cwd=out, env=env, timeout_s=300)
-        assert done.returncode == 0, f"rank {number}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-    with ThreadPoolExecutor(world) as pool:
-        list(pool.map(rank, range(world)))
+    start(SCRIPT, out, phase, cwd=out, world=world)
     return [torch.load(out / f"{phase}-{number}.pt", weights_only=False) for number in range(world)]
 
 
@@ -75,9 +62,10 @@ def test_a_restart_goes_on_bit_for_bit_as_that_of_plain_lightning(name: str, tra
 
 
 def test_every_node_keeps_a_replica(out: Path, trained: list[Results]) -> None:
-    kept = [{p.name: p.read_bytes() for p in (out / "ddp" / f"node{n}" / "disk").glob("*4-*/*.distcp")} for n in range(2)]
+    kept = [{p.name: p.read_bytes() for p in (out / "ddp" / f"node{n}" / "disk").glob("*8-*/*.distcp")} for n in range(2)]
     assert kept[0] == kept[1]
     assert "body.0.0.distcp" in kept[0]
+    assert [p.name for p in (out / "ddp").glob("*.ckpt")] == ["epoch=1.ckpt"]  # Lightning removed the one before
 
 
 @pytest.mark.parametrize("names", [("ddp to fsdp", "ddp second"), ("fsdp to one", "fsdp second")])
@@ -146,8 +134,7 @@ def test_the_end_of_training_waits_for_the_writer_and_raises_its_error(tmp_path:
         _fit(tmp_path, LocalFirst(disk=tmp_path / "disk"), enable_version_counter=False)
 
 
-def test_strategies_with_a_format_of_their_own_are_refused() -> None:
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    with pytest.raises(UnsupportedError, match=r"FSDPStrategy.*ModelParallelStrategy"):
-        FSDPStrategy().checkpoint_io = LocalFirst()
+@pytest.mark.parametrize("strategy", [FSDPStrategy, HeteroOffloadStrategy])
+def test_strategies_with_ways_of_their_own_are_refused(strategy: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{strategy.__name__.removesuffix('Strategy')}.*ModelParallelStrategy"):
+        strategy().checkpoint_io = LocalFirst()

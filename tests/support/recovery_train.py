@@ -86,7 +86,7 @@ def fit(
         strategy=strategy,
         max_epochs=epochs,
         plugins=[*keeps, *([LightningEnvironment()] if WORLD > 1 else [])],
-        callbacks=[weak, ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=-1)],
+        callbacks=[weak, ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=1 if name == "ddp" else -1)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
