@@ -185,3 +185,15 @@ def test_virtual_cluster_measures_each_plan_beside_its_prediction(tmp_path: Path
         # Sleeps of all micro-batches on the slowest stage are in the step.
         assert row["measured_s"] > 0.5 * row["predicted_s"] > 0
         assert row["layout"] in output
+
+
+def test_recovery_reads_every_byte_from_the_nearest_place(tmp_path: Path) -> None:
+    """Scenarios A to C: half of the groups lost, a node lost and TP 1 to 2, a group added."""
+    figures, _ = run("recovery.py", "--dir", tmp_path, "--quick", cwd=tmp_path)
+    assert figures["ok"] is True
+    for scenario, sources in (("A", {"disk"}), ("B", {"disk", "remote"}), ("C", {"disk", "peer"})):
+        found = figures[scenario]
+        assert found["equal"]
+        assert found["bytes_exact"]
+        assert {source for source, size in found["bytes"].items() if size} == sources
+        assert sum(found["bytes"].values()) == found["remote_only_bytes"]
