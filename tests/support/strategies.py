@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.plan import Saved
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.models import Outcome, assert_same
 
 Train = Callable[[Any], Any]  # trains from one seed under the given strategy
 
 
+class Spread(Plan):
+    """A plan that puts the blocks of any model to all tiers, by turns."""
+
+    __slots__ = ()
+
+    def resolve(self, names: Iterable[str]) -> Plan:
+        """Each block gets the next rule, over and over."""
+        rows = [replace(self.blocks[i % len(self.blocks)], name=name) for i, name in enumerate(names)]
+        return Plan(name=self.name, blocks=tuple(rows), prefetch_depth=self.prefetch_depth)
+
+
+SPREAD = Spread(
+    name="spread",
+    prefetch_depth=2,
+    blocks=(
+        BlockPlan(name="0", boundary=Saved.SWAP_HOST),
+        BlockPlan(name="1", weights=Tier.DISK, state=Tier.DISK, saved=Saved.SWAP_HOST),
+        BlockPlan(name="2", update=UpdateLane.DEVICE),
+        BlockPlan(name="3", weights=Tier.DEVICE, state=Tier.DISK),
+        BlockPlan(name="4", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE, saved=Saved.SWAP_DISK),
+    ),
+)
+
+
+def on_device(plan: Any = SPREAD, memory: str | int = "16MiB", **options: Any) -> Any:
+    """The strategy with an emulated device whose ops are late at random."""
+    return HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=memory, seed=1), **options)
+
+
 def make_strategy(kind: str, train: Train) -> Any:
-    """``"auto"``, a built-in plan, or ``"tight"``: plan ``disk`` with so little memory that weights come and go at every block."""
+    """The strategy of a kind.
+
+    ``"auto"``; a built-in plan; ``"tight"``: plan ``disk`` with so little memory that weights come and go at every block;
+    ``"device"``: a device with memory of its own, and blocks on all tiers; ``"device_resident"``: the same, all on the device.
+    """
     if kind == "auto":
         return "auto"
     if kind == "tight":
         return HeteroOffloadStrategy(plan="disk", host_memory=least_memory(train))
+    if kind == "device":
+        return on_device()
+    if kind == "device_resident":
+        return on_device("resident")
     return HeteroOffloadStrategy(plan=kind)
 
 
