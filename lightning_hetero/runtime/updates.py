@@ -192,7 +192,7 @@ class Updater:
     def _due_part(self, part: Part, indices: list[int], binding: OptimizerBinding) -> DuePart:
         params = [part.params[i] for i in indices]
         self._updated.update(map(id, params))
-        claim = None if self.device is None else self.device.gradients.claim(params)
+        claim = None if self.device is None else self.device.gradients.claim(params, keep=self._keep_gradients)
         numbers: list[Hyper] = []
         if binding.rule is Rule.NATIVE:
             groups = self._groups_of(binding)

@@ -65,21 +65,21 @@ class Steps(Core):
         return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Lightning's own, but that the runtime has gradients to itself only between the hooks before backward and those after."""
+        plugin, executor, module = self.precision_plugin, self._executor, self.lightning_module
+        assert module is not None
         with nullcontext() if self._profiler is None else self._profiler.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Lets the runtime know that backward begins."""
-        if self._executor is not None:
-            self._executor.backward_starts()
-        super().pre_backward(closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Lets the runtime know that backward has ended."""
-        super().post_backward(closure_loss)
-        if self._executor is not None:
-            self._executor.backward_ends()
-            self._executor.check_gradients()
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            if executor is not None:
+                executor.backward_starts()
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if executor is not None:
+                executor.backward_ends()
+                executor.check_gradients()
+            closure_loss = plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+        return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""

@@ -116,9 +116,9 @@ class DeviceExecutor(Executor):
         self._held_after = (schedule.resident_after, schedule.device_after) if schedule is not None and whole else None
         if not whole:
             self.lanes.drain()
+            self.side.updates.give_back()
         self._carried |= self._ends
         self._events, self._ends, self._marked = {}, {}, (-1, All(()))
-        self.side.gradients.conceal()
         self._at = None
         self._in_batch = True
         super().begin_step(training=training)
@@ -186,6 +186,7 @@ class DeviceExecutor(Executor):
                 committed = False
         if not committed:
             self._submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
+        self.side.gradients.expose()  # what is kept, and what another optimizer's step will use
         self.updater.begin_step()
         self.recorder.end_step()
         if self.serial or self.updater.waits:
@@ -245,7 +246,7 @@ class DeviceExecutor(Executor):
         end = self.lanes.submit(replace(op, lane=Lane.CPU) if op.kind is OpKind.COMMIT else op, run, after)
         if op.lane is Lane.COMPUTE:
             self.lanes.compute_waits([end])  # raises what it raised
-        if block is not None and op.kind is OpKind.GRAD:
+        if block is not None and (op.kind is OpKind.GRAD or (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU)):
             self.side.gradients.sent(block, end)
         elif block is not None and (op.kind, op.payload) == (OpKind.SWAP_OUT, Payload.STATE):
             self.side.updates.returning(block, end)

@@ -96,6 +96,8 @@ class _Held:
         norm: Its order and its norm, computed on the device; none once the gradient has changed.
         buffer: The memory; none until the gradient arrives.
         exposed: ``param.grad`` has shown it since the last backward.
+        claimed: An update that keeps it has been issued, and not yet been handed it.
+        dropped: It has been forgotten meanwhile: its memory is that update's.
     """
 
     part: Part
@@ -104,6 +106,8 @@ class _Held:
     norm: tuple[float, Tensor] | None = None
     buffer: _Buffer | None = None
     exposed: bool = False
+    claimed: bool = False
+    dropped: bool = False
 
     @property
     def param(self) -> nn.Parameter:
@@ -155,10 +159,11 @@ class HostGradients:
         for part in block.parts:
             for name, param in zip(part.names, part.params, strict=True):
                 if param.grad is not None:
-                    assert type(param.grad) is not HostGradient, "gradients are concealed before a backward"
                     check_dense(name, param.grad)
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
             for index, param in enumerate(part.params):
+                if type(param.grad) is HostGradient:  # a backward that nobody has announced has added to it there
+                    continue
                 grad, param.grad = param.grad, None
                 if grad is not None and grad.numel():
                     of_part[grad.dtype].append((index, grad.detach()))
@@ -166,7 +171,7 @@ class HostGradients:
         return partial(self._receive, arrivals)
 
     def sent(self, block: Block, event: Event) -> None:
-        """The event of the block's GRAD: whoever reads its gradients before the update waits for it."""
+        """The event of the block's GRAD, or of the update that reads its gradients: whoever looks at these waits for it."""
         self._sent[block.index] = event
 
     def _take_part(self, part: Part, rows: list[tuple[int, Tensor]]) -> _Arrivals:
@@ -233,12 +238,18 @@ class HostGradients:
         held = self._held.get(id(param))
         return None if held is None else held.value()
 
-    def claim(self, params: Iterable[nn.Parameter]) -> Claim:
-        """An update is issued for these gradients: they are its own from now on, whether their GRAD has ended or not."""
-        held = [h for p in params if (h := self._held.pop(id(p), None)) is not None]
+    def claim(self, params: Iterable[nn.Parameter], *, keep: bool = False) -> Claim:
+        """An update is issued for these gradients: they are its own from now on, whether their GRAD has ended or not.
+
+        ``keep``: they can be looked at after the update too, until they are dropped.
+        """
+        held = [h for p in params if (h := self._held.get(id(p))) is not None]
         for one in held:
-            if type(one.param.grad) is HostGradient:
-                one.param.grad = None
+            one.claimed = keep
+            if not keep:
+                del self._held[id(one.param)]
+                if type(one.param.grad) is HostGradient:
+                    one.param.grad = None
         return Claim(self, held)
 
     def _used(self, held: Iterable[_Held], ticket: Ticket | None) -> None:
@@ -248,10 +259,26 @@ class HostGradients:
             with self._lock:
                 if ticket is not None and ticket not in buffer.readers:
                     buffer.readers.append(ticket)
-                buffer.holds -= 1
-                if not buffer.holds:
-                    del self._buffers[one.part, one.dtype]
-                    self._leaving.append(buffer)
+                keeps, one.claimed = one.claimed and not one.dropped, False
+                if not keeps:
+                    self._release(one, buffer)
+        self._collect()
+
+    def _release(self, held: _Held, buffer: _Buffer) -> None:
+        buffer.holds -= 1
+        if not buffer.holds:
+            del self._buffers[held.part, held.dtype]
+            self._leaving.append(buffer)
+
+    def _drop(self, held: _Held) -> None:
+        """Forgets one gradient; an update that has claimed it has its memory until it is through."""
+        if held.buffer is None and not held.claimed:
+            self.wait(held.part.block)
+        del self._held[id(held.param)]
+        with self._lock:
+            held.dropped = True
+            if not held.claimed and held.buffer is not None:
+                self._release(held, held.buffer)
         self._collect()
 
     def _collect(self) -> None:
@@ -267,7 +294,7 @@ class HostGradients:
     # ---- whoever looks at gradients -----------------------------------------------------------------------------------------
 
     def expose(self) -> None:
-        """Backward has ended: ``param.grad`` shows what is on the host, to clipping, loss scalers and callbacks."""
+        """Backward has ended, or a verdict: ``param.grad`` shows what is on the host, to clipping, scalers and callbacks."""
         for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
             if held.param.grad is None:
                 held.param.grad = HostGradient(_GradientSource(self, held), stride=held.param.stride(), device=held.param.device)
@@ -275,7 +302,7 @@ class HostGradients:
 
     @torch.no_grad()
     def conceal(self) -> None:
-        """Before a backward, and before the updates of a verdict: undoes :meth:`expose`, and follows what was done meanwhile.
+        """As a backward begins, and before the updates of a verdict: undoes :meth:`expose`, and follows what was done meanwhile.
 
         A gradient that was dropped (``zero_grad``) is dropped here; one that was replaced is copied.
 
@@ -286,8 +313,7 @@ class HostGradients:
             held.exposed = False
             grad, held.param.grad = held.param.grad, None
             if grad is None:
-                self.wait(held.part.block)
-                self.claim([held.param]).used(None)
+                self._drop(held)
             elif type(grad) is not HostGradient:
                 check_dense(held.part.names[held.index], grad)
                 self.wait(held.part.block)

@@ -92,11 +92,7 @@ class DeviceUpdates:
     def withdraw(self, part: Part) -> None:
         """Undoes :meth:`keep` and :meth:`borrow`: the state is in the engine's memory. Nothing of the part is under way."""
         self._wait(part)
-        state = self._states.pop(part, None)
-        if state is not None:
-            for host, array in zip(_host(part), state.arrays, strict=True):
-                self._lanes.copy(host, array)
-            self._lanes.memory().give(state.memory)
+        self._give_back(part)
         self._lanes.page_unlock(_host_run(part))
         part.state_home = None
 
@@ -109,18 +105,27 @@ class DeviceUpdates:
             DeviceMemoryError: There is no room.
         """
         for part in self._borrowers(block):
-            self._bring(part, self._take(part, kept=False))
+            if part not in self._states:  # else a step that ended without its updates has left it here
+                self._bring(part, self._take(part, kept=False))
         return []
 
     def swap_out(self, block: Block) -> list[Ticket]:
         """SWAP_OUT state (run on ``d2h``, after a mark behind the UPDATE): writes the state back and gives its memory up."""
         for part in self._borrowers(block):
-            state = self._states.pop(part, None)
-            if state is not None:
-                for host, array in zip(_host(part), state.arrays, strict=True):
-                    self._lanes.copy(host, array)
-                self._lanes.memory().give(state.memory)
+            self._give_back(part)
         return []
+
+    def give_back(self) -> None:
+        """Writes all borrowed state back: a step has ended without its updates. The lanes are drained."""
+        for part in [part for part, state in self._states.items() if not state.kept]:
+            self._give_back(part)
+
+    def _give_back(self, part: Part) -> None:
+        state = self._states.pop(part, None)
+        if state is not None:
+            for host, array in zip(_host(part), state.arrays, strict=True):
+                self._lanes.copy(host, array)
+            self._lanes.memory().give(state.memory)
 
     def returning(self, block: Block, event: Event) -> None:
         """The event of the block's SWAP_OUT: whoever reads its state waits for it."""
