@@ -334,7 +334,10 @@ class Executor(EngineOps):
         self._latest.clear()
 
     def leave(self, block: Block) -> None:
-        """Brings a block back to host and disk, while the executor rests: its place on a device is given up."""
+        """Brings a block back to host and disk, while nothing of it is under way: its place on a device is given up."""
+
+    def enter(self, block: Block) -> None:
+        """Takes a block that has left to its place on the device again, during a step."""
 
     def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool, device_cache_bytes: int = 0) -> None:
         """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""

@@ -58,8 +58,10 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
     """Gives a part, whose parameters have joined an optimizer, a home with state."""
     store, placed = executor.store, part.block.plan
     executor.bring(part.block)
+    executor.leave(part.block)
     if part.native is not None:
         close_home(store, part)
     identifier = store.files.next_id()
     open_home(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
     store.flush(part)
+    executor.enter(part.block)

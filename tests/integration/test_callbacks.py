@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,11 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group([pl_module.model.blocks[:2], pl_module.model.embed], optimizer, lr=5e-4)
 
 
-@pytest.mark.parametrize("factory", [None, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "factory"),
+    [*product(KINDS, [None, SGD]), ("device", None)],
+    ids=lambda v: v if isinstance(v, str) else "adamw" if v is None else "sgd",
+)
 def test_unfreezing_during_training(kind: str, factory: Any, tmp_path: Path) -> None:
     recipe = Recipe() if factory is None else Recipe(optimizer=factory)
     assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, Unfreezing, recipe=recipe))

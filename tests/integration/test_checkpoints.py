@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome(trainer, module)
 
 
-@pytest.mark.parametrize("reader", KINDS)
-@pytest.mark.parametrize("writer", KINDS)
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [*product(KINDS, KINDS), *(("device", kind) for kind in ("auto", "tight", "device")), ("auto", "device"), ("disk", "device")],
+)
 def test_resuming_equals_not_stopping(writer: str, reader: str, written: Any, uninterrupted: Outcome, tmp_path: Path) -> None:
     trainer, module = fit(make(reader, tmp_path), tmp_path, epochs=3, resume=written(writer), seed=8)
     assert len(module.losses) == 2 * BATCHES

@@ -15,18 +15,12 @@ from support.models import Outcome, Recipe, Shape, assert_same, run
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.activations import block
 from lightning_hetero.runtime.activations.swaps import Swap
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
 
 
 def device(memory: str | int = "4MiB", **options: Any) -> EmulatedDevice:

@@ -65,13 +65,15 @@ class DataOrder:
 
 
 @pytest.mark.parametrize("shape", [Shape(tied=True), DEEP], ids=["small", "deep"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_fit_evaluate_and_fit_again(kind: str, shape: Shape, tmp_path: Path) -> None:
     strategy = make_strategy(kind, partial(run, Recipe(shape=shape), tmp_path=tmp_path))  # to evaluate needs less than to fit
     assert_same(fit_and_evaluate(strategy, tmp_path, shape), fit_and_evaluate("auto", tmp_path, shape))
 
 
-@pytest.mark.parametrize(("first", "second"), [("host", "auto"), ("auto", "disk"), ("tight", "tight"), ("tight", "host")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("host", "auto"), ("auto", "disk"), ("tight", "tight"), ("tight", "host"), ("device", "disk")]
+)
 def test_a_new_trainer_takes_the_trained_module_over(first: str, second: str, tmp_path: Path) -> None:
     """And the first one takes it back, although the module had been left on the first one's disk."""
     recipe = Recipe(shape=DEEP)
@@ -160,7 +162,7 @@ class Failing(LitModel):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_the_users_exception_is_raised_as_it_is_and_files_are_removed(kind: str, in_backward: bool, tmp_path: Path) -> None:
     recipe = Recipe(steps=6)
     strategy = make_strategy(kind, lambda s: run(recipe, s, tmp_path))
@@ -209,7 +211,7 @@ class InterruptedAndSaved(Interrupted):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "interrupted.ckpt")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_an_interrupted_run_can_be_saved(kind: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=6)
     strategy = make_strategy(kind, lambda s: run(recipe, s, tmp_path))
@@ -229,7 +231,7 @@ def test_no_optimizer(kind: str, tmp_path: Path) -> None:
     assert_same_as_plain(kind, partial(run, Recipe(steps=-1), tmp_path=tmp_path, module_class=Untrained, max_epochs=1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_evaluation_alone(kind: str, tmp_path: Path) -> None:
     """Without fit there is no optimizer, and nothing is written but weights."""
 

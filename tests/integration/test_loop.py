@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,16 @@ MODULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module_class", MODULES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "module_class"),
+    [*product(KINDS, MODULES), *(("device", m) for m in (Skipping, Penalized, OwnBackward, OwnOptimizerStep, OwnZeroGrad))],
+)
 def test_modules_that_change_the_loop(kind: str, module_class: Any, tmp_path: Path) -> None:
     train = partial(run, Recipe(steps=4), tmp_path=tmp_path, module_class=module_class, max_epochs=1)
     assert_same_as_plain(kind, train)
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", ["host", "disk", "device"])
 def test_gradients_of_gradients(kind: str, tmp_path: Path) -> None:
     assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=GradientPenalty))
 
@@ -214,13 +217,13 @@ class ReadingBeforeZeroGrad(Reading):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.3}], ids=str)
 @pytest.mark.parametrize("callback", [ReadingAfterBackward, ReadingBeforeStep, ReadingBeforeZeroGrad])
-@pytest.mark.parametrize("kind", ["host", "tight"])
+@pytest.mark.parametrize("kind", ["host", "tight", "device"])
 def test_callbacks_see_the_gradients(kind: str, callback: Any, options: dict[str, Any], tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(unused=True, tied=True), steps=2, **options)
     assert_same_as_plain(kind, lambda strategy: run(recipe, strategy, tmp_path, callbacks=[callback()]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_scheduled_accumulation(kind: str, tmp_path: Path) -> None:
     def train(strategy: Any) -> Outcome:
         torch.manual_seed(7)
@@ -259,7 +262,7 @@ def test_anomaly_detection_and_deterministic_algorithms(kind: str, tmp_path: Pat
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_the_order_of_blocks_may_change(kind: str, tmp_path: Path) -> None:
     """The schedule expects the last batch's order; any other order is served on demand."""
 

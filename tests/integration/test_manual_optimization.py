@@ -92,7 +92,7 @@ class ManualTwice(Manual):
 
 
 @pytest.mark.parametrize("module_class", [Manual, ManualWithClosure, ManualClipping, ManualAccumulation, ManualTwice])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_one_optimizer(kind: str, module_class: Any, tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(tied=True), steps=4)
     assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path, module_class=module_class))
@@ -158,7 +158,7 @@ class AdversariesWithoutToggle(Adversaries):
 
 
 @pytest.mark.parametrize("module_class", [Adversaries, AdversariesWithoutToggle])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_two_optimizers(kind: str, module_class: Any, tmp_path: Path) -> None:
     def train(strategy: Any) -> Outcome:
         torch.manual_seed(7)

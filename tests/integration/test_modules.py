@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ def fit(strategy: Any, folder: Path, kind_of_model: Any, dtype: torch.dtype = to
 MODELS = [Encoder, Attention, Recurrent, Convolutional, Parametrized, Nested]
 
 
-@pytest.mark.parametrize("kind_of_model", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "kind_of_model"), [*product(KINDS, MODELS), *(("device", m) for m in (Recurrent, Convolutional, Parametrized, Nested))]
+)
 def test_modules(kind: str, kind_of_model: Any, tmp_path: Path) -> None:
     assert_same_as_plain(kind, lambda strategy: fit(strategy, tmp_path, kind_of_model))
 
@@ -161,8 +163,9 @@ def test_double_precision(kind: str, tmp_path: Path) -> None:
     assert_same_as_plain(kind, lambda strategy: fit(strategy, tmp_path, Encoder, torch.float64))
 
 
-def test_a_compiled_model(tmp_path: Path) -> None:
-    assert_same_as_plain("host", lambda strategy: fit(strategy, tmp_path, Nested, compiled=True))
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_compiled_model(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, lambda strategy: fit(strategy, tmp_path, Nested, compiled=True))
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

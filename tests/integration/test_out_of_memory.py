@@ -14,18 +14,12 @@ from torch import Tensor
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.activations import block
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, recovery
 
 SHAPE = Shape(layers=6, dropout=0.2, counting=False)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 HOST = Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT))
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
 
 
 def needs(plan: Any, recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

@@ -39,14 +39,14 @@ def assert_same_as_reference(kind: str, precision: str, factory: Any, folder: Pa
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 @pytest.mark.parametrize("precision", TRUE)
 def test_true_16_bit_has_fp32_masters(precision: str, kind: str, tmp_path: Path) -> None:
     assert_same_as_reference(kind, precision, ADAMW, tmp_path, groups=True, schedule="step")
 
 
 @pytest.mark.parametrize("options", [{"clip": 0.3}, {"clip": 0.01, "clip_by": "value"}, {"accumulate": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["host", "tight"])
+@pytest.mark.parametrize("kind", ["host", "tight", "device"])
 def test_true_16_bit_with_clipping_and_accumulation(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     assert_same_as_reference(kind, "bf16-true", ADAMW, tmp_path, **options)
 
@@ -57,7 +57,7 @@ def test_other_optimizers_have_masters_too(precision: str, kind: str, tmp_path: 
     assert_same_as_reference(kind, precision, SGD, tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])  # on the CPU Lightning replaces "16-mixed" by "bf16-mixed"
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 def test_mixed_precision(precision: str, kind: str, tmp_path: Path) -> None:
@@ -85,8 +85,10 @@ def run_scaled(strategy: Any, folder: Path, factory: Any, clip: float | None = N
 
 
 # A fused optimizer unscales gradients itself, so Lightning refuses to clip them; any other finds them unscaled.
-@pytest.mark.parametrize(("factory", "clip"), [(ADAMW, None), (SGD, None), (SGD, 0.3)], ids=["adamw", "sgd", "sgd_clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "factory", "clip"),
+    [*((kind, *row) for row in ((ADAMW, None), (SGD, None), (SGD, 0.3)) for kind in KINDS), ("device", ADAMW, None)],
+)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # plain Lightning's too, after a skipped step
 def test_a_scaled_loss_skips_steps_that_overflow(kind: str, factory: Any, clip: float | None, tmp_path: Path) -> None:
     scales: list[float] = []
@@ -111,7 +113,7 @@ def resume(strategy: Any, folder: Path, epochs: int, path: Path | None, factory:
     return outcome(trainer, module)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_masters_are_saved_and_resumed(kind: str, tmp_path: Path) -> None:
     """With masters made anew from the rounded weights the second epoch would end elsewhere."""
     expected = resume("auto", tmp_path / "plain", 2, None, with_masters(ADAMW))

@@ -202,7 +202,7 @@ class DeviceExecutor(Executor):
         plan = block.plan
         self._renewed.add(block.index)
         if plan.update is UpdateLane.CPU:
-            issue(OpKind.UPDATE, Lane.CPU, Payload.STATE)
+            issue(OpKind.UPDATE, Lane.CPU, Payload.STATE, self.side.gradients.arriving(block))
             return
         self._provide(block)
         arrived = (issue(OpKind.SWAP_IN, Lane.H2D, Payload.STATE),) if plan.state is Tier.HOST else ()
@@ -545,6 +545,11 @@ class DeviceExecutor(Executor):
         for part in block.parts:
             if part.state_home is not None:
                 self.side.updates.withdraw(part)
+
+    def enter(self, block: Block) -> None:
+        """As for :class:`Executor`; the schedule that knew what the device holds has ended."""
+        self._schedule = None
+        self._enter()
 
     def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool, device_cache_bytes: int = 0) -> None:
         """As for :class:`Executor`; blocks that have left the device get their new place there."""

@@ -320,10 +320,14 @@ class HostGradients:
                 self._lanes.copy(held.value(), grad)
                 held.norm = None
 
-    def wait(self, block: Block) -> None:
-        """Waits until the block's gradients are in host memory."""
+    def arriving(self, block: Block) -> tuple[Event, ...]:
+        """What :meth:`wait` waits for."""
         event = self._sent.get(block.index)
-        if event is not None:
+        return () if event is None else (event,)
+
+    def wait(self, block: Block) -> None:
+        """Waits until the block's gradients are in host memory, and no update is reading them."""
+        for event in self.arriving(block):
             event.wait()
 
     def drop(self) -> None:
