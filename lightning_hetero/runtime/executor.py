@@ -344,6 +344,11 @@ class Executor(EngineOps):
         self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
         self._schedules.adopt(plan, model, capacity_bytes)
 
+    def relearn(self, model: ModelShape) -> None:
+        """Parameters have joined an optimizer: from the next step on their blocks are updated like others."""
+        self.model = model
+        self._schedules.adopt(self.plan, model, self.capacity_bytes)
+
     def finish(self) -> None:
         """The end of training, orderly or not: nothing is left half open."""
         self._in_backward = False

@@ -251,6 +251,7 @@ class Session(Budgets):
             return
         ids = {id(p) for p in fresh}
         self.executor.updater.own(self.bindings)
+        self.executor.relearn(self._placer().model)
         owners = self.executor.updater.owners
         for block in self.blocks:
             for part in block.parts:

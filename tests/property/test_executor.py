@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, run
+from support.streams import FakeCuda
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
@@ -24,6 +27,12 @@ from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import Rooms
+from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.device import setup
+from lightning_hetero.runtime.lanes.base import Lanes
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
+from lightning_hetero.runtime.lanes.inline import InlineLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -161,18 +170,49 @@ def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Pl
 DEVICE = replace(HARDWARE, shared_memory=False, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
 
 
+@contextmanager
+def lanes_of(kind: str) -> Iterator[None]:
+    """Devices with memory of their own have lanes of this kind: streams are stood in for by threads."""
+    made: list[FakeCuda] = []
+
+    def inline(device: EmulatedDevice, *, poison: bool) -> Lanes:
+        return InlineLanes(memory_bytes=device.memory_bytes, poison=poison)
+
+    def streams(device: EmulatedDevice, *, poison: bool) -> Lanes:
+        made.append(FakeCuda(seed=device.seed))
+        return CudaLanes("cpu", cuda=made[-1], memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
+
+    with pytest.MonkeyPatch.context() as patch:
+        make = {"inline": inline, "emulated": EmulatedLanes, "streams": streams}[kind]
+        patch.setattr(setup, "EmulatedLanes", make)
+        patch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+        yield
+    for fake in made:
+        fake.close()
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan=PLANS, swaps=st.booleans(), clip=st.sampled_from([None, 0.3]))
-def test_lanes_of_a_device_see_the_ops_in_the_predicted_order(plan: Plan, swaps: bool, clip: float | None) -> None:
+@given(
+    plan=PLANS,
+    shape=st.builds(Shape, layers=st.integers(2, 4), tied=st.booleans(), frozen=st.sampled_from([(), (1,)])),
+    swaps=st.booleans(),
+    options=st.sampled_from([{}, {"clip": 0.3}, {"clip": 0.3, "clip_by": "value"}]),
+)
+def test_lanes_of_every_kind_see_the_ops_in_the_predicted_order(
+    plan: Plan, shape: Shape, swaps: bool, options: dict[str, Any]
+) -> None:
+    """Lanes in the calling thread, with threads, and on streams; and those of the simulator."""
     saved = Saved.SWAP_HOST if swaps else Saved.KEEP
     rows = [replace(r, saved=saved) if r.update is UpdateLane.CPU else r for r in plan.blocks]
     rows = [r if r.state is not Tier.DEVICE or r.update is UpdateLane.DEVICE else replace(r, state=Tier.HOST) for r in rows]
     plan = replace(plan, blocks=tuple(rows))
-    got = ran(plan, Recipe(steps=FIRST + 2, clip=clip), device=EmulatedDevice(memory="2MiB", seed=3))
-    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)
-    for step in range(FIRST, len(got.schedules)):
-        predicted = simulate([got.schedules[step]], got.plan, model, DEVICE, rooms=rooms, keep_trace=True)
-        assert got.trace.issued(step) == predicted.trace.issued(0)
+    for kind in ("inline", "emulated", "streams"):
+        with lanes_of(kind):
+            got = ran(plan, Recipe(shape=shape, steps=FIRST + 2, **options), device=EmulatedDevice(memory="2MiB", seed=3))
+        model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)
+        for step in range(FIRST, len(got.schedules)):
+            predicted = simulate([got.schedules[step]], got.plan, model, DEVICE, rooms=rooms, keep_trace=True)
+            assert got.trace.issued(step) == predicted.trace.issued(0), kind
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
