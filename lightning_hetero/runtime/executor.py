@@ -12,7 +12,8 @@ expect is served on demand, and the next step's schedule follows the order that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -343,6 +344,11 @@ class Executor(EngineOps):
         """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
         self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
         self._schedules.adopt(plan, model, capacity_bytes)
+
+    @contextmanager
+    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
+        """Between two batches: inside, the block's updates so far are over; ``whole``: and host memory has what they have made."""
+        yield
 
     def relearn(self, model: ModelShape) -> None:
         """Parameters have joined an optimizer: from the next step on their blocks are updated like others."""

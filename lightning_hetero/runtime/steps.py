@@ -82,8 +82,8 @@ class KeptSteps:
                 return f"optimizer {name} is not torch's, so it is not known to update parameters independently"
             if type(binding.optimizer).state_dict is not Optimizer.state_dict:
                 return f"optimizer {name} has a state_dict of its own"
-        if options.device is not None:
-            return "the device has memory of its own, and what is updated there is not in the store"
+            if options.device is not None and binding.capability is not Rule.NATIVE:
+                return f"optimizer {name} runs by its own code on the device, and its state is not in the store"
         return ""
 
     def begin(self, store: TierStore, blobs: StateBlobs, *, resume: bool) -> None:
@@ -227,15 +227,17 @@ class KeptSteps:
         blobs = executor.updater.blobs
         for block in self._blocks:
             tickets: list[Ticket] = []
-            for part in block.parts:
-                for binding in self._bindings:
-                    if whole and binding.rule is not Rule.NATIVE:
-                        blobs.keep(part, binding.optimizer)
-                store.refresh_master(part)  # the next update would do it, and a resume cannot know
-                store.flush(part)
-                tickets += write_mirrors(store, part) if whole else []
-                if part.mirrors or part.native is not None:
-                    self._entries[part] = self._entry(part)
+            with executor.on_host(block, whole=whole):
+                for part in block.parts:
+                    for binding in self._bindings:
+                        if whole and binding.rule is not Rule.NATIVE:
+                            blobs.keep(part, binding.optimizer)
+                    if whole or part.state_home is None:
+                        store.refresh_master(part)  # the next update would do it, and a resume cannot know
+                    store.flush(part)
+                    tickets += write_mirrors(store, part) if whole else []
+                    if part.mirrors or part.native is not None:
+                        self._entries[part] = self._entry(part)
             executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
 
     def _describe(self) -> bytes:

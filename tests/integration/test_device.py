@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from support.models import Outcome, Recipe, Shape, assert_same, run
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import SPREAD
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
@@ -83,6 +85,26 @@ def test_a_plan_that_does_not_fit_the_device_is_refused_before_anything_is_loade
     run(Recipe(shape=SHAPE), strategy_of("resident", memory=least), tmp_path)
     with pytest.raises(OutOfMemoryBudgetError):
         run(Recipe(shape=SHAPE), strategy_of("resident", memory=least - 1), tmp_path)
+
+
+class Uneven(LitModel):
+    """Its last batch is shorter than the others."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(data(2).dataset.tensors[0][:3]), batch_size=2)
+
+
+@pytest.mark.parametrize("plan", ["disk", SPREAD], ids=["disk", "spread"])
+def test_batches_of_another_shape(plan: Any, tmp_path: Path) -> None:
+    def train(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = Uneven(Recipe(shape=SHAPE, groups=True, schedule="step"))
+        trainer = quiet_trainer(strategy=strategy, max_epochs=3, accumulate_grad_batches=2, default_root_dir=tmp_path)
+        torch.manual_seed(11)
+        trainer.fit(module)
+        return outcome(trainer, module)
+
+    assert_same(train(strategy_of(plan)), train("auto"))
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [

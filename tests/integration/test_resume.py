@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.resuming import BATCHES, Model, after, train
+from support.strategies import on_device
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCorruptError
@@ -31,8 +33,13 @@ MIXED = Plan(
 )
 
 
+DEVICE = on_device
+DEVICE_RESIDENT = partial(on_device, "resident")
+
+
 def offload(plan: Any, store: Path, **options: Any) -> Any:
-    return HeteroOffloadStrategy(plan=plan, disk_path=store, **options)
+    make = plan if callable(plan) else partial(HeteroOffloadStrategy, plan)
+    return make(disk_path=store, **options)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +49,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.parametrize(
     ("first", "second", "stop"),
-    [("disk", "disk", 1), ("disk", "host", 6), ("host", "disk", 4), (MIXED, MIXED, 7), ("resident", MIXED, 9)],
-    ids=["disk", "disk-host", "host-disk-at-the-end-of-an-epoch", "mixed", "resident-mixed"],
-)
+    [
+        ("disk", "disk", 1), ("disk", "host", 6), ("host", "disk", 4), (MIXED, MIXED, 7), ("resident", MIXED, 9),
+        (DEVICE, DEVICE, 6), (DEVICE, "host", 5), ("disk", DEVICE_RESIDENT, 7), (DEVICE_RESIDENT, DEVICE, 3),
+    ],
+    ids=[
+        "disk", "disk-host", "host-disk-at-the-end-of-an-epoch", "mixed", "resident-mixed",
+        "device", "device-host", "disk-device", "devices",
+    ],
+)  # fmt: skip
 def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int) -> None:
     store = tmp_path / "store"
     before = train(tmp_path, offload(first, store, verify_digests=True), RECIPE, stop=stop)
@@ -74,12 +87,13 @@ def test_accumulated_batches_without_a_step_are_done_again(tmp_path: Path) -> No
     assert_same(got, after(plain, 4))
 
 
-def test_16_bit_weights_keep_their_masters(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), [("host", "disk"), (DEVICE, DEVICE_RESIDENT)], ids=["host", "device"])
+def test_16_bit_weights_keep_their_masters(tmp_path: Path, first: Any, second: Any) -> None:
     recipe = Recipe(steps=4, precision="bf16-true")
     whole = train(tmp_path, offload("host", tmp_path / "whole"), recipe)
     store = tmp_path / "store"
-    train(tmp_path, offload("host", store), recipe, stop=2)
-    assert_same(train(tmp_path, offload("disk", store), recipe, store=store), after(whole, 2))
+    train(tmp_path, offload(first, store), recipe, stop=2)
+    assert_same(train(tmp_path, offload(second, store), recipe, store=store), after(whole, 2))
 
 
 OTHERS = {

@@ -191,7 +191,7 @@ def lanes_of(kind: str) -> Iterator[None]:
         fake.close()
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=PLANS,
     shape=st.builds(Shape, layers=st.integers(2, 4), tied=st.booleans(), frozen=st.sampled_from([(), (1,)])),

@@ -35,6 +35,8 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import Event, Lanes, Ticket
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.geometry import versions
+from lightning_hetero.store.mirrors import writes_of
 
 Key = tuple[OpKind, int]
 
@@ -184,7 +186,7 @@ class DeviceExecutor(Executor):
             if self.updater.has_work(block, binding):
                 self._update_now(block, binding)
                 committed = False
-        if not committed:
+        if not committed and self.commits:
             self._submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
         self.side.gradients.expose()  # what is kept, and what another optimizer's step will use
         self.updater.begin_step()
@@ -262,7 +264,7 @@ class DeviceExecutor(Executor):
     def _run_of(self, op: Op) -> Callable[[], Iterable[Ticket]] | None:
         """What the op does; read off now is all that may change before its turn comes."""
         if op.kind is OpKind.COMMIT:
-            return self._commit
+            return self._commit if self.commits else None
         block, side = self.blocks[op.block], self.side
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
@@ -483,6 +485,31 @@ class DeviceExecutor(Executor):
         """As for :class:`Executor`."""
         self.lanes.drain()
         super().finish()
+
+    @contextmanager
+    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
+        """As for :class:`Executor`; what lives on the device alone has host memory only for so long, until it is mirrored."""
+        self.lanes.drain()
+        if not whole or (block.plan.update is UpdateLane.CPU and not self.weights.changed(block)):
+            yield
+            return
+        self.weights.changed(block)  # brings back what was moved
+        changed = [part for part in block.parts if part.mirrored_versions != versions(part)]
+        weights = [part for part in changed if self.weights.lend(part)]
+        states = [part for part in changed if self.side.updates.lend(part)]
+        yield
+        for part in block.parts:
+            for ticket in writes_of(part):  # ops of the device know nothing of them
+                ticket.wait()
+        for part in weights if not self.is_on_host(block) else ():
+            part.arena.drop()
+        for part in states:
+            self.side.updates.drop(part)
+
+    def commit(self, *, always: bool = False) -> None:
+        """As for :class:`Executor`."""
+        self.lanes.drain()
+        super().commit(always=always)
 
     # ---- begin and end ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event, Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
 from lightning_hetero.store.geometry import versions
-from lightning_hetero.store.mirrors import STATE, spans
+from lightning_hetero.store.mirrors import STATE, spans, writes_of
 from lightning_hetero.store.tiers import TierStore
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
@@ -79,9 +79,8 @@ class DeviceUpdates:
         """
         self._store.barrier(part)
         self._bring(part, self._take(part, kept=True))
-        for array in range(_native_of(part).geometry.num_state):
-            _native_of(part).drop_state(array)
         part.state_home = self
+        self.drop(part)
 
     def borrow(self, part: Part) -> None:
         """The part's state lives on the host and is updated on the device."""
@@ -95,6 +94,29 @@ class DeviceUpdates:
         self._give_back(part)
         self._lanes.page_unlock(_host_run(part))
         part.state_home = None
+
+    @torch.no_grad()
+    def lend(self, part: Part) -> bool:
+        """The engine's memory gets the part's state if that lives on the device, where it stays; returns whether it does.
+
+        Nothing of the part is under way. :meth:`drop` gives the memory back.
+        """
+        state = self._states.get(part)
+        if state is None or part.state_home is not self:
+            return False
+        if len(state.arrays) > len(adam.MOMENTS) and part.master_versions != versions(part):  # as the next update would do
+            state.arrays[0].copy_(self._weights.newest_flat(part))
+            part.master_versions = versions(part)
+        for host, array in zip(_host(part), state.arrays, strict=True):
+            self._lanes.copy(host, array)
+        return state.kept
+
+    def drop(self, part: Part) -> None:
+        """The system gets the pages back that the engine has for state that lives on the device."""
+        for ticket in writes_of(part):
+            ticket.wait()
+        for array in range(_native_of(part).geometry.num_state):
+            _native_of(part).drop_state(array)
 
     # ---- ops ----------------------------------------------------------------------------------------------------------------
 

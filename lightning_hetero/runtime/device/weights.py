@@ -29,6 +29,7 @@ from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.lanes.base import Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
 from lightning_hetero.store.geometry import versions
+from lightning_hetero.store.mirrors import writes_of
 
 
 @dataclass(slots=True)
@@ -98,6 +99,8 @@ class DeviceWeights:
             if host_copy:
                 self._lanes.page_lock(_host(part))
             else:
+                for ticket in writes_of(part):
+                    ticket.wait()
                 part.arena.drop()
 
     def withdraw(self, block: Block) -> None:
@@ -152,12 +155,20 @@ class DeviceWeights:
         Also what user code changed, before a RELEASE or an update on the CPU: see :meth:`changed`.
         """
         for part in block.parts:
-            copy = self._copies.get(part)
-            if copy is not None and self._changed(part, copy):
-                self._lanes.copy(_host(part), _flat(part, copy.memory))
-                self._agree(part, copy)
+            if self.lend(part):
+                self._agree(part, self._copies[part])
                 part.dirty |= block.weights_on_disk
         return []
+
+    def lend(self, part: Part) -> bool:
+        """Host memory gets what the device has of the part if that is newer, which it stays; returns whether it was."""
+        copy = self._copies.get(part)
+        if copy is None or not self._changed(part, copy):
+            return False
+        for ticket in writes_of(part):  # they read that memory
+            ticket.wait()
+        self._lanes.copy(_host(part), _flat(part, copy.memory))
+        return True
 
     # ---- between ops --------------------------------------------------------------------------------------------------------
 
@@ -276,6 +287,11 @@ class DeviceWeights:
             size=tensor.size(), stride=tensor.stride(), conjugate=tensor.is_conj(), negative=tensor.is_neg(),
             version=part.params[index]._version,
         )  # fmt: skip
+
+    def newest_flat(self, part: Part) -> Tensor:
+        """The part's newest weights as one run of its dtype, on the device or on the host."""
+        copy = self._copies.get(part)
+        return _host(part) if copy is None or copy.outdated else _flat(part, copy.memory)
 
     def bytes_from(self, part: Part, index: int) -> Tensor:
         """The bytes from a parameter's first one on, in the device memory that its part is bound to now.
