@@ -192,6 +192,8 @@ class Recovery:
         return elements > self._fitted[1] or side > self._fitted[2]
 
     def _has_fitted(self, executor: DeviceExecutor) -> None:
+        if not self._batches:  # another backward after a step, by hand
+            return
         elements, side = self._size()
         if self._fitted is not None and self._fitted[0] is executor.plan:
             elements, side = max(elements, self._fitted[1]), max(side, self._fitted[2])

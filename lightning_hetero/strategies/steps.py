@@ -51,8 +51,17 @@ class Steps(Core):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_step(training=True)
-        with nullcontext() if self._profiler is None else self._profiler.forward():
-            return super().training_step(*args, **kwargs)
+        try:
+            with nullcontext() if self._profiler is None else self._profiler.forward():
+                return super().training_step(*args, **kwargs)
+        finally:
+            if self._is_manual and self._executor is not None:
+                self._executor.end_batch()
+
+    @property
+    def _is_manual(self) -> bool:
+        """Whether an ``optimizer.step()`` is in the middle of its batch, which may go on to use the weights."""
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
     def _begin_step(self, *, training: bool) -> None:
         if self._executor is not None:  # steps may be called by hand after the Trainer has torn down
@@ -91,7 +100,8 @@ class Steps(Core):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._executor.arm(None)
-            self._executor.end_batch()
+            if not self._is_manual:
+                self._executor.end_batch()
             if self._recovery is not None:
                 self._recovery.step_ended()
         if self._verifier is not None:

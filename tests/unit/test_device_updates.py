@@ -352,7 +352,7 @@ def test_an_update_without_its_state_is_refused() -> None:
             train(net, case)
 
 
-def test_a_second_swap_in_is_refused_and_too_little_memory_named() -> None:
+def test_state_that_came_for_no_update_stays_until_it_is_given_back_and_too_little_memory_is_named() -> None:
     case = Case(shapes=((50, 30),), dtype=torch.float32)
     with made(case) as net, emulated(10240) as lanes:
         side = net.on(lanes, BORROWED)
@@ -362,6 +362,10 @@ def test_a_second_swap_in_is_refused_and_too_little_memory_named() -> None:
         assert give.used_bytes == 6144
     with made(case) as net, emulated() as lanes:
         side = net.on(lanes, BORROWED)
+        empty = lanes.memory().used_bytes
         side.updates.swap_in(net.blocks[0])
-        with pytest.raises(HeteroError, match="SWAP_OUT"):
-            side.updates.swap_in(net.blocks[0])
+        held = lanes.memory().used_bytes
+        side.updates.swap_in(net.blocks[0])
+        assert lanes.memory().used_bytes == held > empty
+        side.updates.give_back()
+        assert lanes.memory().used_bytes == empty
