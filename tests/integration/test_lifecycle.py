@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,11 @@ class DataOrder:
         return self
 
 
-@pytest.mark.parametrize("shape", [Shape(tied=True), DEEP], ids=["small", "deep"])
-@pytest.mark.parametrize("kind", [*KINDS, "device"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*product(KINDS, [Shape(tied=True), DEEP]), ("device", Shape(tied=True))],
+    ids=lambda value: value if isinstance(value, str) else "deep" if value is DEEP else "small",
+)
 def test_fit_evaluate_and_fit_again(kind: str, shape: Shape, tmp_path: Path) -> None:
     strategy = make_strategy(kind, partial(run, Recipe(shape=shape), tmp_path=tmp_path))  # to evaluate needs less than to fit
     assert_same(fit_and_evaluate(strategy, tmp_path, shape), fit_and_evaluate("auto", tmp_path, shape))
