@@ -589,6 +589,11 @@ class DeviceExecutor(Executor):
 
     def stop(self) -> None:
         """As for :class:`Executor`; the lanes end, and the device's memory is free for others if everything has left it."""
+        for block in self.blocks:  # what a step has kept lies in memory of the lanes
+            for param in block.params():
+                if type(param.grad) is HostGradient:
+                    param.grad = None
+        self.side.gradients.drop()
         self.activations.close()
         if not self.lanes.memory().used_bytes:
             with suppress(RuntimeError):  # a device that has failed
