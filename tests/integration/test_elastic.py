@@ -24,16 +24,21 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_is_stopped_again_and_again_ends_bit_for_bit_like_plain_lightning(stopped: dict[str, Any]) -> None:
-    elastic, plain = stopped["elastic"], stopped["plain"]
+WHERE = pytest.mark.parametrize("where", ["files", "tiers"])  # ordinary checkpoints, and LocalFirst's
+
+
+@WHERE
+def test_a_run_that_is_stopped_again_and_again_ends_bit_for_bit_like_plain_lightning(where: str, stopped: dict[str, Any]) -> None:
+    elastic, plain = stopped[where]["result"], stopped["plain"]
     for name, expected in plain["weights"].items():
         assert torch.equal(elastic["weights"][name], expected), name
     assert all(torch.equal(a, b) for a, b in zip(elastic["state"], plain["state"], strict=True))
     assert elastic["lr"] == plain["lr"]
 
 
-def test_batches_validations_and_epochs_are_those_of_one_run(stopped: dict[str, Any]) -> None:
-    notes = {key: value for key, value in stopped["elastic"]["notes"].items() if key[0] not in ("killed", "told")}
+@WHERE
+def test_batches_validations_and_epochs_are_those_of_one_run(where: str, stopped: dict[str, Any]) -> None:
+    notes = {key: value for key, value in stopped[where]["result"]["notes"].items() if key[0] not in ("killed", "told")}
     expected = stopped["plain"]["notes"]
     assert notes.keys() == expected.keys()
     assert len([key for key in notes if key[0] == "val"]) == 2 * elastic_train.EPOCHS
@@ -47,15 +52,17 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def test_the_exit_status_says_that_the_rank_was_told_to_leave(stopped: dict[str, Any]) -> None:
-    assert sorted(stopped["codes"]) == [-9] * len(elastic_train.KILLED) + [128 + 15] * len(elastic_train.TOLD)
-    assert stopped["signal_restored"]
+@WHERE
+def test_the_exit_status_says_that_the_rank_was_told_to_leave(where: str, stopped: dict[str, Any]) -> None:
+    assert sorted(stopped[where]["codes"]) == [-9] * len(elastic_train.KILLED) + [128 + 15] * len(elastic_train.TOLD)
+    assert stopped[where]["signal_restored"]
 
 
-def test_as_many_steps_are_kept_as_asked_for(stopped: dict[str, Any]) -> None:
-    last = elastic_train.EPOCHS * 5
-    assert stopped["kept"] == [last - 2, last - 1, last]
-    assert stopped["files"] == [f"step-{s:012}.{end}" for s in stopped["kept"] for end in ("ckpt", "committed")]
+@WHERE
+def test_as_many_steps_are_kept_as_asked_for(where: str, stopped: dict[str, Any]) -> None:
+    last, kept = elastic_train.EPOCHS * 5, stopped[where]["kept"]
+    assert kept == [last - 2, last - 1, last]
+    assert stopped[where]["files"] == [f"step-{s:012}.{end}" for s in kept for end in ("ckpt", "committed")]
 
 
 def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:

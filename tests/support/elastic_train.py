@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
-from lightning_hetero.strategies import HeteroParallelStrategy
+from lightning_hetero.strategies import HeteroParallelStrategy, LocalFirst
 
 SAMPLES, BATCH, EPOCHS = 37, 4, 3  # ten batches an epoch, the last of one sample
 KILLED, TOLD = {2, 7, 14}, {4, 5, 11}  # steps in which an incarnation dies, or is told to leave; 4 is the last of an epoch
@@ -72,7 +72,7 @@ class Events(Callback):
         self.notes["epoch", trainer.current_epoch] = trainer.global_step
 
 
-def fit(out: Path, notes: dict[Any, Any], strategy: Any) -> dict[str, Any]:
+def fit(out: Path, notes: dict[Any, Any], strategy: Any, *further: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = strategy == "auto"
     generator = torch.Generator().manual_seed(7)
@@ -83,7 +83,7 @@ def fit(out: Path, notes: dict[Any, Any], strategy: Any) -> dict[str, Any]:
         accelerator="cpu",
         devices=1,
         strategy=strategy,
-        plugins=[] if plain else [LightningEnvironment()],
+        plugins=[] if plain else [LightningEnvironment(), *further],
         callbacks=[Events(notes, stops=not plain)],
         max_epochs=EPOCHS,
         accumulate_grad_batches=2,
@@ -107,12 +107,19 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    found = {name: stopped(out / name, name) for name in ("files", "tiers")}
+    torch.save({**found, "plain": fit(out, {}, "auto")}, out / "elastic.pt")
+
+
+def stopped(out: Path, name: str) -> dict[str, Any]:
+    """A run that goes on until it is through."""
     before = signal.getsignal(signal.SIGTERM)
     notes: dict[Any, Any] = {}
     codes, result, signal_restored = [], None, True
     for _ in range(20):
+        plugins = [LocalFirst(disk=out / "local")] if name == "tiers" else []
         try:
-            result = fit(out, notes, HeteroParallelStrategy(elastic=Elastic(out / "steps", keep=3)))
+            result = fit(out, notes, HeteroParallelStrategy(elastic=Elastic(out / "steps", keep=3)), *plugins)
         except Killed:
             codes.append(-9)
         except SystemExit as stop:
@@ -120,15 +127,13 @@ def main() -> None:
         signal_restored &= signal.getsignal(signal.SIGTERM) == before
         if result is not None:
             break
-    found = {
-        "elastic": result,
+    return {
+        "result": result,
         "codes": codes,
         "signal_restored": signal_restored,
         "kept": CommittedSteps(out / "steps").steps(),
         "files": sorted(p.name for p in (out / "steps").iterdir()),
-        "plain": fit(out, {}, "auto"),
     }
-    torch.save(found, out / "elastic.pt")
 
 
 if __name__ == "__main__":
