@@ -295,6 +295,7 @@ def main() -> None:
         "benchmark": "virtual_cluster",
         "clusters": len(found),
         "fastest": sum(cluster["fastest"] for cluster in found),
+        "within_5_percent": sum(max(row["error"] for row in cluster["plans"]) <= 0.05 for cluster in found),
         "worst_speedup_error": max(row["error"] for cluster in found for row in cluster["plans"]),
         "worst_step_error": max(abs(r["measured_s"] / r["predicted_s"] - 1) for c in found for r in c["plans"]),
         "results": found,

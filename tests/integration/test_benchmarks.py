@@ -175,6 +175,7 @@ def test_virtual_cluster_measures_each_plan_beside_its_prediction(tmp_path: Path
     cluster = "2x1 (5 layers) + 1x2"
     result, output = run("virtual_cluster.py", "--clusters", cluster, "--layer-s", "0.003", "--steps", "1", cwd=tmp_path)
     assert result["clusters"] == 1
+    assert result["within_5_percent"] in (0, 1)
     (found,) = result["results"]
     ours, _, equal = found["plans"]
     assert [row["planner"] for row in found["plans"]] == ["asymmetric", "whale", "megatron"]
