@@ -4,10 +4,14 @@ A safetensors directory of random weights in bfloat16 (2.7 GB) is made, one tens
 them as float32 parameters (5.3 GB) that live on disk, and
 
 * ``import``, ``export``, ``weights``: is evaluated on one batch, exported to safetensors, and saved as a checkpoint of weights;
-* ``train``: gets them again, in a store that keeps its steps, and makes one step of AdamW;
+* ``train``: gets them again, in a store that keeps its steps, and makes three steps of AdamW;
+* ``begin``: does so again, for the first step alone;
 * ``save``: is saved as an ordinary Lightning checkpoint with optimizer state (16 GB), a tensor at a time;
-* ``resume_store``: a second Trainer goes on from the store, for one step;
+* ``resume_store``: a second Trainer goes on from the store, for the other two steps;
 * ``resume_checkpoint``: the same from the checkpoint.
+
+``resumed_the_same``: either resume had the losses that ``train`` had, to the bit; the last one depends on all weights and all
+of Adam's state.
 
 ``host_memory`` is what weights, gradients, state and staging may take. Prints one line of JSON last. ``peak_rss_bytes`` is the
 process's high-water mark (VmHWM, set back before each phase), ``rss_before_bytes`` what the interpreter, torch and Lightning take,
@@ -45,6 +49,7 @@ from lightning_hetero.units import format_bytes, parse_bytes
 
 BYTES_ON_DISK_PER_PARAM = 2 + 2 * 12 + 12  # the directory, two slots of weights and Adam's state, and a checkpoint of both
 BATCHES = 1
+STEPS = 3
 
 
 class Evaluated(GPT2):
@@ -114,16 +119,18 @@ def weights_in_and_out(phases: Phases, root: Path, size: Size, host_memory: int,
 
 
 def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
-    """One step, saved in both ways, and the next step from either."""
+    """Three steps; and again, saved in both ways after the first, with the other two from either."""
     checkpoint, store = root / "last.ckpt", root / "store"
     # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the data was.
-    batches = DataLoader([next(iter(RandomTokens(size, batch=1, length=seq)))] * 2, batch_size=None)
+    batches = DataLoader([next(iter(RandomTokens(size, batch=1, length=seq)))] * STEPS, batch_size=None)
 
     made: list[tuple[pl.Trainer, Evaluated]] = []
 
     def fit(steps: int, **options: Any) -> None:
         strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
-        made.append((make_trainer(strategy=strategy, max_steps=steps, default_root_dir=root), Evaluated(size)))
+        # Without an end of epochs: to Lightning, a checkpoint that is saved after fit has its epoch behind it.
+        trainer = make_trainer(strategy=strategy, max_steps=steps, max_epochs=-1, default_root_dir=root)
+        made.append((trainer, Evaluated(size)))
         made[-1][0].fit(made[-1][1], batches, **options)
 
     def let_go() -> list[float]:
@@ -135,16 +142,21 @@ def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int)
         gc.collect()
         return losses
 
-    phases.run("train", lambda: fit(1, strategy={"weights": root / "weights"}))
+    from_files = {"weights": root / "weights"}
+    phases.run("train", lambda: fit(STEPS, strategy=from_files))
+    losses = let_go()
+    shutil.rmtree(store)  # room for the next one
+    phases.run("begin", lambda: fit(1, strategy=from_files))
     phases.run("save", lambda: made[0][0].save_checkpoint(checkpoint))
     saved = checkpoint.stat().st_size
     let_go()
-    phases.run("resume_store", lambda: fit(2, ckpt_path=str(store)))
-    let_go()
-    shutil.rmtree(store)  # room for the next one
-    phases.run("resume_checkpoint", lambda: fit(2, ckpt_path=str(checkpoint), weights_only=True))
-    losses = let_go()
-    return {"checkpoint_bytes": saved, "losses": losses}
+    phases.run("resume_store", lambda: fit(STEPS, ckpt_path=str(store)))
+    resumed = [let_go()]
+    shutil.rmtree(store)
+    phases.run("resume_checkpoint", lambda: fit(STEPS, ckpt_path=str(checkpoint), weights_only=True))
+    resumed.append(let_go())
+    the_same = all(found == losses[1:] for found in resumed)
+    return {"checkpoint_bytes": saved, "losses": losses, "resumed_losses": resumed, "resumed_the_same": the_same}
 
 
 def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:

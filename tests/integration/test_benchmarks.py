@@ -96,7 +96,10 @@ def test_larger_than_ram_reports_its_peak_and_cleans_up(tmp_path: Path) -> None:
 
 def test_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
     result, _ = run("weights.py", "--model", "tiny", "--host-memory", "16MiB", "--dir", tmp_path, cwd=tmp_path)
-    assert result["phases"].keys() == {"import", "export", "weights", "train", "save", "resume_store", "resume_checkpoint"}
+    trained = {"train", "begin", "save", "resume_store", "resume_checkpoint"}
+    assert result["phases"].keys() == {"import", "export", "weights"} | trained
+    assert [len(losses) for losses in (result["losses"], *result["resumed_losses"])] == [3, 2, 2]
+    assert result["resumed_the_same"] is True
     assert result["checkpoint_bytes"] > 12 * result["parameters"]
     assert all(p["peak_rss_bytes"] >= result["rss_before_bytes"] > 0 for p in result["phases"].values())
     assert result["exported_is_imported"] is True
