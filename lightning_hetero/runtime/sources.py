@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.store.blocks import Part, own_memory, tensor_at
-from lightning_hetero.store.geometry import WEIGHTS
+from lightning_hetero.store.geometry import WEIGHTS, versions
 from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.tiers import TierStore
 
@@ -136,8 +137,15 @@ class StateSource:
         if self.part.state_home is not None:
             return self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
         out = own_memory(self.part.params[self.index].numel(), torch.float32)
+        if self._is_outdated:
+            return self.part.shaped(self.index, out).copy_(self.part.memory(self.index))
         self.store.read(self.part, self.array, self.index, out)
         return self.part.shaped(self.index, out)
+
+    @property
+    def _is_outdated(self) -> bool:
+        """It is a master, and the 16-bit weights were written to since the last update: the next one will make them the master."""
+        return self.key == MASTER and self.part.block.resident and self.part.master_versions != versions(self.part)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
@@ -147,7 +155,7 @@ class StateSource:
     def take(self) -> Tensor:
         """The content as an ordinary tensor that outlives the store; where it is in memory it is not copied."""
         native = self.part.native
-        away = native is None or self.part.on_disk or self.part.state_home is not None
+        away = native is None or self.part.on_disk or self.part.state_home is not None or self._is_outdated
         address = None if away or native is None else native.state_address(self.array)
         if address is None:
             return self.read()

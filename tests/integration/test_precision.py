@@ -132,3 +132,30 @@ def test_a_16_bit_checkpoint_of_plain_lightning_gets_masters(kind: str, tmp_path
     expected = resume("auto", tmp_path / "reference", 2, path, with_masters(ADAMW))
     train = partial(resume, folder=tmp_path / kind, epochs=2, path=path, factory=ADAMW)
     assert_same(train(make_strategy(kind, train)), expected)
+
+
+class Clamped(LitModel):
+    """Writes to weights after the step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.model.position.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "device", "device_resident"])
+def test_weights_written_after_a_step_are_the_master(kind: str, tmp_path: Path) -> None:
+    """Whoever reads the state sees what the next update would start from, so a checkpoint goes on as training would have."""
+
+    def train(strategy: Any) -> Outcome:
+        module = Clamped(recipe("bf16-true"))
+        options: Any = {"precision": "bf16-true", "max_steps": 2, "limit_val_batches": 0}
+        trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, **options)
+        trainer.fit(module, data())
+        return outcome(trainer, module)
+
+    got = train(make_strategy(kind, train))
+    position = got.weights["model.position"]
+    assert position.abs().max() == torch.tensor(0.01, dtype=torch.bfloat16)
+    masters = [state["master_param"] for state in got.state[0]["state"].values()]
+    same = [m for m in masters if m.shape == position.shape and torch.equal(m, position.float())]
+    assert len(same) == 1

@@ -209,7 +209,9 @@ class DeviceUpdates:
         """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
         self._wait(part)
         run = self._run(part, array, index)
-        return torch.empty(run.shape, dtype=run.dtype).copy_(run)
+        if adam.state_names(part.dtype)[array] == adam.MASTER and part.master_versions != versions(part):  # as for the next update
+            run = self._weights.newest_flat(part)[part.offsets[index] : part.offsets[index] + run.numel()]
+        return torch.empty(run.shape, dtype=torch.float32).copy_(run)
 
     def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat fp32 values)``."""
