@@ -142,7 +142,8 @@ def test_activations_on_the_disk(given: bool, tmp_path: Path, monkeypatch: pytes
     same(Recipe(shape=SHAPE), strategy_of(plan, disk_path=disk if given else None), tmp_path)
     assert moved
     assert all(moved)
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("block-", "activations", "lightning"))]
+    left = [path for path in tmp_path.rglob("*") if path.name.startswith(("block-", "activations", "lightning"))]
+    assert not [path for path in left if not given or path.parent != disk]  # what lies there itself is the store, which stays
 
 
 def test_norms_are_computed_on_the_device_only_where_somebody_clips_by_them(

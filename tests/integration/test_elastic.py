@@ -96,6 +96,6 @@ def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path: Path) 
     assert result["lost_steps"] == result["wrong_samples"] == 0
     assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
     assert result["max_difference"] <= 1e-12
-    # 20 s where the machine has nothing else to do; else as much as it takes to start the very first workers.
-    limit_s = max(20.0, 1.5 * result["start_s"])
+    # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
+    limit_s = 20.0 + 3 * result["start_s"]
     assert max(result["down_s"], result["up_s"], result["sigterm_s"]) <= limit_s, result

@@ -19,7 +19,7 @@ import lightning_hetero
 pytest.importorskip("transformers", reason="the examples need transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
+CONFIGS = sorted((EXAMPLES / "configs").glob("finetune_*.yaml"))
 PACKAGE_ROOT = str(Path(lightning_hetero.__file__).parents[1])
 SHORT_RUN = ["--steps", "12", "--lr", "1e-3", "--seq-len", "64"]
 

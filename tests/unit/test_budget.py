@@ -141,7 +141,7 @@ def test_state_that_comes_takes_the_place_of_activations() -> None:
 
 def test_files_have_two_slots() -> None:
     needs = needs_of(_plan(ON_DISK), _model(), shared_memory=False)
-    assert needs.disk == {Purpose.WEIGHTS: 2 * 4 * 20, Purpose.STATE: 2 * 4 * 120, Purpose.ACTIVATIONS: 0}
+    assert needs.disk == {Purpose.WEIGHTS: 2 * 4 * 20, Purpose.STATE: 2 * 4 * 120, Purpose.ACTIVATIONS: 0, Purpose.MIRRORS: 0}
 
 
 def test_where_the_device_is_the_host_there_is_one_pool() -> None:
