@@ -6,7 +6,7 @@ step that the nodes trained that are there afterwards. In the end weights and op
 never disturbed, and the samples of every step with those that it should have had.
 
 ``python benchmarks/preemption.py`` prints one line of JSON last: seconds of each event, committed steps that were lost, steps that
-were trained again, and the largest relative difference.
+were trained again, and the largest relative difference. A drill that fails leaves its notes and logs in a folder below ``--dir``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ STEPS = 150
 STEP_S = 0.3  # of a step while something happens: there have to be enough left
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 PATIENCE_S = 120.0  # after which the drill has failed
+TOLERANCE = 1e-12  # relative difference: gradients are added in another order
 
 # ---- a worker ---------------------------------------------------------------------------------------------------------------
 
@@ -306,6 +309,20 @@ def _difference(folder: Path) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
+@contextmanager
+def notes_kept(folder: Path, parent: Path) -> Iterator[dict[str, Any]]:
+    """Keeps notes and logs of a drill that ended with an error, or whose result, which goes into the dictionary, is wrong."""
+    result: dict[str, Any] = {}
+    try:
+        yield result
+    finally:
+        if not result or result["lost_steps"] or result["wrong_samples"] or not result["max_difference"] <= TOLERANCE:
+            kept = Path(tempfile.mkdtemp(dir=parent, prefix="preemption-notes-"))
+            for file in [*folder.glob("notes-*.jsonl"), *folder.glob("*.log")]:
+                shutil.copy(file, kept)
+            print(f"the drill failed; its notes are in {kept}", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dir", type=Path, default=Path("/tmp"), help="where the drill's files are")
@@ -314,8 +331,9 @@ def main() -> None:
     if arguments.worker is not None:
         train(arguments.worker, elastic=True)
         return
-    with scratch(arguments.dir) as folder:
-        print(json.dumps(run(folder)))
+    with scratch(arguments.dir) as folder, notes_kept(folder, arguments.dir) as result:
+        result |= run(folder)
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -108,11 +108,9 @@ class SharedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of every global batch."""
+        # With the first batch, not with the iterator: loaders with workers make two, and use one.
         self._taken.clear()  # of an epoch that was left early
         begin, self._begin = self._begin, 0
-        return self._handed_out(begin)
-
-    def _handed_out(self, begin: int) -> Iterator[list[int]]:
         whole: list[int] = []
         for index in itertools.islice(self.sampler, begin * self.batch, None):
             whole.append(index)

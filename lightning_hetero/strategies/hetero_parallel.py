@@ -19,7 +19,7 @@ from lightning_hetero.parallel.elastic import Elastic, elastic_from, node_name
 from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.strategies import elastic as elastic_callback
-from lightning_hetero.strategies.resume import end_batch
+from lightning_hetero.strategies.resume import end_batch, set_sampler_epoch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -242,6 +242,7 @@ class HeteroParallel(_Base):
         loop = trainer.fit_loop
         done = loop.epoch_loop.batch_progress.current.processed
         if loop.restarting and 0 < done < trainer.num_training_batches:
+            set_sampler_epoch(trainer, self.namespace)
             trainer.train_dataloader.batch_sampler.begin_at(done)
             iter(loop._data_fetcher)
             # Lightning warns that data begins anew; it does not.

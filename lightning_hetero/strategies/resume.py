@@ -172,7 +172,19 @@ def end_batch(trainer: Any, namespace: str) -> None:
         epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch
     else:
         epoch_loop._batches_that_stepped += 1
+        if epoch_loop._num_ready_batches_reached():
+            # A loop that restarts fetches a batch before it asks whether the epoch is over: there is none left.
+            loop._data_fetcher.reset()
+            loop._data_fetcher.done = True
     loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
+
+
+def set_sampler_epoch(trainer: Any, namespace: str) -> None:
+    """Tells samplers which epoch it is, before an iterator is made that may read ahead; Lightning does it when the epoch begins."""
+    loop = trainer.fit_loop
+    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
+    for loader in loop._combined_loader.flattened:
+        set_epoch(loader, loop.epoch_progress.current.processed)
 
 
 def _forward(trainer: Any, data: dict[str, Any], num_batches: int, namespace: str) -> None:
@@ -184,9 +196,7 @@ def _forward(trainer: Any, data: dict[str, Any], num_batches: int, namespace: st
         return
     _set_generators(loaders, data["generators"])
     set_random_state(data["random"])
-    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
-    for loader in loaders:
-        set_epoch(loader, loop.epoch_progress.current.processed)
+    set_sampler_epoch(trainer, namespace)
     fetcher = iter(loop._data_fetcher)
     for number in range(num_batches):
         try:

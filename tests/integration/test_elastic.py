@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import elastic_pipelines, elastic_train, ranks
+from support import elastic_pipelines, elastic_restarts, elastic_train, ranks
 from support.scripts import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -63,6 +63,30 @@ def test_as_many_steps_are_kept_as_asked_for(where: str, stopped: dict[str, Any]
     last, kept = elastic_train.EPOCHS * 5, stopped[where]["kept"]
     assert kept == [last - 2, last - 1, last]
     assert stopped[where]["files"] == [f"step-{s:012}.{end}" for s in kept for end in ("ckpt", "committed")]
+
+
+@pytest.fixture(scope="module")
+def restarts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs that go on after each step in turn."""
+    out = tmp_path_factory.mktemp("restarts")
+    done = run_script(Path(str(elastic_restarts.__file__)), out, cwd=out, timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found: dict[str, Any] = torch.load(out / "restarts.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("run", elastic_restarts.RUNS)
+def test_wherever_a_run_goes_on_it_sees_what_was_left_of_it(run: str, restarts: dict[str, Any]) -> None:
+    plain, after = restarts[run]["plain"], restarts[run]["after"]
+    assert sorted(after) == list(range(plain["steps"] + 1))
+    for step, found in after.items():
+        events = plain["events"]
+        if step == elastic_restarts.RUNS[run].get("max_steps"):
+            events = []  # Lightning does not begin a fit that has its steps
+        elif step:
+            events = events[next(i for i, event in enumerate(events) if event[0] == "batch ends" and event[2] == step) + 1 :]
+        assert found["events"] == events, step
+        assert all(torch.equal(found["weights"][name], value) for name, value in plain["weights"].items()), step
 
 
 def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:

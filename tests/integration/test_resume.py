@@ -78,6 +78,19 @@ def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:
     assert len(train(tmp_path, offload("disk", store), RECIPE, store=store).losses) == 0  # all steps are done
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_steps": -1, "max_epochs": 2}], ids=str)
+def test_it_goes_on_at_every_step_around_the_end_of_an_epoch_without_validation(tmp_path: Path, limits: dict[str, int]) -> None:
+    recipe, store = Recipe(shape=Shape(layers=1, dropout=0.1)), tmp_path / "store"
+    plain = train(tmp_path, "auto", recipe, **limits)
+    before: dict[str, Path] = {}
+    for stop in (BATCHES - 1, BATCHES, BATCHES + 1):
+        begun = train(tmp_path, offload("disk", store), recipe, stop=stop, **before, **limits)
+        before = {"store": store}
+        assert begun.losses == plain.losses[stop - len(begun.losses) : stop]
+    got = train(tmp_path, offload("disk", store), recipe, **before, **limits)
+    assert_same(got, after(plain, len(plain.losses) - BATCHES - 1))
+
+
 def test_accumulated_batches_without_a_step_are_done_again(tmp_path: Path) -> None:
     recipe = Recipe(steps=4, accumulate=2, shape=Shape(dropout=0.1))
     plain = train(tmp_path, "auto", recipe)

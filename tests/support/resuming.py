@@ -39,13 +39,16 @@ class Model(LitModel):
         torch.rand(3)
 
 
-def train(root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None) -> Outcome:
+def train(
+    root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None, **options: Any
+) -> Outcome:
     """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
+    limits = {"max_steps": recipe.steps, **options}
     torch.manual_seed(7)
     module = Model(recipe)
     torch.manual_seed(11)
     trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
+        **limits, strategy=strategy, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
         precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
         callbacks=[] if stop is None else [EndsAt(stop)],
     )  # fmt: skip

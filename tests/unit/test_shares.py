@@ -37,6 +37,7 @@ def test_an_epoch_may_begin_in_its_middle_and_the_next_one_does_not() -> None:
     whole = [list(r) for r in ranks]
     for rank, expected in zip(ranks, whole, strict=True):
         rank.begin_at(3)
+        iter(rank)  # loaders with workers make one more, and leave it alone
         assert list(rank) == expected[3:]
         assert [rank.next_taken().samples for _ in range(2)] == [len(part) for part in expected[3:]]
         assert list(rank) == expected
