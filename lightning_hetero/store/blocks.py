@@ -60,7 +60,7 @@ class Part:
         uncommitted: The file was rewritten since the last commit.
         on_disk: The native block has files.
         stepped: The state is no longer all zeros.
-        versions: Sum of the parameters' version counters when the block's use began.
+        versions: Sum of the parameters' version counters when the block's use began, or an update in Python ended.
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
         state_home: Who has the state arrays, if not the engine.

@@ -321,7 +321,7 @@ class TierStore:
 
     def store_weights(self, part: Part) -> Ticket:
         """Writes the weight memory to the file after an update that ran in Python."""
-        part.dirty = False
+        part.dirty, part.versions = False, versions(part)
         return self.rewrite(part, [], from_memory=True, state=True)
 
     # ---- commit ---------------------------------------------------------------------------------------------------------

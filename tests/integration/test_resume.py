@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.resuming import BATCHES, Model, after, train
 from support.strategies import on_device
 from torch import Tensor, nn
@@ -134,6 +134,20 @@ def test_state_that_only_its_optimizer_knows_is_kept(tmp_path: Path, name: str, 
         assert sum(name.endswith(" (state)") for name in block_names(files).values()) >= 3
     got = train(tmp_path, offload(first, store, verify_digests=True), recipe, store=store)
     assert_same(got, after(plain, 3))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_step_is_one_record(tmp_path: Path, optimizer: str) -> None:
+    """A record in the middle of a step would stand for none: a run that is killed after it could not go on."""
+    records = []
+    for steps in (2, 5):
+        store = tmp_path / str(steps)
+        recipe = Recipe(steps=steps, clip=1.0, optimizer=lambda groups: getattr(torch.optim, optimizer)(groups, lr=0.01))
+        run(recipe, HeteroOffloadStrategy("disk", disk_path=store), tmp_path)
+        with StoreFiles(store) as files:
+            assert files.record is not None
+            records.append(files.record.sequence)
+    assert records[1] - records[0] == 3
 
 
 def test_a_checkpoint_of_links_has_state_that_only_its_optimizer_knows(tmp_path: Path) -> None:
