@@ -24,6 +24,7 @@ import torch
 
 from lightning_hetero.errors import CheckpointMissingError, ConfigError, UnsupportedError
 from lightning_hetero.parallel.recovery import TieredCheckpoints
+from lightning_hetero.store import encoding
 from lightning_hetero.strategies.training_state import random_state, set_random_state
 from lightning_hetero.units import MIB
 
@@ -142,7 +143,11 @@ class _EveryRank(_StrategyBase):
             names = _names(self, number)
             state[f"optimizer_{number}"] = _by_name(optimizer_state, names)
         self._io.checkpoints.save(
-            state, self.broadcast(filepath), step=checkpoint["global_step"], rest=_dump(rest), own=_dump(random_state())
+            state,
+            self.broadcast(filepath),
+            step=checkpoint["global_step"],
+            rest=_dump(rest),
+            own=encoding.dumps(random_state(), "random numbers").encode(),
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -171,7 +176,7 @@ class _EveryRank(_StrategyBase):
             return _Nothing({"pytorch-lightning_version": importlib.import_module(self._io.namespace).__version__})
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(loaded.rest), map_location="cpu", weights_only=bool(weights_only))
         if loaded.own is not None and loaded.layer_map.ranks == self._ranks:
-            self._random = torch.load(io.BytesIO(loaded.own), weights_only=False)
+            self._random = encoding.loads(loaded.own)
         if sharded:
             _restore(self, loaded.state)
             self._restore_random()
