@@ -25,11 +25,12 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.memory import Memory, Observed
 from lightning_hetero.profiling.operators import Addresses, BoundAddresses, OperatorRecorder, live_bytes, storages_in
-from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed, heap_meter
+from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.capacity import heap_meter
 
 
 class BatchProfiler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,41 +131,3 @@ def attributed(stretches: list[Stretch]) -> list[Stretch]:
             following[stretch.phase] = stretch.block
         rows.append(replace(stretch, block=following[stretch.phase], inside=stretch.block is not None))
     return rows[::-1]
-
-
-def heap_meter() -> Callable[[], int]:
-    """A function that says how many bytes malloc has given out; 0 where the C library has none.
-
-    Source: mallinfo(3), ``uordblks`` and ``hblkhd`` of all arenas.
-    """
-    return _malloc_meter("uordblks")
-
-
-def heap_size() -> int:
-    """Bytes that malloc has from the system, given out or not; 0 where the C library does not say.
-
-    Source: mallinfo(3), ``arena`` and ``hblkhd``.
-    """
-    return _malloc_meter("arena")()
-
-
-def _malloc_meter(field: str) -> Callable[[], int]:
-    query = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if query is None:
-        return lambda: 0
-    query.restype = _MallocInfo
-
-    def read() -> int:
-        info = query()
-        return int(getattr(info, field) + info.hblkhd)
-
-    return read
-
-
-class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2``."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]

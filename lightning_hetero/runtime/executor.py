@@ -173,7 +173,7 @@ class Executor(EngineOps):
     def _next_backward(self, block: Block) -> None:
         with self.recorder.waiting(f"B {block.name}"):
             self._close_backward()
-            self.heap.check()
+            self.heap.check(self._gradients_coming(block))
             self._reach(Phase.BACKWARD, block)
             # A ticket holds its gradients until it has been seen to be done.
             self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
@@ -181,6 +181,10 @@ class Executor(EngineOps):
             self.open(block)
             if torch.is_grad_enabled():
                 self.hold(block)
+
+    def _gradients_coming(self, block: Block) -> int:
+        """What backward may allocate for gradients until it reaches the next block; those of pinned blocks come at any time."""
+        return sum(b.gradient_bytes for i, b in enumerate(self.model.blocks) if b.pinned or i == block.index)
 
     def _close_backward(self) -> None:
         if self._backward_block is not None:

@@ -8,7 +8,8 @@ While a model trains, freed memory therefore stays with the process.
 [Note: Fragmentation]
 Gradients are allocated by torch, freed when their update has consumed them, and the hole is often split by a small tensor before
 the next gradient of that size comes: the heap grows by several blocks' gradients that nobody holds. Giving free pages back costs
-page faults when they are used again, so it happens only when the process is beyond what the budget, or the machine, allows.
+page faults when they are used again, so it happens only when the process is beyond what the budget, or the machine, allows, or
+would be if the gradients that come next found no hole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 
 import psutil
 
-from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, heap_size
 from lightning_hetero.units import GIB, MIB
 
 _WORTH_IT = 32 * MIB
@@ -45,12 +46,15 @@ class Heap:
         self._trim = getattr(libc, "malloc_trim", None)  # glibc's; other libraries give large tensors back at once
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
         self._process = psutil.Process()
+        # What malloc has given out: not the engine's memory, into which weights and state come while forward runs.
+        self._allocated = heap_meter() if heap_size() else self._resident
         self.peak_bytes = 0
         self.counted_bytes = 0
         self._apart = self._resident() - present_bytes  # what the process holds beside the model
         self.allow(host_memory)
         self._before_forward = 0
         self._activations = 0
+        self._in_vain = 0  # what was resident after giving back had brought nothing
         self._set_thresholds(_LARGEST)
 
     def allow(self, host_memory: int | None) -> None:
@@ -78,22 +82,27 @@ class Heap:
         """A training step begins."""
         if self._trim is not None:
             self.check()
-            self._before_forward = self._resident()
+            self._before_forward = self._allocated()
 
     def backward_begins(self) -> None:
         """What forward added is activations; a budget that was set before they were known has no room for them."""
         if self._trim is not None:
-            self._activations = max(self._activations, self._resident() - self._before_forward - self.counted_bytes)
+            self._activations = max(self._activations, self._allocated() - self._before_forward - self.counted_bytes)
 
-    def check(self) -> None:
-        """Gives free heap pages back if the process is beyond budget and activations."""
+    def check(self, coming_bytes: int = 0) -> None:
+        """Gives free heap pages back if the process is beyond budget and activations.
+
+        Args:
+            coming_bytes: What is about to be allocated, at most; there may be no hole for it.
+        """
         resident = self._resident()
-        if self._trim is None or resident <= self._limit + self._activations:
+        if self._trim is None or resident + coming_bytes <= self._limit + self._activations:
+            return
+        if abs(resident - self._in_vain) < _WORTH_IT:  # something else has the memory: do not look for it at every anchor
             return
         self._trim(0)
         left = self._resident()
-        if resident - left < _WORTH_IT:  # something else has the memory: do not look for it at every anchor
-            self._limit = left + _WORTH_IT - self._activations
+        self._in_vain = left if resident - left < _WORTH_IT else 0
 
     def _resident(self) -> int:
         resident = int(self._process.memory_info().rss)

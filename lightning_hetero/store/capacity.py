@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,44 @@ def peak_resident_bytes() -> int:
     text = status.read_text() if status.exists() else ""
     found = re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def heap_meter() -> Callable[[], int]:
+    """A function that says how many bytes malloc has given out; 0 where the C library has none.
+
+    Source: mallinfo(3), ``uordblks`` and ``hblkhd`` of all arenas.
+    """
+    return _malloc_meter("uordblks")
+
+
+def heap_size() -> int:
+    """Bytes that malloc has from the system, given out or not; 0 where the C library does not say.
+
+    Source: mallinfo(3), ``arena`` and ``hblkhd``.
+    """
+    return _malloc_meter("arena")()
+
+
+def _malloc_meter(field: str) -> Callable[[], int]:
+    query = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if query is None:
+        return lambda: 0
+    query.restype = _MallocInfo
+
+    def read() -> int:
+        info = query()
+        return int(getattr(info, field) + info.hblkhd)
+
+    return read
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
 
 
 def available_cores(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

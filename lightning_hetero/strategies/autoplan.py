@@ -33,12 +33,11 @@ from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.speculation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
-from lightning_hetero.profiling.timeline import heap_size
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
-from lightning_hetero.store.capacity import resident_bytes
+from lightning_hetero.store.capacity import heap_size, resident_bytes
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches; the fewest of which the median tells an odd one from the others

@@ -102,6 +102,7 @@ def test_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert result["resumed_the_same"] is True
     assert result["checkpoint_bytes"] > 12 * result["parameters"]
     assert all(p["peak_rss_bytes"] >= result["rss_before_bytes"] > 0 for p in result["phases"].values())
+    assert result["ordinary_bytes"] >= 0
     assert result["exported_is_imported"] is True
     assert result["loss"] == pytest.approx(5.55, abs=0.3), "an untrained model is as good as guessing: ln 257"
     assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 from lightning_hetero.callbacks import _names, show
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
@@ -46,6 +47,23 @@ def test_evaluation_needs_no_memory_for_gradients(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy=HeteroOffloadStrategy("resident", host_memory=weights * 5 // 4), default_root_dir=tmp_path)
     trainer.validate(module, data(2), verbose=False)
     assert len(module.losses) == 2
+
+
+def test_before_each_block_s_backward_there_is_room_for_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What malloc keeps counts as taken: gradients that find no hole come on top."""
+    strategy, coming, expected = HeteroOffloadStrategy("host", host_memory="1GiB"), list[int](), set[int]()
+    monkeypatch.setattr(Heap, "check", lambda heap, coming_bytes=0: coming.append(coming_bytes))
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            assert strategy.session is not None
+            blocks = strategy.session.executor.model.blocks
+            pinned = sum(b.gradient_bytes for b in blocks if b.pinned)
+            expected.update(pinned + b.gradient_bytes for b in blocks if not b.pinned)
+
+    run(Recipe(steps=2), strategy, tmp_path, callbacks=[Looks()])
+    assert expected
+    assert {c for c in coming if c} == expected
 
 
 PREDICTED = Prediction(
