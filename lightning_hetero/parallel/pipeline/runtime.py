@@ -193,9 +193,10 @@ class Pipelines:
     def _loss(self, output: Any, index: Tensor) -> Tensor:
         """The loss of one micro-batch. Torch also calls it to learn shapes; what counts is the last call."""
         number = int(index)
-        batch, hooks = self._micro[number], self.layers.module
+        batch = self._micro[number]
+        hooks: Any = self.layers.module
         with self._context():
-            sums = Sums.of(hooks.loss_sum(output, batch), batch)  # type: ignore[operator]
+            sums = Sums.of(hooks.loss_sum(output, batch), batch)
         self._found[number] = sums
         if self._outputs is not None and number < 2:
             self._outputs[number] = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, output), batch
@@ -220,8 +221,9 @@ class Pipelines:
             return True
         (one, first), (other, second) = kept[0], kept[1]
         batch = joined(first, second)
+        hooks: Any = self.layers.module
         with self._context():
-            both = Sums.of(self.layers.module.loss_sum(joined(one, other), batch), batch)  # type: ignore[operator]
+            both = Sums.of(hooks.loss_sum(joined(one, other), batch), batch)
         apart = self._found[0].loss + self._found[1].loss
         return bool((both.loss - apart).abs() <= _ADDITIVE * apart.abs() + 1e-6) or not bool(torch.isfinite(both.loss))
 
