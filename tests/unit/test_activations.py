@@ -142,6 +142,33 @@ def test_what_moves_is_what_the_plan_adds_up(x: Tensor) -> None:
                 assert expected - small <= driver.moved(block.name) <= expected
 
 
+def test_what_left_tensor_by_tensor_comes_back_in_one_copy_a_block(x: Tensor) -> None:
+    """Batched swap-in (ProTrain, figure 1, G): the link is not asked for many small transfers in backward."""
+    net = Net()
+
+    class Counting(InlineLanes):
+        def __init__(self) -> None:
+            super().__init__(poison=True)
+            self.copies: list[int] = []
+
+        def copy(self, target: Tensor, source: Tensor) -> None:
+            self.copies.append(target.numel())
+            super().copy(target, source)
+
+    lanes = Counting()
+    with driving(net.blocks(), rule(HOST, HOST), lanes=lanes) as driver:
+        driver.begin()
+        loss = net(x)
+        driver.out()
+        out, lanes.copies = lanes.copies, []
+        moved = [driver.moved(name) for name in driver.blocks]
+        loss.backward()
+        assert len(out) > 10  # tensors of two layers
+        assert sum(out) == sum(moved)
+        assert sorted(lanes.copies) == sorted(n for n in moved if n)
+        net.zero_grad()
+
+
 def test_what_leaves_is_not_on_the_device_between_forward_and_backward(x: Tensor) -> None:
     """Bytes of storages alive at the end of forward: blocks' inputs, q, k and v, or what plain forward leaves."""
     net = Net(layers=3)
