@@ -7,9 +7,10 @@ The emulated machine (``emulation.py``) has the paper's proportions: activations
 to links, updates and the disk by set rates. All of these wait by the clock and need next to no processor, so that neither this
 machine's drift nor its contention is measured: what is left is how the runtime orders its ops.
 
-Every round trains every variant once, forwards and backwards in turn, and speeds are compared within a round. ``measured`` is the
-median over rounds, the spread that of all steps. All variants of an experiment that update on the same lanes have the same
-losses, bit for bit; ``same_bits`` says so. ``waits_s`` is what compute waited for, by the trace.
+Every round trains every variant once, forwards and backwards in turn, and speeds are compared within a round. A step's time is the
+mean of a round's steps, because updates of one run into the next. ``measured`` is the median over rounds, the spread that of all
+steps. All variants of an experiment that update on the same lanes have the same losses, bit for bit; ``same_bits`` says so.
+``waits_s`` is what compute waited for, by the trace.
 
     python benchmarks/ablation.py --rounds 3 --continue FILE --minutes 5 --dir /path/on/the/disk
 
@@ -50,7 +51,7 @@ from lightning_hetero.planners.judge import simulation
 from lightning_hetero.profiling.presets import model as preset_model
 from lightning_hetero.profiling.presets import paper_machine
 
-WARM = 1  # steps before those that count
+WARM = 2  # steps before those that count: the first takes so long that its updates do not run into the second, as later ones do
 PROFILE = "profile"  # what is measured of an experiment beside its variants
 HOST_MEMORY = "4GiB"
 
@@ -164,7 +165,7 @@ class Emulated:
         key = self.experiment.name, f"{variant.name} #{number}"
         if key not in self.log.results:
             self.log.add(*key, first_word(train, self.args, self.emulation, self.plans[variant.name]))
-            print(f"{key[0]}, {key[1]}: {statistics.median(self.log.results[key]['steps_s']):.3f} s", flush=True)
+            print(f"{key[0]}, {key[1]}: {statistics.fmean(self.log.results[key]['steps_s']):.3f} s", flush=True)
 
     def rounds(self) -> list[dict[str, Any]]:
         """What each complete round has measured, by variant."""
@@ -190,7 +191,7 @@ class Emulated:
             "simulated, emulated": speeds(simulated, self.experiment.reference),
         }
         if rounds := self.rounds():
-            seconds = [{name: statistics.median(of["steps_s"]) for name, of in row.items()} for row in rounds]
+            seconds = [{name: statistics.fmean(of["steps_s"]) for name, of in row.items()} for row in rounds]
             pairs, reference = list(zip(seconds, rounds, strict=True)), self.experiment.reference
             ratios = {name: [row[reference] / row[name] for row in seconds] for name in self.plans}
             columns["measured, emulated"] = {name: statistics.median(values) for name, values in ratios.items()}
@@ -248,7 +249,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="experiments")
     parser.add_argument("--layers", type=int, default=16, help="of the small model")
     parser.add_argument("--compute-s", type=float, default=2.0, help="what its forward and backward take")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps of a variant and round")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a variant and round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
     parser.add_argument("--minutes", type=float, help="no variant is begun later than that")
@@ -260,7 +261,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     end_s = time.monotonic() + 60 * (args.minutes or float("inf"))
-    settings = {"layers": args.layers, "compute_s": args.compute_s, "steps": args.steps, "torch": torch.__version__}
+    settings = {"layers": args.layers, "compute_s": args.compute_s, "warm": WARM, "steps": args.steps, "torch": torch.__version__}
     log = Log(args.log, settings)
     chosen = [e for e in EXPERIMENTS if e.name in args.only]
     with scratch(args.dir) as args.directory:
