@@ -1,0 +1,205 @@
+"""What each op of a schedule does on a device with memory of its own, and which lane runs it.
+
+[Note: Whose turn]
+The thread that computes issues ops, in the order of the schedule; lanes run them. What an op has to know (hyper-parameters, the
+scale of gradients, which gradients there are) is read off as it is issued; what it works on (gradients on the host, staged state,
+memory) belongs to the lanes until its event has passed. The store has one user at a time: ops that touch it hold
+:attr:`DeviceOps._turn`, and the thread that computes touches it only once all lanes are empty.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning_hetero.ir.plan import UpdateLane
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
+from lightning_hetero.runtime.activations.block import Activations
+from lightning_hetero.runtime.activations.swaps import SwapFiles
+from lightning_hetero.runtime.device import HostGradient
+from lightning_hetero.runtime.device.residents import DeviceResidents
+from lightning_hetero.runtime.lanes import Event, Ticket
+from lightning_hetero.store.blocks import Block
+
+Key = tuple[OpKind, int]
+
+
+class All:
+    """Passes when all of some events have: the end of an op that had nothing to do."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = tuple(events)
+
+    def done(self) -> bool:
+        """Whether all have passed."""
+        return all(event.done() for event in self.events)
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for event in self.events:
+            event.wait()
+
+
+class DeviceOps(DeviceResidents):
+    """Gives ops to lanes.
+
+    Args:
+        blocks: As for :class:`DeviceResidents`.
+        files: Files for activations that go to the disk; ``None`` where none do.
+        **common: As for :class:`DeviceResidents`.
+
+    Attributes:
+        probing: Nobody knows yet whether the device is large enough for the batch, so that updates wait until it is over.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, files: SwapFiles | None = None, **common: Any) -> None:
+        super().__init__(blocks, **common)
+        self.files = files
+        self.probing = False
+        self._turn = threading.RLock()
+        self._ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
+        self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
+        self._follow_activations()
+
+    def _follow_activations(self) -> None:
+        self.activations = Activations(self.lanes, weights=self.weights.reference, files=self.files, poison=self._poison)
+
+        def moves(block: Block) -> bool:  # what a root saves is its blocks' own, and its hooks would stand before theirs
+            return self.is_away(block) or (self.lanes.counts and not block.spec.pinned)
+
+        follow = self.activations.block
+        self._saved = [follow(b.name, b.spec.module, b.plan, index=b.index, weights_move=moves(b)) for b in self.blocks]
+
+    @property
+    def _all_wait(self) -> bool:
+        return self.deferred or self.probing
+
+    # ---- to the lanes -------------------------------------------------------------------------------------------------------
+
+    def _submit(self, op: Op, after: Sequence[Event]) -> Event:
+        """Gives one op to its lane; what reality has overtaken does nothing."""
+        if op.payload is Payload.ACTIVATIONS:
+            after = (*after, self._mark(op.at)) if _follows_compute(op) else after
+            end = self._ends[op.kind, op.block] = self._saved[op.block].swap(op, after)
+            return end
+        block = None if op.block == NO_BLOCK else self.blocks[op.block]
+        is_late = block is not None and (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU) and not self._is_early(block)
+        if is_late and block is not None and _are_here(block):
+            grad = Op(id=-1, kind=OpKind.GRAD, block=op.block, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
+            after = (*after, self._submit(grad, ()))  # its own could not take them yet
+        run = self._run_of(op)
+        if run is None:
+            return All(after)
+        after = () if op.kind is OpKind.COMMIT else after
+        if _follows_compute(op):
+            after = (*after, self._mark(op.at))
+        # The commit follows all updates as they are handed to the engine, not as they end: that lane is theirs.
+        end = self.lanes.submit(replace(op, lane=Lane.CPU) if op.kind is OpKind.COMMIT else op, run, after)
+        if op.lane is Lane.COMPUTE:
+            self.lanes.compute_waits([end])  # raises what it raised
+        if block is not None and (op.kind is OpKind.GRAD or (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU)):
+            self.side.gradients.sent(block, end)
+        elif block is not None and (op.kind, op.payload) == (OpKind.SWAP_OUT, Payload.STATE):
+            self.side.updates.returning(block, end)
+        self._ends[op.kind, op.block] = end
+        return end
+
+    def _mark(self, at: int) -> Event:
+        """Compute has come to this anchor."""
+        if at < 0 or self._marked[0] != at:
+            self._marked = at, self.lanes.mark()
+        return self._marked[1]
+
+    # ---- what they do -------------------------------------------------------------------------------------------------------
+
+    def _run_of(self, op: Op) -> Callable[[], Iterable[Ticket]] | None:
+        """What the op does; read off now is all that may change before its turn comes."""
+        if op.kind is OpKind.COMMIT:
+            return self._commit if self.commits else None
+        block, side = self.blocks[op.block], self.side
+        match op.kind, op.payload, op.lane:
+            case OpKind.FETCH, Payload.WEIGHTS, _:
+                return partial(self._fetch_weights, block)
+            case OpKind.FETCH, Payload.STATE, _:
+                return partial(self._open_state, block)
+            case OpKind.RELEASE, _, Lane.DISK_READ:
+                return partial(self._release_host, block)
+            case OpKind.RELEASE, _, _:
+                return None if block.uses else partial(side.weights.free, block)
+            case OpKind.UPLOAD, _, _:
+                return partial(side.weights.upload, block)
+            case OpKind.GRAD, _, _:
+                return None if self._is_early(block) else side.gradients.take(block)
+            case OpKind.UPDATE, _, _:
+                return self._update_of(block)
+            case OpKind.STORE, _, _:
+                return self._end_of_update(block)
+            case OpKind.SWAP_IN, Payload.STATE, _:
+                return partial(side.updates.swap_in, block)
+            case OpKind.SWAP_OUT, Payload.STATE, _:
+                return partial(side.updates.swap_out, block)
+            case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
+                return partial(side.weights.download, block)
+        raise AssertionError(f"the lowering issues no {op.kind} of {op.payload}")
+
+    def _fetch_weights(self, block: Block) -> Sequence[Ticket]:
+        with self._turn:
+            return self._start_fetch(block, ())
+
+    def _open_state(self, block: Block) -> Sequence[Ticket]:
+        with self._turn:
+            return self.updater.open(block, priority=self._urgency(block), after=())
+
+    def _release_host(self, block: Block) -> Sequence[Ticket]:
+        with self._turn:
+            return self._give_back(block)
+
+    def _update_of(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
+        """The update of what of the block has gradients; ``None`` if none may run now."""
+        binding = self.updater.verdict or self._armed
+        if binding is None or self._is_early(block) or (self._all_wait and self.updater.verdict is None):
+            return None
+        if self.updater.renews(block, binding):
+            self.lanes.drain()
+            self.updater.cancel_opened([block])
+        prepared = self.updater.prepare(block, binding)
+        if prepared is None:
+            return None
+        if block.plan.update is UpdateLane.DEVICE:
+            return prepared
+        self.hide(block)
+        tickets = self._latest[block.index] = []
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                tickets.extend(prepared(priority=self._urgency(block)))
+            return tickets
+
+        return run
+
+    def _is_early(self, block: Block) -> bool:
+        """Whether backward may still add to the block's gradients."""
+        return self.updater.verdict is None and bool(block.grads_left or block.early_unsafe)
+
+    def _end_of_update(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
+        """STORE is the second half of the engine's UPDATE, which it waits for."""
+        tickets = self._latest.get(block.index)
+        return None if tickets is None else lambda: tickets
+
+    def _commit(self) -> Sequence[Ticket]:
+        with self._turn:
+            ticket = self.store.commit()
+        return [] if ticket is None else [ticket]
+
+
+def _are_here(block: Block) -> bool:
+    """Whether gradients of the block are on the device."""
+    return any(p.grad is not None and type(p.grad) is not HostGradient for p in block.params())
+
+
+def _follows_compute(op: Op) -> bool:
+    """Whether the op works on what compute made, or takes away what compute has used."""
+    return op.kind in (OpKind.GRAD, OpKind.SWAP_OUT) or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
