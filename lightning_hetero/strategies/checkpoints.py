@@ -20,8 +20,6 @@ from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_stor
 class Checkpoints(Core):
     """Lightning's checkpoint methods."""
 
-    _link_checkpoints = False
-
     @property
     def checkpoint_io(self) -> Any:
         """Lightning's checkpoint IO, streaming while something lives on disk; one that the user gave stays."""
@@ -48,7 +46,7 @@ class Checkpoints(Core):
 
         Within a batch that ends in a step the links are made when its last hook has run.
         """
-        if not self._link_checkpoints or self.session is None or not self.session.keeps_steps:
+        if not self._choices.link_checkpoints or self.session is None or not self.session.keeps_steps:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._step_ended:
             self._snapshots.append(Path(filepath))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.placement import SessionOptions
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
@@ -22,27 +25,44 @@ from lightning_hetero.strategies.verdicts import Verdicts
 from lightning_hetero.strategies.verification import Verifier
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import SingleDeviceStrategy as Base
+    from lightning.pytorch.strategies import Strategy as Base
 else:
-    Base = object  # the namespace's class comes second among the bases (strategies.factory)
+    Base = object  # the namespace's class comes behind the engine's among the bases (strategies.factory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` ask for.
+
+    Attributes:
+        options: What the session is made with.
+        autoplan: What makes the plan as training goes on; ``None`` where it was given.
+        device: An emulated device.
+        weights: Files that the model gets its weights from.
+        verify: Steps that are computed a second time.
+        link_checkpoints: Checkpoints are links to the store.
+    """
+
+    options: SessionOptions
+    autoplan: Autoplan | None = None
+    device: EmulatedDevice | None = None
+    weights: Weights | None = None
+    verify: int = 0
+    link_checkpoints: bool = False
 
 
 class Core(Base):
     """The strategy's state; see :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload`.
 
     Args:
-        options: What the session is made with.
-        autoplan: What makes the plan as training goes on; ``None`` where it was given.
-        root_device: Where the model computes.
-        plugins: Lightning's accelerator, checkpoint IO and precision.
+        parts: What Lightning's strategy takes.
+        plugins: The same, by name.
     """
 
     namespace = "lightning.pytorch"
-    strategy_name = "hetero_offload"
 
-    def __init__(self, options: SessionOptions, autoplan: Autoplan | None, root_device: Any, *plugins: Any) -> None:
-        super().__init__(root_device, *plugins)
-        self.options, self.autoplan = options, autoplan
+    def __init__(self, *parts: Any, **plugins: Any) -> None:
+        super().__init__(*parts, **plugins)
         self.session: Session | None = None
         self._verifier: Verifier | None = None
         self._recovery: Recovery | None = None
@@ -58,6 +78,11 @@ class Core(Base):
         self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         self._snapshots: list[Path] = []  # to be made when the batch has ended
+        self._failed = False
+
+    def _choose(self, choices: Choices) -> None:
+        """Says how this process trains, before :meth:`setup`."""
+        self._choices, self.options, self.autoplan = choices, choices.options, choices.autoplan
 
     @property
     def _executor(self) -> Executor | None:

@@ -34,7 +34,7 @@ class Reports(Core):
             yield
 
     @property
-    def plan(self) -> Plan | None:
+    def offload_plan(self) -> Plan | None:
         """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
         return self._executor.plan if self._executor is not None else self._last_plan
 

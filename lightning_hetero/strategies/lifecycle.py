@@ -1,0 +1,202 @@
+"""Lightning's lifecycle around a runtime session, for a strategy of one process or of one among several."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero import callbacks
+from lightning_hetero.convert.importing import ModelWeights
+from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.runtime.lanes import Device
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.placement import StepRules
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
+from lightning_hetero.strategies.recovery import Recovery
+from lightning_hetero.strategies.reports import Reports
+from lightning_hetero.strategies.resume import load_buffers
+from lightning_hetero.strategies.rules import step_rules
+from lightning_hetero.strategies.steps import Steps
+from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.verdicts import Verdicts
+from lightning_hetero.strategies.verification import Verifier
+
+log = logging.getLogger(__name__)
+
+
+class Lifecycle(Steps, Checkpoints, Reports):
+    """Places the model on its tiers as Lightning sets up, and gives it back at the end.
+
+    Beside it a class says how many processes there are, and on which device this one computes.
+    """
+
+    _repeats_steps = True  # from their first batch, where a device's memory turns out to be too small
+
+    # ---- setup ------------------------------------------------------------------------------------------------------------
+
+    def _use_device(self, device: torch.device) -> torch.device:
+        """Makes ready for the device that the fit computes on, which is given back with its number.
+
+        Raises:
+            ConfigError: An emulated device was asked for too.
+            UnsupportedError: ``verify`` on a device with memory of its own.
+        """
+        lanes: Device | None = self._choices.device
+        if device.type != "cpu":
+            if lanes is not None:
+                raise ConfigError(
+                    f"device={lanes!r} is an emulated device, made of the host's memory, but the Trainer computes on "
+                    f'{device}. Pass accelerator="cpu", or leave device out.'
+                )
+            lanes = CudaDevice.of(device, self.options.device_memory)
+            device = lanes.device
+            if self._choices.verify:
+                raise UnsupportedError(
+                    f"verify={self._choices.verify} repeats steps on the CPU, whose bits are others than those of {device}. "
+                    f'Verify with accelerator="cpu"; a device=EmulatedDevice(...) runs the same plans there.'
+                )
+        plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
+        self.options = replace(self.options, device=lanes, plans=plans)
+        if self.session is not None:
+            self.session.options = self.options
+        return device
+
+    def setup(self, trainer: Any) -> None:
+        """Places the model; in ``fit`` the optimizers are made between its reserved memory and its files."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._failed = False
+        fitting = trainer.state.fn == importlib.import_module(f"{self.namespace}.trainer.states").TrainerFn.FITTING
+        resuming = fitting and self._resumed is not None
+        if resuming:
+            self._drop_session()
+        if self.session is not None and self.session.root is self.lightning_module and self.session.has_model():
+            session = self.session  # parked: the model was too large to come back into memory
+            if fitting:
+                session.unpark()
+        else:
+            self._drop_session()
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.session = session = Session(self.lightning_module, self.options, self._content())
+        rules = StepRules()
+        if fitting:
+            self.setup_optimizers(trainer)
+            rules = self._rules(trainer)
+        self.setup_precision_plugin()
+        root = Path(trainer.default_root_dir)
+        if "://" in str(trainer.default_root_dir):
+            root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
+        verify = self._choices.verify
+        self._verifier = Verifier(self.lightning_module, verify) if fitting and verify else None
+        if fitting and self.autoplan is not None:
+            self.autoplan.fit_begins(session)
+            self._callback = callbacks.make(self.namespace, self.autoplan)
+            trainer.callbacks.insert(0, self._callback)
+        session.start(self.optimizers if fitting else None, rules, default_root=root, resume=resuming)
+        if fitting and session.keeps_steps:
+            self._state = TrainingState(trainer, self.namespace)
+            self._state.attach(self._batch_ends)
+        if resuming and self._resumed is not None:
+            load_buffers(self.lightning_module, self._resumed["buffers"])
+        if self.root_device.type != "cpu":
+            move_rest(self.lightning_module, self.root_device, self.namespace)
+        if rules.speculates:
+            self._verdicts = Verdicts(self.precision_plugin, self._running)
+        self._imported = weakref.ref(self.lightning_module)
+        self._recovery = None
+        if fitting and self._repeats_steps and isinstance(session.executor, DeviceExecutor):
+            self._recovery = Recovery(
+                session, namespace=self.namespace, module=self.lightning_module, forward=self._forward, backward=self._backward,
+                on_demotion=self._abandon_profile,
+            )  # fmt: skip
+        if self._waiting_checkpoint is not None:
+            (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
+            self.load_model_state_dict(checkpoint, strict)
+
+    def _rules(self, trainer: Any) -> StepRules:
+        """How the fit uses gradients."""
+        return step_rules(trainer, self.lightning_module, self.precision_plugin, self.namespace)
+
+    def _content(self) -> ModelWeights | None:
+        """What the model's first setup reads from files; later ones go on with what it has become."""
+        module = self.lightning_module
+        weights = self._choices.weights
+        if weights is None or module is None or (self._imported is not None and self._imported() is module):
+            return None
+        return ModelWeights(module, weights, strict=module.strict_loading)
+
+    def model_to_device(self) -> None:
+        """The session has placed the model."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block."""
+        device = torch.device("meta" if empty_init else "cpu")  # what the plan puts on another device goes there in `setup`
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---- teardown -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remembers that teardown must not count on the engine."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Gives the model back, or leaves it on disk where it does not fit."""
+        self._last_plan = self.offload_plan
+        if self._state is not None:
+            self._state.detach()
+        self._state = self._resumed = None
+        if self._verdicts is not None:
+            self._verdicts.close()
+            self._verdicts = None
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and self._callback in trainer.callbacks:
+            trainer.callbacks.remove(self._callback)
+        self._verifier = None
+        if self.session is not None:
+            try:
+                parked = self.session.stop()
+            except HeteroError:
+                if not self._failed:
+                    raise
+                log.warning("The engine had failed; weights and optimizer state on disk are not brought back.")
+                parked = False
+                self.session.abandon()
+            if not parked:
+                self._forget_session()
+        if self.root_device.type != "cpu" and self.lightning_module is not None:
+            move_rest(self.lightning_module, torch.device("cpu"), self.namespace)
+            optimizers_to_host(self.optimizers)
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _drop_session(self) -> None:
+        if self.session is not None:
+            self.session.abandon()
+            self._forget_session()
+
+    def _forget_session(self) -> None:
+        assert self.session is not None
+        self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
+        self.session = self._recovery = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier"))
+        return {**super().__getstate__(), **absent}
