@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, materialize
+from lightning_hetero.runtime.door import OffloadedParameter, materialize
+from lightning_hetero.runtime.handles import OffloadedTensor
 
 _PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
 _MADV_DONTNEED = 4

@@ -20,7 +20,8 @@ from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.runtime.door import OffloadedTensor, materialize
+from lightning_hetero.runtime.door import materialize
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.committed import stored_buffers, stored_weights
 from lightning_hetero.store.manifest import MANIFEST

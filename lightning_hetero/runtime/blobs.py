@@ -18,7 +18,8 @@ from lightning_hetero._native import U8, Arena, BlockGeometry
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
-from lightning_hetero.runtime.door import OffloadedTensor, materialize
+from lightning_hetero.runtime.door import materialize
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.blocks import PAGE, Part
 from lightning_hetero.store.geometry import WEIGHTS, opaque_chunk

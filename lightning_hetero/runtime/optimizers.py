@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
-from lightning_hetero.runtime.door import OffloadedTensor
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import StateSource, write_state
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.tiers import TierStore

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.activations import uses
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "SMALL_BYTES", 64)
+    monkeypatch.setattr(uses, "SMALL_BYTES", 64)

@@ -20,7 +20,7 @@ from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.profiling import presets
-from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -43,7 +43,7 @@ MIXED = Plan(
 
 @pytest.fixture
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+    monkeypatch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
     fake = FakeCuda(seed=getattr(request, "param", 1))
     monkeypatch.setattr(CudaDevice, "of", standing_in(fake, 4 << 20))
     yield fake

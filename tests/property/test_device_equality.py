@@ -16,14 +16,14 @@ from support.recipes import RECIPES
 
 from lightning_hetero import EmulatedDevice, Plan
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.activations import uses
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
-    monkeypatch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+    monkeypatch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
 
 
 @examples(10)

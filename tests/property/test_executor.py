@@ -27,7 +27,7 @@ from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import Rooms
-from lightning_hetero.runtime.activations import block
+from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.device import setup
 from lightning_hetero.runtime.lanes.base import Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
@@ -185,7 +185,7 @@ def lanes_of(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make = {"inline": inline, "emulated": EmulatedLanes, "streams": streams}[kind]
         patch.setattr(setup, "EmulatedLanes", make)
-        patch.setattr(block, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+        patch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
         yield
     for fake in made:
         fake.close()

@@ -20,7 +20,8 @@ from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.runtime.device import DeviceSide, updates
-from lightning_hetero.runtime.door import OffloadedTensor, materialize
+from lightning_hetero.runtime.door import materialize
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.lanes import EmulatedLanes, Event
 
 KNOWN_TORCH = "2.13"

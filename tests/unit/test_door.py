@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime import door
-from lightning_hetero.runtime.door import OffloadedParameter, OffloadedTensor, Residency, materialize, offload, restore
+from lightning_hetero.runtime.door import OffloadedParameter, Residency, materialize, offload, restore
+from lightning_hetero.runtime.handles import OffloadedTensor
 
 
 class CountingSource:

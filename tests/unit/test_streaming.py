@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import StreamingIO, load, release_pages, save
-from lightning_hetero.runtime.door import OffloadedTensor, Residency, offload
+from lightning_hetero.runtime.door import Residency, offload
+from lightning_hetero.runtime.handles import OffloadedTensor
 
 
 class MeteredSource:

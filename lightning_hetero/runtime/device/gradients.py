@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero._native import READY
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.runtime.door import OffloadedTensor
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
 from lightning_hetero.store.blocks import Block, Part
 
@@ -360,7 +360,7 @@ class Claim:
 
 
 class _GradientSource:
-    """A held gradient as the door reads and writes it (``runtime.door.Source``)."""
+    """A held gradient as the door reads and writes it (``runtime.handles.Source``)."""
 
     def __init__(self, gradients: HostGradients, held: _Held) -> None:
         self.held = held

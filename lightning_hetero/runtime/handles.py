@@ -1,0 +1,292 @@
+"""Handles: tensors without bytes, which read and write where the bytes are.
+
+[Note: Devices]
+A handle reports the device where an ordinary tensor would be: its parameter's. Operators run there, on a copy of the content, and
+give their results there. The content itself comes and goes as CPU tensors: a move to the CPU, a copy into another tensor and a
+checkpoint never pass through the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
+
+
+class Source(Protocol):
+    """Where the bytes of an offloaded tensor are. Hashable; sources that compare equal are one storage (tied weights)."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in messages, such as ``"model.layers.3.weight"``."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+
+    @property
+    def address(self) -> int | None:
+        """Where the content lies while it is in memory, the same for all that is one storage; ``None`` if that is not known."""
+
+    def read(self) -> Tensor:
+        """Returns a fresh dense CPU tensor with the current content; waits for a pending update."""
+
+    def write(self, value: Tensor) -> None:
+        """Stores ``value`` (CPU, this shape and dtype, any strides) and keeps no reference to it."""
+
+
+_CPU = torch.device("cpu")
+
+
+class OffloadedTensor(Tensor):
+    """A tensor without bytes; see [Note: Two faces of an offloaded tensor] and [Note: Devices].
+
+    Operators see the content of ``source``; in-place operators write it back. ``detach`` and views stay lazy. Pickling
+    and ``copy.deepcopy`` give ordinary tensors, so files written by ``torch.save`` never name this class; they hold CPU tensors.
+
+    Args:
+        source: Where the content is.
+        stride: Strides in elements; contiguous by default.
+        device: The device that it reports and computes on; the CPU by default.
+        requires_grad: Whether autograd treats it as a leaf that needs a gradient.
+    """
+
+    source: Source
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: Source,
+        *,
+        stride: Sequence[int] | None = None,
+        device: torch.device = _CPU,
+        requires_grad: bool = False,
+    ) -> Self:
+        """Makes a handle; reads nothing."""
+        if stride is None:
+            stride = torch.empty(source.shape, device="meta").stride()
+        # Always a normal tensor: one made during validation must not break training as an inference tensor.
+        with torch.inference_mode(False):
+            self: Self = Tensor._make_wrapper_subclass(
+                cls, source.shape, strides=stride, dtype=source.dtype, device=device, requires_grad=requires_grad
+            )
+        self.source = source
+        return self
+
+    # Typed Any because torch's stubs declare neither as a class method.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # operators are seen one level below
+    __torch_dispatch__: Any = classmethod(lambda cls, *call: _dispatch(*call))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns a NumPy array of a fresh copy of the content."""
+        return contents_of(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Returns the content as nested lists."""
+        return contents_of(self).tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Exports a fresh copy of the content."""
+        return contents_of(self).__dlpack__(**options)
+
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Maps ``function`` over the elements and writes the result through."""
+        self.source.write(contents_of(self).apply_(function))
+        return self
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """Returns a copy in memory, as callers that pass it on to native code expect (``save_pretrained``)."""
+        return self.clone(memory_format=memory_format)
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: there is no memory to point to."""
+        _refuse_memory(self)
+
+    def untyped_storage(self) -> Any:
+        """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes."""
+        root, _ = _root(self)
+        if root.source.address is None:
+            _refuse_memory(self)
+        return _AbsentStorage(root.source.address | _UNMAPPED, root.numel() * root.element_size())
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse_memory(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        content: Any = contents_of(self)
+        return content.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = contents_of(self).to(self.device).requires_grad_(self.requires_grad)
+        result: Tensor = memo[id(self)]
+        return result
+
+    def _describe(self) -> str:
+        return f"OffloadedTensor({tuple(self.shape)}, {self.dtype}, {self.source.name!r})"
+
+    __repr__: Any = _describe  # mypy accepts no override of torch's signature
+
+
+# No program can map memory here, so a program that takes the identity for an address stops instead of reading zeros.
+_UNMAPPED = 1 << 62
+
+
+class _AbsentStorage:
+    """The size and identity of a storage whose bytes are away."""
+
+    def __init__(self, identity: int, nbytes: int) -> None:
+        self._identity = identity
+        self._nbytes = nbytes
+
+    def data_ptr(self) -> int:
+        """Equal for tensors that share a storage, different for others; nothing can be read there."""
+        return self._identity
+
+    def nbytes(self) -> int:
+        """The storage's size in bytes."""
+        return self._nbytes
+
+    size = __len__ = nbytes
+
+
+def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Runs one ATen operator on the contents; writes back what the operator's schema says it mutates."""
+    kwargs = kwargs or {}
+    first = args[0] if args else None
+    if isinstance(first, OffloadedTensor):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return OffloadedTensor(first.source, stride=first.stride(), device=first.device)
+        if func.is_view:
+            return _view(func, first, args[1:], kwargs)
+        if func is torch.ops.aten.copy_.default:
+            same = isinstance(args[1], OffloadedTensor) and args[1].source == first.source
+            if not same:  # load_state_dict(state_dict()) moves nothing
+                first.source.write(_fitted(contents_of(args[1]), first))
+            return first
+    return _run(func, args, kwargs)
+
+
+class _ViewSource:
+    """A view of another handle: reads through the view, writes by replacing the viewed part of the whole."""
+
+    def __init__(self, root: OffloadedTensor, view: Callable[[Tensor], Tensor], outcome: Tensor) -> None:
+        self.name = f"view of {root.source.name}"
+        self.shape = outcome.shape
+        self.dtype = outcome.dtype
+        self.root = root
+        self.view = view
+
+    @property
+    def address(self) -> int | None:
+        return self.root.source.address
+
+    def read(self) -> Tensor:
+        # A clone, or a row of an embedding would keep the whole table alive.
+        return self.view(contents_of(self.root)).clone()
+
+    def write(self, value: Tensor) -> None:
+        whole = contents_of(self.root)
+        self.view(whole).copy_(value)
+        self.root.source.write(whole)
+
+
+def _root(tensor: OffloadedTensor) -> tuple[OffloadedTensor, Callable[[Tensor], Tensor]]:
+    """The handle that ``tensor`` is a view of, and the view as a function of its content."""
+    source = tensor.source
+    if isinstance(source, _ViewSource):
+        return source.root, source.view
+    return tensor, lambda whole: whole
+
+
+def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies a view operator lazily: shapes from a meta tensor, values when they are read."""
+    root, earlier = _root(tensor)
+
+    def lazy(outcome: Tensor, select: Callable[[Any], Tensor]) -> OffloadedTensor:
+        source = _ViewSource(root, lambda whole: select(func(earlier(whole), *args, **kwargs)), outcome)
+        return OffloadedTensor(source, stride=outcome.stride(), device=tensor.device)
+
+    outcome = func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), *args, **kwargs)
+    if isinstance(outcome, Tensor):
+        return lazy(outcome, lambda result: result)
+    return [lazy(part, operator.itemgetter(index)) for index, part in enumerate(outcome)]
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on the contents and writes back the mutated ones. Views of one whole share its content."""
+    wholes: dict[Any, tuple[OffloadedTensor, Tensor]] = {}
+    contents: dict[int, Tensor] = {}
+    moves = func is torch.ops.aten.copy_.default or (func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None)
+
+    def enter(tensor: OffloadedTensor) -> Tensor:
+        if id(tensor) not in contents:
+            root, view = _root(tensor)
+            key = root.source, root.stride()
+            if key not in wholes:
+                wholes[key] = root, contents_of(root) if moves else contents_of(root).to(root.device)
+            contents[id(tensor)] = view(wholes[key][1])
+        return contents[id(tensor)]
+
+    plain_args, plain_kwargs = pytree.tree_map_only(OffloadedTensor, enter, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    written: dict[int, OffloadedTensor] = {}
+    changed: dict[Any, None] = {}
+    for target in _mutated(func, args, kwargs):
+        content = contents[id(target)]
+        if content.shape != target.shape:
+            raise UnsupportedError(
+                f"{func} changes the shape of {target.source.name!r} from {tuple(target.shape)} to {tuple(content.shape)}; "
+                "an offloaded tensor keeps its shape. Resize a copy made with .clone()."
+            )
+        root, _ = _root(target)
+        written[id(content)] = target
+        changed[root.source, root.stride()] = None
+    for key in changed:
+        root, whole = wholes[key]
+        root.source.write(whole.to(_CPU))
+    return pytree.tree_map_only(Tensor, lambda value: written.get(id(value), value), result)
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OffloadedTensor]:
+    """The offloaded tensors among the arguments that the operator's schema marks as written."""
+    targets: list[OffloadedTensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            targets += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, OffloadedTensor)]
+    return targets
+
+
+def _fitted(value: Tensor, like: OffloadedTensor) -> Tensor:
+    """``value`` as ``like.copy_(value)`` would store it: broadcast, converted, on the CPU."""
+    if value.shape == like.shape and value.dtype == like.dtype and value.device == _CPU:
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
+
+
+def _refuse_memory(tensor: OffloadedTensor) -> NoReturn:
+    raise OffloadedAccessError(
+        f"{tensor.source.name!r} is offloaded: this handle has no memory or storage of its own. "
+        "Take a copy with .clone() or lightning_hetero.runtime.door.materialize(tensor)."
+    )
+
+
+def contents_of(tensor: Tensor) -> Tensor:
+    """What a handle stands for: a fresh detached dense CPU tensor. An ordinary tensor is its own content."""
+    if not isinstance(tensor, OffloadedTensor):
+        return tensor
+    found = tensor.source.read()
+    if isinstance(tensor.source, _ViewSource) or found.stride() == tensor.stride():
+        return found
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(found)
