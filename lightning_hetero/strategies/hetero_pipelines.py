@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class HeteroPipelines(HeteroParallel):
     layers and its loss (:class:`~lightning_hetero.parallel.StagedSteps`); its ``training_step``, ``validation_step`` and
     ``test_step`` are not executed. A step trains on ``batch_size`` samples times the plan's micro-batches; its gradient is that of
     the mean over all items. A last step that is not full is left out. ``train_loss``, ``val_loss`` and ``test_loss`` are logged,
-    the same on all ranks. Checkpoints are those of one process.
+    the same on all ranks. Checkpoints are those of one process; with ``LocalFirst`` every rank saves and loads its own layers.
 
     Args:
         plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file; ``"auto"``: as training begins, every rank
@@ -47,6 +48,8 @@ class HeteroPipelines(HeteroParallel):
         micro_batches: With ``plan="auto"``: batches of the loader's size that make one step. Default: as many as ranks.
         options: Those of ``HeteroParallel``.
     """
+
+    saves_own = False  # LocalFirst: every rank saves and loads what it holds, nothing is gathered
 
     def __init__(self, *, plan: ClusterPlan | str | Path | None = None, micro_batches: int | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -262,15 +265,27 @@ class HeteroPipelines(HeteroParallel):
 
     # ---- states -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Where each rank reads its own layers: it knows them once it is set up."""
+        return self.saves_own and (self._automatic or (self.plan is not None and not is_data_parallel(self.plan)))
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's on rank 0, as one process would have it."""
-        return super().lightning_module_state_dict() if self.pipelines is None else states.model_state(self.pipelines)
+        """The whole module's on rank 0, as one process would have it; with LocalFirst what each rank holds."""
+        if self.pipelines is None:
+            return super().lightning_module_state_dict()
+        return states.own_model_state(self.pipelines) if self.saves_own else states.model_state(self.pipelines)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's on rank 0, as one process would have it."""
+        """The whole optimizer's on rank 0, as one process would have it; with LocalFirst what each rank holds."""
         if self.pipelines is None:
             return super().optimizer_state(optimizer)
-        return states.optimizer_state(self.pipelines, getattr(optimizer, "_optimizer", optimizer))
+        of = states.own_optimizer_state if self.saves_own else states.optimizer_state
+        return of(self.pipelines, getattr(optimizer, "_optimizer", optimizer))
+
+    def places(self) -> Callable[[str, Tensor], Tensor | None] | None:
+        """Where this rank reads saved tensors to (:func:`~lightning_hetero.parallel.pipeline.states.places`); ``None``: all."""
+        return None if self.pipelines is None else states.places(self.pipelines)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Loads a whole state dict: into the whole module, or, once it is cut, what this rank holds."""

@@ -17,7 +17,7 @@ import functools
 import importlib
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,6 +130,7 @@ class _EveryRank(_StrategyBase):
     """
 
     plain: Any
+    saves_own = True  # for strategies that gather otherwise
 
     _random: Any = None
 
@@ -156,11 +157,13 @@ class _EveryRank(_StrategyBase):
         newest = path == NEWEST
         sharded = not self.lightning_restore_optimizer
         state = _own_state(self) if sharded else None
+        places = getattr(self, "places", lambda: None)()  # of ranks that hold some of the tensors
         assert self.lightning_module is not None
         try:
             loaded = self._io.checkpoints.load(
                 None if newest else path,
                 state,
+                place=None if places is None else functools.partial(_place, places),
                 strict=self.lightning_module.strict_loading,
                 folders=_folders(self) if newest else (),
                 required=not newest,
@@ -284,6 +287,13 @@ def _by_number(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     saved = state.get("state", {})
     numbered = [{**group, "params": [numbers[n] for n in known]} for group, known in zip(groups, names, strict=True)]
     return {"state": {number: saved[name] for name, number in numbers.items() if name in saved}, "param_groups": numbered}
+
+
+def _place(places: Callable[[str, torch.Tensor], torch.Tensor | None], path: Sequence[Any], saved: torch.Tensor) -> Any:
+    """Where a tensor of a saved state is read to, by the name of what it belongs to."""
+    if path[0] == "state_dict":
+        return places(path[1], saved)
+    return places(path[2], saved) if path[1] == "state" else torch.empty_like(saved, device="cpu")
 
 
 def _own_state(strategy: Any) -> dict[str, Any]:

@@ -11,6 +11,13 @@ import pytest
 import torch
 from support import pipeline_train
 from support.ranks import start
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_hetero.parallel.recovery import LayerMap
+from lightning_hetero.parallel.recovery.layer_map import chunk_key
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(str(pipeline_train.__file__))
@@ -111,6 +118,71 @@ def test_it_goes_on_with_another_number_of_ranks(world: int, folder: Path, alone
         found = load(folder, f"resumed{world}-rank{rank}.pt")["resumed"]
         assert len(found["losses"]) == 3
         assert_close(alone["plain"]["weights"], found["weights"])
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """What torch's own tool makes of what six ranks saved with LocalFirst, by name."""
+    dcp_to_torch_save(folder / "layers-6" / "step=3.ckpt", folder / "layers.pt")
+    return flatten_state_dict(load(folder, "layers.pt"))[0]
+
+
+def test_with_local_first_every_rank_saves_its_layers(folder: Path, saved: Results, ranks: list[Results], alone: Results) -> None:
+    remote = folder / "layers-6" / "step=3.ckpt"
+    for number, rank in enumerate(ranks):
+        held = {f"blocks.{name.split('.')[1]}.0.distcp" for name in rank["layers"]["weights"] if name.startswith("blocks")}
+        (node,) = [p.parent for p in (folder / "nodes" / f"node{number}").glob("*3-*/map.json") if str(remote) in p.read_text()]
+        assert {p.name for p in node.glob("blocks.*")} == held
+        for name, value in rank["layers"]["weights"].items():
+            assert torch.equal(saved[f"state_dict.{name}"], value)
+    assert {p.name for p in remote.glob("*/blocks.*")} == {f"blocks.{i}.0.distcp" for i in range(6)}  # everything once
+    assert {k for k in saved if k.startswith("state_dict")} == {f"state_dict.{name}" for name in alone["layers"]["weights"]}
+
+
+@pytest.mark.parametrize("name", ["layers", "equal", "shared", "shards"])
+def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Results, saved: Results) -> None:
+    """Pipelines, data parallelism and a stage of two ranks go on from pipelines; one process, from stages of two ranks."""
+    world = 1 if name == "shards" else 3
+    for rank in range(world):
+        found = load(folder, f"resumed{world}-rank{rank}.pt")[name]
+        assert len(found["losses"]) == 3
+        assert found["lr"] == alone["layers"]["lr"]
+        if (name, rank) == ("shared", 0):
+            assert not found["weights"]  # it idles
+            continue
+        assert_close(alone["layers"]["weights"], found["weights"])
+        trained = [key for key in found["weights"] if key not in ("embedding.scale", "head.out.weight")]  # a buffer, a tied weight
+        assert len(found["began"]) == len(found["weights"]) + 3 * len(trained)
+        if name != "shards":
+            assert all(torch.equal(saved[key], value) for key, value in found["began"].items())
+
+
+def test_bytes_come_from_the_nearest_place(folder: Path) -> None:
+    path = folder / "layers-6" / "step=3.ckpt"
+    (save,) = [p for p in path.iterdir() if p.is_dir()]
+    layer_map = LayerMap.decode((save / "map.json").read_bytes())
+    metadata = FileSystemReader(path).read_metadata()
+    nodes = [folder / "nodes" / node / save.name for node in pipeline_train.NODES]
+    for rank, node in enumerate(nodes):
+        found = load(folder, f"resumed3-rank{rank}.pt")["layers"]
+        pieces = {
+            (name, p) for name in ("meta.pt", "other.distcp", f"rank_{rank}.pt") for p in range(len(layer_map.files[name].crc32))
+        }
+        for index, place in metadata.storage_data.items():
+            tensor = metadata.state_dict_metadata[index.fqn]
+            parts = index.fqn.split(".")
+            name = ".".join(parts[1:] if parts[0] == "state_dict" else parts[2:-1])
+            if isinstance(tensor, TensorStorageMetadata) and name in found["weights"]:
+                begin = layer_map.starts[chunk_key(index.fqn, index.offset)]
+                end = begin + tensor.size.numel() * tensor.properties.dtype.itemsize
+                pieces |= {(Path(place.relative_path).name, p) for p in range(begin // 256, (end - 1) // 256 + 1)}
+        expected = dict.fromkeys(("memory", "peer", "remote"), 0)
+        for name, piece in pieces:
+            source = "memory" if (node / name).exists() else "peer" if any((n / name).exists() for n in nodes) else "remote"
+            begin, end = layer_map.span(name, piece, piece)
+            expected[source] += end - begin
+        assert found["bytes"] == expected
+        assert [source for source, size in expected.items() if not size] == (["memory", "remote"] if rank == 2 else [])
 
 
 def test_mixed_precision_computes_in_16_bit(alone: Results, ranks: list[Results]) -> None:

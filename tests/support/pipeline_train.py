@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_hetero import LocalFirst
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.parallel import StagedSteps
@@ -90,6 +91,8 @@ class Head(nn.Module):
 class Net(StagedSteps, pl.LightningModule):
     """A small transformer without attention, tied embeddings, whose loss counts tokens that are not padding."""
 
+    padding = PADDING
+
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
         tokens = nn.Embedding(WORDS, WIDTH)
@@ -103,8 +106,8 @@ class Net(StagedSteps, pl.LightningModule):
 
     def loss_sum(self, output: Tensor, batch: Any) -> Any:
         targets = batch[1]
-        loss = nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=PADDING)
-        known = targets != PADDING
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=self.padding)
+        known = targets != self.padding
         return loss, known.sum(), {"accuracy": ((output.argmax(-1) == targets) & known).sum()}
 
     def configure_optimizers(self) -> Any:
@@ -113,6 +116,12 @@ class Net(StagedSteps, pl.LightningModule):
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.lr)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Counting(Net):
+    """Counts every token, so that samples weigh the same, as data parallelism has it."""
+
+    padding = -100
 
 
 class MeanNet(Net):
@@ -130,6 +139,13 @@ class Notes(Callback):
         self.losses: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.val: list[float] = []
+        self.began: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.began = {f"state_dict.{name}": whole(value) for name, value in module.state_dict().items() if any(value.stride())}
+        state = trainer.optimizers[0].state
+        for name, parameter in module.named_parameters():
+            self.began |= {f"optimizer_0.state.{name}.{key}": whole(value) for key, value in state.get(parameter, {}).items()}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.gradients.append({name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None})
@@ -152,7 +168,7 @@ def data(samples: int, *, step: int, alone: bool) -> tuple[Any, Any]:
     unseen = TensorDataset(tokens[:11, 1:], tokens[:11, :-1])
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None
     return (
-        DataLoader(dataset, batch_size=step if alone else BATCH, sampler=sampler, shuffle=None if alone else True, drop_last=alone),
+        DataLoader(dataset, batch_size=step if alone else BATCH, sampler=sampler, shuffle=None if alone else True, drop_last=True),
         DataLoader(unseen, batch_size=3),
     )
 
@@ -166,11 +182,13 @@ def fit(
     step: int = 24,
     resume: str | None = None,
     dtype: Any = torch.float64,
-    net: Any = None,
+    net: type[Net] = Net,
+    node: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
+    """Trains; by no plan as one process, as data parallelism by ``"equal"``; with ``node`` its folder keeps copies."""
     torch.manual_seed(RANK if plan else 0)  # all ranks have other weights; those of rank 0 count
-    module = (net or Net()).to(dtype)
+    module = net().to(dtype)
     notes = Notes()
     train, val = data(80, step=step, alone=plan is None)
     checkpoint = ModelCheckpoint(
@@ -181,13 +199,18 @@ def fit(
         save_on_train_epoch_end=name != "plain",
     )
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    strategy: Any = HeteroParallelStrategy(plan=plan, micro_batches=micro_batches) if plan else "auto"
+    strategy: Any = "auto"
+    if plan == "equal":
+        strategy = HeteroParallelStrategy(global_batch_size=step, rebalance_every=0)
+    elif plan:
+        strategy = HeteroParallelStrategy(plan=plan, micro_batches=micro_batches)
+    local_first = [] if node is None else [LocalFirst(memory=out / "nodes" / node, keep=9, piece_bytes=256)]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1 if not plan else 2 if elastic else WORLD,
         num_nodes=2 if elastic else 1,
         strategy=strategy,
-        plugins=[] if strategy == "auto" or elastic else [LightningEnvironment()],
+        plugins=[*local_first, *([] if strategy == "auto" or elastic else [LightningEnvironment()])],
         callbacks=[notes, checkpoint],
         logger=False,
         enable_progress_bar=False,
@@ -207,6 +230,8 @@ def fit(
         "val": notes.val,
         "metrics": dict(trainer.callback_metrics),
         "plan": getattr(strategy, "plan", None),
+        "began": notes.began,
+        "bytes": local_first[0].bytes_read if local_first else {},
         "best": checkpoint.best_model_path,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
@@ -224,6 +249,8 @@ PLANS = {
 }
 SHARDED = cluster_plan((5, (2, 4)), (7, (6,)), tensor_parallel=2)
 IDLE = replace(cluster_plan((12, (2, 4)), nodes=("a",)), idle={"b": 1})
+SHARED = replace(cluster_plan((12, (6,)), tensor_parallel=2, nodes=("a",)), idle={"b": 1})
+NODES = ("node1", "node4", "new")  # of the three that go on from what six nodes kept
 
 
 def main() -> None:
@@ -231,6 +258,10 @@ def main() -> None:
     folder, plan = Path(sys.argv[1]), PLANS[WORLD]
     if len(sys.argv) > 2:
         out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2])}
+        kept: dict[str, tuple[str, Any]] = {"layers": ("layers", plan), "equal": ("layers", "equal"), "shared": ("layers", SHARED)}
+        for name, (saved, other) in (kept if plan else {"shards": ("shards", None)}).items():
+            path = str(folder / f"{saved}-6" / "step=3.ckpt")
+            out[name] = fit(folder, name, other, net=Counting, max_epochs=2, resume=path, node=NODES[RANK])
         if plan:
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
             automatic.memory_bytes = lambda device: 140_000
@@ -245,10 +276,12 @@ def main() -> None:
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
         "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
+        "layers": fit(folder, "layers", plan, net=Counting, max_epochs=1 if plan else 2, node=f"node{RANK}" if plan else None),
     }
     if plan:
+        out["shards"] = fit(folder, "shards", SHARDED, net=Counting, max_epochs=1, node=f"node{RANK}")
         out["refused"] = {}
-        for name, net, options in (("mean", MeanNet(), {}), ("samplers", Net(), {"use_distributed_sampler": False})):
+        for name, net, options in (("mean", MeanNet, {}), ("samplers", Net, {"use_distributed_sampler": False})):
             try:
                 fit(folder, name, plan, net=net, max_steps=1, **options)
             except UnsupportedError as error:

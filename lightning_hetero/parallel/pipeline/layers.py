@@ -81,6 +81,12 @@ class Layers:
         every = {k: v for k, v in self.module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
         return self._own(every, (*modules.parameters(), *modules.buffers()))
 
+    def elsewhere(self, own: range) -> set[str]:
+        """Names in the module's state dict of what is in layers, but in none of ``own``."""
+        here = {id(t) for index in own for t in _tensors(self.modules[index])}
+        others = {id(t) for layer in self.modules for t in _tensors(layer)} - here
+        return {name for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in others}
+
     @staticmethod
     def _own(names: dict[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
         own = {id(tensor) for tensor in tensors}

@@ -53,6 +53,7 @@ class Pipelines:
         layout: Who computes what.
         layers: The module's layers.
         rank: This rank.
+        own: The layers that this rank holds.
         groups: The process groups.
         synchronisation: Of gradients.
     """
@@ -79,7 +80,7 @@ class Pipelines:
         """
         self.layers, self.layout, self.rank, self.device = layers, layout, rank, device
         self.slot = layout.slots[rank]
-        own = range(0) if self.slot is None else layout.layers(self.slot.group, self.slot.stage)
+        self.own = own = range(0) if self.slot is None else layout.layers(self.slot.group, self.slot.stage)
         self.groups = Groups(layout, layers, timeout)
         broadcast(layers, device)
         layers.keep(own, device)

@@ -1,4 +1,4 @@
-"""States as one process would have them: gathered on rank 0, and cut down to what a rank holds."""
+"""States as one process would have them: gathered on rank 0, cut down to what a rank holds, or left to each rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.parallel.pipeline.layers import is_elsewhere
 from lightning_hetero.parallel.pipeline.runtime import Pipelines
+from lightning_hetero.parallel.pipeline.synchronise import like, local
 
 
 def model_state(pipelines: Pipelines) -> dict[str, Any]:
@@ -37,14 +37,13 @@ def optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> d
 
 
 def load_model_state(pipelines: Pipelines, state: dict[str, Any], *, strict: bool) -> None:
-    """Loads what this rank holds of a whole state dict."""
+    """Loads what this rank holds of a state dict with all names; values of what others hold may be on the meta device."""
     module = pipelines.layers.module
     held: dict[str, Any] = module.state_dict(keep_vars=True)
-    own = {name: value for name, value in state.items() if name not in held or not is_elsewhere(held[name])}
-    own = {name: _part(held[name], value) if name in held else value for name, value in own.items()}
-    here = {name for name, value in held.items() if isinstance(value, Tensor) and not is_elsewhere(value)}
+    elsewhere = pipelines.layers.elsewhere(pipelines.own)
+    own = {name: _part(held.get(name), value) for name, value in state.items() if name not in elsewhere}
     result = module.load_state_dict(own, strict=False)
-    missing = [name for name in result.missing_keys if name in here or name not in state]
+    missing = [name for name in result.missing_keys if name not in state]
     if strict and (missing or result.unexpected_keys):
         raise RuntimeError(f"the state dict lacks {missing} and has unexpected {result.unexpected_keys}.")
 
@@ -57,6 +56,39 @@ def load_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer,
         if id(parameter) in held and i in state["state"]:
             own[i] = {k: _part(parameter, v) for k, v in state["state"][i].items()}
     optimizer.load_state_dict({**state, "state": own})
+
+
+def own_model_state(pipelines: Pipelines) -> dict[str, Any]:
+    """The module's state dict without what only other ranks hold."""
+    elsewhere = pipelines.layers.elsewhere(pipelines.own)
+    return {name: value for name, value in pipelines.layers.module.state_dict().items() if name not in elsewhere}
+
+
+def own_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict without the state of parameters that only other ranks hold."""
+    whole = optimizer.state_dict()
+    held = {id(p) for p in pipelines.parameters()}
+    own = {i for i, p in enumerate(_parameters(optimizer)) if id(p) in held}
+    return {**whole, "state": {i: state for i, state in whole["state"].items() if i in own}}
+
+
+def places(pipelines: Pipelines) -> Callable[[str, Tensor], Tensor | None]:
+    """Where this rank reads saved tensors to: by the name of the parameter or buffer and a tensor of the saved shape and kind.
+
+    ``None`` is the place of what only other ranks hold. Of what the ranks of a stage share, each gets a tensor for its part.
+    """
+    layers = pipelines.layers
+    held, elsewhere = layers.module.state_dict(keep_vars=True), layers.elsewhere(pipelines.own)
+
+    def place(name: str, saved: Tensor) -> Tensor | None:
+        if name in elsewhere:
+            return None
+        parameter: Any = held.get(name)
+        if hasattr(parameter, "to_local") and parameter.shape == saved.shape:
+            return like(parameter, torch.empty_like(local(parameter), dtype=saved.dtype))
+        return torch.empty_like(saved, device="cpu")
+
+    return place
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

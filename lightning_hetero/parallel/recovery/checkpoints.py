@@ -8,14 +8,18 @@ import os
 import pickle
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -34,6 +38,8 @@ log = logging.getLogger(__name__)
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch warns of it; a single process is as good
 
 _Path = str | os.PathLike[str]
+Place = Callable[[tuple[Any, ...], Tensor], Tensor | None]
+"""Where a tensor is loaded to, by its path in the state and one of its shape on the meta device; ``None``: it is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +242,7 @@ class TieredCheckpoints:
         path: _Path | None,
         state: dict[str, Any] | None = None,
         *,
+        place: Place | None = None,
         strict: bool = True,
         folders: Sequence[_Path] = (),
         required: bool = True,
@@ -245,6 +252,8 @@ class TieredCheckpoints:
         Args:
             path: The checkpoint that was saved there; ``None``: the newest complete save of all.
             state: Tensors to load into, sharded as they may be; ``None``: everything, into new ones.
+            place: Without ``state``: which tensors to load, and into what. What has no place is not read; in what is returned it
+                stays on the meta device.
             strict: Refuse a state with entries that were not saved.
             folders: For ``path=None``: where else to look for checkpoints, beside the local tiers.
             required: Without a save, raise; else return ``None``.
@@ -255,6 +264,8 @@ class TieredCheckpoints:
         """
         self.wait()
         self._connect()
+        if self._peers is not None:
+            self._peers.gather(None)  # ranks that share a folder: another one's writer may still be removing saves there
         warnings.filterwarnings("ignore", _ALONE)
         rank = 0 if self._peers is None else self._peers.rank
         target = None if path is None else Tier(REMOTE, path)
@@ -288,15 +299,17 @@ class TieredCheckpoints:
             holders=agreed.holders,
             extra=extra,
         )
+        elsewhere: dict[Any, Tensor] = {}
         if state is None:
-            empty: Any = _EmptyStateDictLoadPlanner
-            empty().set_up_planner(state := {}, metadata)
+            state, elsewhere = _places(metadata, place or (lambda path, saved: torch.empty_like(saved, device="cpu")))
         planner = DefaultLoadPlanner(allow_partial_load=not strict)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=self._group)
         except CheckpointException as error:  # every rank's errors in one
             causes = [e for e, _ in error.failures.values() if isinstance(e, HeteroError)]
             raise (causes[0] if causes else error) from None
+        for where, stand_in in elsewhere.items():
+            set_element(state, where, stand_in)
         self.bytes_read = reader.bytes
         sources = ", ".join(f"{format_bytes(n)} from {source}" for source, n in reader.bytes.items() if n) or "nothing"
         log.info("Rank %d loaded step %d of %s: %s.", rank, layer_map.step, layer_map.path, sources)
@@ -311,6 +324,23 @@ class TieredCheckpoints:
             self.wait()
             self._world, self._group = world, dist.new_group(backend="gloo")
             self._peers = Peers(self._group)
+
+
+def _places(metadata: Metadata, place: Place) -> tuple[dict[str, Any], dict[Any, Tensor]]:
+    """A state to load into, and, by their paths in it, stand-ins of the tensors that have no place."""
+    state: dict[str, Any] = {}
+    elsewhere: dict[Any, Tensor] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        path: Any = (metadata.planner_data or {}).get(key, (key,))
+        value: Any = entry
+        if isinstance(entry, TensorStorageMetadata):
+            saved = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            value = place(path, saved)
+            if value is None:
+                elsewhere[path] = saved
+                continue
+        set_element(state, path, value)
+    return state, elsewhere
 
 
 def _url(tier: Tier) -> str:
