@@ -77,6 +77,25 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What of a block the devices of one tensor parallel group divide among them. Each of them holds and computes all of the rest.
+
+    Attributes:
+        num_params: Elements of the parameters that are sharded.
+        num_trainable_params: Those that are optimized.
+        forward_flop: FLOP of one forward that are divided.
+        activation_bytes: Saved for backward on shards, all of them together, bytes.
+        traffic_bytes: Of all tensors that forward and backward of one micro-batch all-reduce, bytes.
+    """
+
+    num_params: int
+    num_trainable_params: int
+    forward_flop: float
+    activation_bytes: int
+    traffic_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
     """One block: what it computes, how long that takes, and what it saves for backward.
 
@@ -92,6 +111,7 @@ class BlockProfile:
         transient_bytes: The most that it needs beside what it saves, at any moment of its forward or backward, bytes.
         operators: Saved operator outputs, in the order of execution; their bytes sum to at most ``activation_bytes``.
         pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
+        sharding: What tensor parallelism divides; ``None``: everything that Megatron-LM does.
     """
 
     name: str
@@ -105,6 +125,7 @@ class BlockProfile:
     transient_bytes: int
     operators: tuple[OperatorProfile, ...] = ()
     pinned: bool = False
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +189,7 @@ class ModelProfile:
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
         head |= {"kept_every": self.kept_every} if self.kept_every else {}
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
-        rows = ",\n".join("    " + json.dumps(asdict(b)) for b in self.blocks)
+        rows = ",\n".join("    " + json.dumps(_row(b)) for b in self.blocks)
         return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
 
     @classmethod
@@ -214,10 +235,17 @@ _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
 _COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
 
 
+def _row(block: BlockProfile) -> dict[str, Any]:
+    row = asdict(block)
+    if block.sharding is None:
+        del row["sharding"]
+    return row
+
+
 def _block_from(row: Any, where: str) -> BlockProfile:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r}.")
-    check_keys(row, required=("name", *_COUNTS, *_SECONDS_AND_FLOP), optional=("operators", "pinned"), where=where)
+    check_keys(row, required=("name", *_COUNTS, *_SECONDS_AND_FLOP), optional=("operators", "pinned", "sharding"), where=where)
     values: dict[str, Any] = {"name": _text(row, "name", where)}
     values |= {k: number(row[k], key=k, where=where, whole=True) for k in _COUNTS}
     values |= {k: number(row[k], key=k, where=where) for k in _SECONDS_AND_FLOP}
@@ -234,7 +262,22 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     pinned = row.get("pinned", False)
     if not isinstance(pinned, bool):
         raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
-    return BlockProfile(**values, operators=parsed, pinned=pinned)
+    return BlockProfile(**values, operators=parsed, pinned=pinned, sharding=_sharding_from(row.get("sharding"), values, where))
+
+
+def _sharding_from(row: Any, block: dict[str, Any], where: str) -> Sharding | None:
+    if row is None:
+        return None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: sharding must be an object, got {row!r}.")
+    where = f"{where}: sharding"
+    keys = ("num_params", "num_trainable_params", "forward_flop", "activation_bytes", "traffic_bytes")
+    check_keys(row, required=keys, optional=(), where=where)
+    values: dict[str, Any] = {k: number(row[k], key=k, where=where, whole=k != "forward_flop") for k in keys}
+    for key in keys[:-1]:
+        if values[key] > block[key]:
+            raise ConfigError(f"{where}: {key}={values[key]}; allowed: at most the block's, {block[key]}.")
+    return Sharding(**values)
 
 
 def _operator_from(row: Any, where: str) -> OperatorProfile:

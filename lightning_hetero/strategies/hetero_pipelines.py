@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +46,21 @@ class HeteroPipelines(HeteroParallel):
         plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file; ``"auto"``: as training begins, every rank
             measures its device with 1, 2, 4 and 8 layers, and a plan is made for them.
         micro_batches: With ``plan="auto"``: batches of the loader's size that make one step. Default: as many as ranks.
+        tensor_parallel: With ``plan="auto"``: how many ranks may compute a stage's layers together, such as ``[1]`` or ``[1, 2]``.
+            Default: all powers of two that nodes have ranks for, and that divide what the module shards.
         options: Those of ``HeteroParallel``.
     """
 
     saves_own = False  # LocalFirst: every rank saves and loads what it holds, nothing is gathered
 
-    def __init__(self, *, plan: ClusterPlan | str | Path | None = None, micro_batches: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        plan: ClusterPlan | str | Path | None = None,
+        micro_batches: int | None = None,
+        tensor_parallel: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self._automatic = plan == "auto"
         self.plan = None if plan is None or self._automatic else plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(plan)
@@ -63,7 +72,10 @@ class HeteroPipelines(HeteroParallel):
             raise ConfigError(
                 f'micro_batches={micro_batches!r}; allowed: at least 1, with plan="auto". Other plans have their own.'
             )
+        if tensor_parallel is not None and not self._automatic:
+            raise ConfigError(f'tensor_parallel={tensor_parallel!r}; allowed with plan="auto" only. Other plans have their own.')
         self._step_batches = micro_batches
+        self._degrees = tensor_parallel
         self.pipelines: Pipelines | None = None
 
     # ---- setup --------------------------------------------------------------------------------------------------------------
@@ -109,6 +121,8 @@ class HeteroPipelines(HeteroParallel):
                 micro_batches=self._step_batches or self.world_size,
                 device=self.root_device,
                 context=self.precision_plugin.forward_context,
+                tensor_parallel=self._degrees,
+                timeout=self._timeout,
             )
         if self.is_global_zero:
             log.info("Planned for %d ranks: %s.", self.world_size, "; ".join(found.in_short().groups))

@@ -83,7 +83,7 @@ def test_every_layer_is_held_once_by_each_group(alone: Results, ranks: list[Resu
 
 def test_replicas_are_equal_bit_for_bit(ranks: list[Results]) -> None:
     whole = ranks[5]
-    for scenario in ("plain", "clipped", "accumulated", "sharded", "bf16"):
+    for scenario in ("plain", "clipped", "accumulated", "sharded", "dropout", "bf16"):
         for rank in ranks:
             assert all(torch.equal(value, whole[scenario]["weights"][name]) for name, value in rank[scenario]["weights"].items())
 
@@ -239,6 +239,23 @@ def test_a_plan_is_made_for_the_ranks_that_are_there(folder: Path, alone: Result
     assert {stage.node for group in plan.groups for stage in group.stages} <= {"a", "b"}
     for rank in found:
         assert_close({n: v for g in alone["plain"]["gradients"][:1] for n, v in g.items()}, rank["gradients"][0])
+
+
+def test_ranks_of_a_node_share_layers_where_that_is_faster(folder: Path, alone: Results) -> None:
+    other, *pair = [load(folder, f"resumed3-rank{r}.pt")["together"] for r in range(3)]
+    plan = other["plan"]
+    assert plan.tensor_parallel == 2
+    assert {stage.node for group in plan.groups for stage in group.stages} == {"a"}
+    assert plan.idle == {"b": 1}
+    assert not other["weights"]
+    for rank in pair:
+        assert rank["local"]["blocks.0.up.weight"] == (16, 8)
+        assert_close(alone["clipped"]["weights"], rank["weights"])
+
+
+def test_layers_that_do_not_run_on_shards_are_not_shared(folder: Path) -> None:
+    for rank in range(3):
+        assert load(folder, f"resumed3-rank{rank}.pt")["whole"]["plan"].tensor_parallel == 1
 
 
 def test_where_the_model_fits_every_rank_the_plan_is_data_parallel(folder: Path) -> None:

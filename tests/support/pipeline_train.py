@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.ir.cluster import LayerTimes
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.pipeline import automatic
@@ -122,6 +123,42 @@ class Counting(Net):
     """Counts every token, so that samples weigh the same, as data parallelism has it."""
 
     padding = -100
+
+
+class Dropping(nn.Module):
+    """A block with dropout before and inside of what ranks of a stage share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(self.up(self.drop(x)), 0.5, self.training))
+
+
+class DroppingNet(Net):
+    """Its layers draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropping() for _ in range(6))
+
+
+class Whole(Block):
+    """A block that does not run on shards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self.up.weight, "to_local"):
+            raise ValueError("no shards")
+        return super().forward(x)
+
+
+class WholeNet(Net):
+    """Its layers look as if they could be shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Whole() for _ in range(6))
 
 
 class MeanNet(Net):
@@ -253,6 +290,17 @@ SHARED = replace(cluster_plan((12, (6,)), tensor_parallel=2, nodes=("a",)), idle
 NODES = ("node1", "node4", "new")  # of the three that go on from what six nodes kept
 
 
+def measured(faster: float) -> Any:
+    """Measures, and says that each rank more makes layers so many times faster."""
+    measure = automatic.layer_times
+
+    def times(layers: Any, *args: Any, tensor_parallel: int, **options: Any) -> LayerTimes:
+        found = measure(layers, *args, tensor_parallel=tensor_parallel, **options)
+        return replace(found, seconds=tuple(2**n * faster ** (1 - tensor_parallel) for n in range(len(found.seconds))))
+
+    return times
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder, plan = Path(sys.argv[1]), PLANS[WORLD]
@@ -264,10 +312,14 @@ def main() -> None:
             out[name] = fit(folder, name, other, net=Counting, max_epochs=2, resume=path, node=NODES[RANK])
         if plan:
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
-            automatic.memory_bytes = lambda device: 140_000
+            slower, faster = measured(faster=0.1), measured(faster=10)
+            automatic.layer_times, automatic.memory_bytes = slower, lambda device: 140_000
             out["auto"] = fit(folder, "auto", "auto", max_steps=3, micro_batches=12)
-            automatic.memory_bytes, automatic.bandwidth = lambda device: 1_000_000, lambda device: 1e12
+            automatic.memory_bytes, automatic.bandwidth = lambda device: 1_000_000, lambda device, group=None: 1e12
             out["fits"] = fit(folder, "fits", "auto", max_steps=1)
+            automatic.layer_times = faster
+            out["whole"] = fit(folder, "whole", "auto", net=WholeNet, max_steps=1)
+            out["together"] = fit(folder, "together", "auto", max_steps=3, micro_batches=12, gradient_clip_val=0.05)
         torch.save(out, folder / f"resumed{WORLD}-rank{RANK}.pt")
         return
     out = {
@@ -275,6 +327,7 @@ def main() -> None:
         "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
         "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
+        "dropout": fit(folder, "dropout", SHARDED if plan else None, net=DroppingNet, max_steps=2),
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
         "layers": fit(folder, "layers", plan, net=Counting, max_epochs=1 if plan else 2, node=f"node{RANK}" if plan else None),
     }

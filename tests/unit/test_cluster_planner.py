@@ -13,7 +13,7 @@ import pytest
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
 from lightning_hetero.ir.cluster_plan import ClusterPlan
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
 from lightning_hetero.parallel.planner import PAPER_CLUSTERS, PLANNERS, cluster, load_cluster, plan
 from lightning_hetero.parallel.planner.candidates import Candidate, settings_of
 from lightning_hetero.parallel.planner.clusters import kinds
@@ -96,8 +96,8 @@ def test_measured_times_add_up_by_powers_of_two(layers: int, seconds: float) -> 
     own = small_cluster((1, 1.0))
     own = replace(own, devices=(replace(own.devices[0], layer_times=(LayerTimes(tensor_parallel=1, seconds=(1.0, 1.75, 3.0)),)),))
     (kind,) = kinds(own).values()
-    assert layers_s(work, kind, 1, layers) == seconds
-    assert layers_s(work, kind, 2, 4) == pytest.approx(4 / 2)  # nothing was measured for 2: FLOP and power
+    assert layers_s(work, kind, layers) == seconds
+    assert layers_s(Workload.of(small_model(16), 2), kind, 4) == pytest.approx(4 / 2)  # nothing was measured for 2: FLOP and power
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
@@ -105,13 +105,37 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert [Place(stage=s, depth=3).in_flight for s in range(3)] == [3, 2, 1]
     layer = 10**6 * (2 + 2 + 12)
     middle = Place(stage=1, depth=3)
-    assert stage_bytes(work, 1, 2, middle) == 2 * layer + 2 * 2 * 34 * 10**6
-    assert stage_bytes(work, 1, 2, Place(stage=2, depth=3)) == 3 * layer + 3 * 34 * 10**6  # the head too
-    assert stage_bytes(work, 2, 2, middle) == layer + 2 * 2 * 22 * 10**6  # (10 + 24 / 2) / 34
-    for memory in (stage_bytes(work, 1, 3, middle), stage_bytes(work, 1, 3, middle) - 1):
-        held = most_layers(work, memory, 1, middle)
-        assert stage_bytes(work, 1, held, middle) <= memory < stage_bytes(work, 1, held + 1, middle)
-    assert most_layers(work, 10**6, 1, Place(stage=0, depth=1)) == -1
+    assert stage_bytes(work, 2, middle) == 2 * layer + 2 * 2 * 34 * 10**6
+    assert stage_bytes(work, 2, Place(stage=2, depth=3)) == 3 * layer + 3 * 34 * 10**6  # the head too
+    assert stage_bytes(Workload.of(small_model(8), 2), 2, middle) == layer + 2 * 2 * 22 * 10**6  # (10 + 24 / 2) / 34
+    for memory in (stage_bytes(work, 3, middle), stage_bytes(work, 3, middle) - 1):
+        held = most_layers(work, memory, middle)
+        assert stage_bytes(work, held, middle) <= memory < stage_bytes(work, held + 1, middle)
+    assert most_layers(work, 10**6, Place(stage=0, depth=1)) == -1
+
+
+def test_what_a_profile_leaves_whole_is_neither_shared_nor_faster() -> None:
+    shared = Sharding(
+        num_params=600_000, num_trainable_params=600_000, forward_flop=2e11, activation_bytes=20 * 10**6, traffic_bytes=10**6
+    )
+    model = small_model(8, last=1e12)
+    whole = replace(shared, num_params=0, num_trainable_params=0, forward_flop=0.0, activation_bytes=0, traffic_bytes=0)
+    blocks = tuple(replace(b, sharding=whole if b.pinned else shared) for b in model.blocks)
+    work = Workload.of(replace(model, blocks=blocks), 4)
+    assert work.layer.flop == pytest.approx(1e12 - 3 * 2e11 * 3 / 4)
+    assert work.layer.fixed_bytes == (400_000 + 600_000 / 4) * 16
+    assert work.layer.gradient_bytes == (400_000 + 600_000 / 4) * 2
+    assert work.layer.activation_bytes == 14 * 10**6 + 5 * 10**6
+    assert work.layer.sent_bytes == 2 * 3 / 4 * 10**6
+    assert work.last == Workload.of(model).last
+    assert work.model_flop == pytest.approx(9e12)
+    machines = small_cluster((4, 1.0), network=1e9)
+    everything = plan(model, machines, micro_batches=1)
+    honest = plan(replace(model, blocks=blocks), machines, micro_batches=1)
+    assert everything.tensor_parallel == honest.tensor_parallel == 4
+    assert everything.iteration_s == pytest.approx(9 / 4, rel=1e-3)
+    assert honest.iteration_s == pytest.approx(8 * 0.55 + 1, rel=1e-3)
+    assert honest.utilisation == pytest.approx(9 / 5.4 / 4, rel=1e-3)
 
 
 def test_a_model_of_pinned_blocks_has_no_stages() -> None:

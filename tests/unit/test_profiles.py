@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile, Sharding
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -114,9 +114,16 @@ def _blocks(draw: st.DrawFn) -> tuple[BlockProfile, ...]:
                 transient_bytes=draw(_COUNT),
                 operators=tuple(OperatorProfile(name=o, flop=draw(_SECONDS), bytes=draw(_COUNT)) for o in operators),
                 pinned=draw(st.booleans()),
+                sharding=draw(st.none() | st.builds(_sharding, st.just(trained), st.just(boundary), _COUNT)),
             )
         )
     return tuple(made)
+
+
+def _sharding(params: int, activations: int, traffic: int) -> Sharding:
+    return Sharding(
+        num_params=params, num_trainable_params=params, forward_flop=0.0, activation_bytes=activations, traffic_bytes=traffic
+    )
 
 
 @given(blocks=_blocks(), itemsize=st.sampled_from([2, 4]), name=st.text(min_size=1))
@@ -191,6 +198,8 @@ def _with_block(**changes: Any) -> str:
         (_with_block(operators=[{"name": "a", "flop": 1, "bytes": 1}] * 2), r"operator names repeat"),
         (_with_block(operators=[{"name": "a", "flop": 1}]), r"operators\[0\]: missing keys \['bytes'\]"),
         (_with_block(forward_s=-1), r"forward_s=-1"),
+        (_with_block(sharding=[]), r"sharding must be an object"),
+        (_with_block(sharding=asdict(_sharding(4001, 0, 0))), r"sharding: num_params=4001; allowed: at most the block's, 4000"),
         ("[]", r"is not a model profile: got list, expected an object"),
         ("{", r"is not JSON"),
     ],

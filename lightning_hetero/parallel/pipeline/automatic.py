@@ -1,38 +1,48 @@
-"""A plan for the ranks that are there: each measures its own device with some of the module's layers, and one of them plans."""
+"""A plan for the ranks that are there: each measures its own device with some of the module's layers, and one of them plans.
+
+[Note: Tensor parallelism is measured]
+Ranks of a node that could form a stage shard copies of these layers and measure them together, for every power of two that divides
+all that the module shards. What an end, or a layer's memory, has of it is seen in one whole forward (``costs``). Their process
+groups stay: DTensor keeps what it knows of a mesh for the next one of the same ranks, the group included.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hetero.errors import ConfigError, HeteroError, PlanError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
 from lightning_hetero.ir.cluster_plan import ClusterPlan
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
 from lightning_hetero.parallel.measure import layer_times
+from lightning_hetero.parallel.pipeline.costs import Context, Cost, measure
 from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import NODE
-from lightning_hetero.parallel.pipeline.module import run_layers
 from lightning_hetero.parallel.pipeline.sums import num_samples
+from lightning_hetero.parallel.pipeline.tensor import most_ways, sharded_modules, sharded_parameters, styles_of
 from lightning_hetero.parallel.planner import plan
 
 _MOST_LAYERS = 8  # measured at once; longer runs are sums of these (equation 5)
 _PROBE_BYTES = 1 << 23
 _USABLE = 0.9  # of a device's free memory; the rest is for what allocators leave unused
 
-Context = Callable[[], AbstractContextManager[Any]]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,18 +53,31 @@ class Report:
         node: Where it is.
         device: Its kind.
         memory_bytes: What training may use there.
-        seconds: Of 1, 2, 4, … layers.
-        flop_per_s: What it reached on the longest of these runs.
+        seconds: Of 1, 2, 4, … layers, by the degree of tensor parallelism, as far as its node has so many ranks.
+        flop_per_s: What it reached alone on the longest of these runs.
+        peer_bytes_per_s: To other ranks of its node; ``None``: there are none.
+        refused: Why layers do not run with a degree.
     """
 
     node: str
     device: str
     memory_bytes: int
-    seconds: tuple[float, ...]
+    seconds: Mapping[int, tuple[float, ...]]
     flop_per_s: float
+    peer_bytes_per_s: float | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
-def plan_here(layers: Layers, batch: Any, *, micro_batches: int, device: torch.device, context: Context) -> ClusterPlan:
+def plan_here(
+    layers: Layers,
+    batch: Any,
+    *,
+    micro_batches: int,
+    device: torch.device,
+    context: Context,
+    tensor_parallel: Collection[int] | None = None,
+    timeout: timedelta | None = None,
+) -> ClusterPlan:
     """Measures, and plans for all ranks of the default group. All have to ask; all get the same plan.
 
     Args:
@@ -63,27 +86,53 @@ def plan_here(layers: Layers, batch: Any, *, micro_batches: int, device: torch.d
         micro_batches: Of one step.
         device: Of this rank.
         context: Entered around the forward of layers.
+        tensor_parallel: Degrees that may be used. Default: powers of two that nodes have ranks for, and that divide all that the
+            module shards.
+        timeout: Of process groups that are made here.
 
     Raises:
+        ConfigError: A degree is not possible.
         PlanError: The model does not fit these devices.
     """
     repeated = layers.repeated()
-    profile, seconds = _measure(layers, repeated, batch, device, context)
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, node_name())
+    degrees = _degrees(nodes, most_ways(layers), tensor_parallel)
+    profile, entering, seconds = _measure(layers, repeated, batch, device, context)
+    room = memory_bytes(device)
+    times, refused, peer = {1: seconds}, {}, None
+    teams = {t: _team(nodes, t, timeout) for t in degrees if t > 1}
+    for t, team in teams.items():
+        if team is not None:
+            try:
+                times[t] = _measure_together(layers, repeated, entering, team, device, context)
+            except Exception as error:  # whatever a module's own code raises on shards
+                refused[t] = f"{type(error).__name__}: {error}"
+    neighbours = _team(nodes, None, timeout)
+    if neighbours is not None:
+        peer = bandwidth(device, neighbours)
+        dist.destroy_process_group(neighbours)
     flop = 3 * profile.blocks[repeated.start].forward_flop
     own = Report(
         node=node_name(),
         device=_kind(device),
-        memory_bytes=memory_bytes(device),
-        seconds=seconds,
+        memory_bytes=room,
+        seconds=times,
         flop_per_s=max(flop, 1.0) * 2 ** (len(seconds) - 1) / seconds[-1],
+        peer_bytes_per_s=peer,
+        refused=refused,
     )
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, own)
+    for t, reason in {t: reason for report in reports for t, reason in report.refused.items()}.items():
+        degrees.remove(t)
+        if dist.get_rank() == 0:
+            log.warning('plan="auto": tensor parallelism of %d is left out, layers do not run with it: %s', t, reason)
     network = bandwidth(device)
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [plan(profile, cluster_of(reports, network), micro_batches=micro_batches, tensor_parallel=(1,))]
+            found = [plan(profile, cluster_of(reports, network), micro_batches=micro_batches, tensor_parallel=degrees)]
         except HeteroError as error:
             found = [str(error)]
     dist.broadcast_object_list(found, src=0)
@@ -91,6 +140,44 @@ def plan_here(layers: Layers, batch: Any, *, micro_batches: int, device: torch.d
         raise PlanError(f'plan="auto": {found[0]}')
     planned: ClusterPlan = found[0]
     return planned
+
+
+def _degrees(nodes: Sequence[str], ways: int, wanted: Collection[int] | None) -> list[int]:
+    """Degrees of tensor parallelism to be tried, ascending."""
+    largest = max(Counter(nodes).values())
+    if wanted is None:
+        return [2**k for k in range(largest.bit_length()) if 2**k <= largest and ways % 2**k == 0]
+    if not wanted or any(not 1 <= t <= largest or (ways % t and t > 1) for t in wanted):
+        raise ConfigError(
+            f"tensor_parallel={sorted(wanted)}; allowed: 1 to {largest}, the ranks of the largest node, where it divides {ways}, "
+            "the greatest common divisor of all sizes that the module shards."
+        )
+    return sorted(set(wanted))
+
+
+def _team(nodes: Sequence[str], size: int | None, timeout: timedelta | None) -> Any:
+    """This rank's group of so many ranks of one node, or of all of its node; ``None``: too few. All ranks make all groups."""
+    own = None
+    for name in dict.fromkeys(nodes):
+        ranks = [rank for rank, node in enumerate(nodes) if node == name]
+        step = size or len(ranks)
+        for begin in range(0, len(ranks) - step + 1 if step > 1 else 0, step):
+            some = ranks[begin : begin + step]
+            group = dist.new_group(some, timeout=timeout)
+            own = group if dist.get_rank() in some else own
+    return own
+
+
+def _measure_together(
+    layers: Layers, repeated: range, entering: tuple[Tensor, ...], team: Any, device: torch.device, context: Context
+) -> tuple[float, ...]:
+    """The seconds of 1, 2, 4, … layers that the ranks of a group compute together."""
+    mesh = DeviceMesh.from_group(team, device.type)
+    copies = []
+    for index in repeated[:_MOST_LAYERS]:
+        layer = copy.deepcopy(layers.modules[index]).to(device)
+        copies.append(parallelize_module(layer, mesh, styles_of(layers, index)))
+    return _seconds(copies, entering, context, mesh.size())
 
 
 def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster:
@@ -108,14 +195,19 @@ def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster
     devices = []
     for kind in dict.fromkeys(report.device for report in reports):
         own = [report for report in reports if report.device == kind]
-        seconds = tuple(max(times) for times in zip(*(report.seconds for report in own), strict=True))
+        times = []
+        for degree in sorted({t for report in own for t in report.seconds}):
+            measured = [report.seconds[degree] for report in own if degree in report.seconds]
+            slowest = tuple(max(runs) for runs in zip(*measured, strict=True))
+            times.append(LayerTimes(tensor_parallel=degree, seconds=slowest))
+        peers = [report.peer_bytes_per_s for report in own if report.peer_bytes_per_s is not None]
         devices.append(
             DeviceType(
                 name=kind,
                 memory_bytes=min(report.memory_bytes for report in own),
                 flop_per_s=min(report.flop_per_s for report in own),
-                peer_bytes_per_s=network_bytes_per_s,
-                layer_times=(LayerTimes(tensor_parallel=1, seconds=seconds),),
+                peer_bytes_per_s=min(peers, default=network_bytes_per_s),
+                layer_times=tuple(times),
             )
         )
     return Cluster(name="these ranks", network_bytes_per_s=network_bytes_per_s, nodes=tuple(nodes), devices=tuple(devices))
@@ -143,28 +235,23 @@ def _kind(device: torch.device) -> str:
 
 def _measure(
     layers: Layers, repeated: range, batch: Any, device: torch.device, context: Context
-) -> tuple[ModelProfile, tuple[float, ...]]:
-    """The model's profile, its ends included, and the seconds of 1, 2, 4, … layers."""
+) -> tuple[ModelProfile, tuple[Tensor, ...], tuple[float, ...]]:
+    """The model's profile, its ends included; what repeated layers take; and the seconds of 1, 2, 4, … of them."""
+    styles: dict[nn.Module, ParallelStyle] = {}
+    for index, layer in enumerate(layers.modules):
+        styles |= sharded_modules(layer, styles_of(layers, index))
     parts = [range(repeated.start), range(repeated.start, repeated.start + 1), range(repeated.stop, len(layers))]
     value: Any = layers.stage_inputs(batch)
-    costs: list[_Cost] = []
+    costs: list[Cost] = []
     entering: tuple[Tensor, ...] = ()
     for part in parts:
         modules = [layers.modules[i].to(device) for i in part]
         if part is parts[1]:
             entering = value if isinstance(value, tuple) else (value,)
-        cost, value = _cost(modules, value, context)
+        cost, value = measure(modules, styles, value, context)
         costs.append(cost)
-    hidden, *rest = entering
-
-    def call(layer: nn.Module, hidden: Tensor) -> Tensor:
-        with context():
-            found = layer(hidden, *rest)
-        first: Tensor = found[0] if isinstance(found, tuple) else found
-        return first
-
     some = [layers.modules[i].to(device) for i in repeated[:_MOST_LAYERS]]
-    seconds = layer_times(some, hidden, call=call).seconds
+    seconds = _seconds(some, entering, context, 1)
     if device.type != "cpu":
         for module in layers.modules:
             module.to("cpu")
@@ -172,7 +259,7 @@ def _measure(
     blocks = []
     for part, cost in zip(parts, costs, strict=True):
         for index in repeated if part is parts[1] else part:
-            blocks.append(_block(layers, index, cost, len(part), boundary, seconds, pinned=part is not parts[1]))
+            blocks.append(_block(layers, index, cost, len(part), boundary, seconds, styles, pinned=part is not parts[1]))
     profile = ModelProfile(
         name=type(layers.module).__name__,
         tokens=num_samples(batch),
@@ -181,39 +268,21 @@ def _measure(
         constant_host_bytes=0,
         blocks=tuple(blocks),
     )
-    return profile, seconds
+    return profile, entering, seconds
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Of the forward of some layers: FLOP, and bytes saved for backward."""
+def _seconds(
+    modules: Sequence[nn.Module], entering: tuple[Tensor, ...], context: Context, tensor_parallel: int
+) -> tuple[float, ...]:
+    hidden, *rest = entering
 
-    flop: float
-    saved_bytes: int
+    def call(layer: nn.Module, hidden: Tensor) -> Tensor:
+        with context():
+            found = layer(hidden, *rest)
+        first: Tensor = found[0] if isinstance(found, tuple) else found
+        return first
 
-
-def _cost(modules: Sequence[nn.Module], value: Any, context: Context) -> tuple[_Cost, Any]:
-    """Runs layers once: what it costs, and what they give, detached."""
-    saved: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), context():
-        found = run_layers(modules, _leaves(value))
-    flop = float(counter.get_total_flops())
-    return _Cost(flop, sum(saved.values())), tuple(t.detach() for t in found) if isinstance(found, tuple) else found.detach()
-
-
-def _leaves(value: Any) -> Any:
-    if isinstance(value, tuple):
-        found = tuple(_leaves(v) for v in value)
-        return found if len(found) > 1 else found[0]
-    return value.detach().requires_grad_(value.is_floating_point())
+    return layer_times(modules, hidden, call=call, tensor_parallel=tensor_parallel).seconds
 
 
 def _itemsize(layers: Layers) -> int:
@@ -222,11 +291,20 @@ def _itemsize(layers: Layers) -> int:
 
 
 def _block(
-    layers: Layers, index: int, cost: _Cost, shared: int, boundary: int, seconds: Sequence[float], *, pinned: bool
+    layers: Layers,
+    index: int,
+    cost: Cost,
+    shared: int,
+    boundary: int,
+    seconds: Sequence[float],
+    styles: Mapping[nn.Module, ParallelStyle],
+    *,
+    pinned: bool,
 ) -> BlockProfile:
     """One layer; ends share what they cost together."""
     parameters = layers.parameters(index).values()
     size = _itemsize(layers)
+    sharded = [p for m in layers.modules[index].modules() if m in styles for p in sharded_parameters(m, styles[m])]
     return BlockProfile(
         name=layers.names[index],
         num_params=sum(p.nbytes for p in parameters) // size,
@@ -238,23 +316,30 @@ def _block(
         boundary_bytes=boundary,
         transient_bytes=boundary,
         pinned=pinned,
+        sharding=Sharding(
+            num_params=sum(p.nbytes for p in sharded) // size,
+            num_trainable_params=sum(p.nbytes for p in sharded if p.requires_grad) // size,
+            forward_flop=cost.sharded_flop / shared,
+            activation_bytes=cost.sharded_bytes // shared,
+            traffic_bytes=cost.traffic_bytes // shared,
+        ),
     )
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes/s that each rank sends while all reduce a tensor together."""
-    world = dist.get_world_size()
+def bandwidth(device: torch.device, group: Any = None) -> float:
+    """Bytes/s that each rank sends while all of a group reduce a tensor together; default: all ranks."""
+    world = dist.get_world_size(group)
     if world == 1:
         return 1e12  # nobody to send to
     probe = torch.zeros(_PROBE_BYTES // 4, device=device)
     took = []
     for _ in range(3):
-        dist.barrier()
+        dist.barrier(group)
         begin = time.monotonic()
-        dist.all_reduce(probe)
+        dist.all_reduce(probe, group=group)
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
         took.append(time.monotonic() - begin)
     slowest = torch.tensor(min(took), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return 2 * (world - 1) / world * _PROBE_BYTES / float(slowest)

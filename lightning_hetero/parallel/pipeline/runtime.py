@@ -22,7 +22,7 @@ from lightning_hetero.parallel.pipeline.layout import Layout
 from lightning_hetero.parallel.pipeline.module import run_layers
 from lightning_hetero.parallel.pipeline.sums import Sums, joined, num_samples, split
 from lightning_hetero.parallel.pipeline.synchronise import Groups, Synchronisation, broadcast, local
-from lightning_hetero.parallel.pipeline.tensor import parallelize
+from lightning_hetero.parallel.pipeline.tensor import parallelize, same_random_numbers
 
 _SCHEDULES = 8  # kept for shapes of batches that come again; each has its own receive buffers
 _ADDITIVE = 1e-2  # by how much, relatively, the loss of two micro-batches together may differ from their sum
@@ -88,6 +88,7 @@ class Pipelines:
         if self.slot is not None and layout.num_shards > 1:
             stage = self.groups.of(layout.stage(self.slot.group, self.slot.stage))
             parallelize(layers, own, DeviceMesh.from_group(stage, device.type))
+            same_random_numbers(stage, device)
         self._context = context
         self._stage = _Stage([layers.modules[i] for i in own], context)
         self._pipeline = () if self.slot is None else layout.pipeline(self.slot.group, self.slot.shard)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -36,6 +40,55 @@ def linear_pairs(layer: nn.Module) -> dict[str, ParallelStyle]:
     return styles
 
 
+def styles_of(layers: Layers, index: int) -> dict[str, ParallelStyle]:
+    """How a layer is sharded: as the module says, else its pairs of Linears."""
+    hook: Any = getattr(layers.module, "tensor_parallel", None)
+    layer = layers.modules[index]
+    return dict(linear_pairs(layer) if hook is None else hook(layer))
+
+
+def sharded_modules(layer: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[nn.Module, ParallelStyle]:
+    """The modules of a layer whose parameters torch's styles divide; other styles, such as a user's own, are not known to."""
+    found: dict[nn.Module, ParallelStyle] = {}
+    for pattern, style in styles.items():
+        if isinstance(style, ColwiseParallel | RowwiseParallel):
+            atoms = pattern.split(".") if pattern else []
+            for name, module in layer.named_modules():
+                path = name.split(".") if name else []
+                if len(path) == len(atoms) and all(fnmatch(a, b) for a, b in zip(path, atoms, strict=True)):
+                    found[module] = style
+    return found
+
+
+def sharded_parameters(module: nn.Module, style: ParallelStyle) -> dict[Tensor, int]:
+    """Parameters of a Linear or an Embedding that a style divides, and along which dimension."""
+    columns = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Embedding):
+        return {module.weight: 1 if columns else 0}
+    if isinstance(module, nn.Linear):
+        found: dict[Tensor, int] = {module.weight: 0 if columns else 1}
+        if columns and module.bias is not None:  # rows keep it whole
+            found[module.bias] = 0
+        return found
+    return {}
+
+
+def most_ways(layers: Layers) -> int:
+    """Into how many parts all that is sharded can be cut evenly: the greatest common divisor; 1 where sharding is refused."""
+    sizes, tied = [], {id(p) for name, p in layers.module.named_parameters() if name in layers.tied}
+    repeated = layers.repeated()
+    for index, layer in enumerate(layers.modules):
+        styles = styles_of(layers, index)
+        if not styles and index in repeated:
+            return 1
+        for module, style in sharded_modules(layer, styles).items():
+            for parameter, dim in sharded_parameters(module, style).items():
+                if id(parameter) in tied:
+                    return 1
+                sizes.append(parameter.shape[dim])
+    return math.gcd(*sizes) or 1
+
+
 def parallelize(layers: Layers, own: range, mesh: DeviceMesh) -> None:
     """Shards layers over the ranks of a stage. All of them have to ask.
 
@@ -43,23 +96,32 @@ def parallelize(layers: Layers, own: range, mesh: DeviceMesh) -> None:
         ConfigError: A repeated layer has nothing that is known to be shardable.
         UnsupportedError: A parameter that several layers use would be sharded.
     """
-    hook: Any = getattr(layers.module, "tensor_parallel", None)
     repeated = layers.repeated()
     before = {name: id(p) for name, p in layers.module.named_parameters()}
     for index in own:
         layer = layers.modules[index]
-        styles: Mapping[str, ParallelStyle] = linear_pairs(layer) if hook is None else hook(layer)
+        styles = styles_of(layers, index)
         if not styles and index in repeated:
             raise ConfigError(
                 f"layer {layers.names[index]!r} ({type(layer).__name__}) has no pair of Linears that widens and narrows. Define "
                 "tensor_parallel(layer), which gives torch's styles by the names of its modules, or plan with --tensor-parallel 1."
             )
-        parallelize_module(layer, mesh, dict(styles))
+        parallelize_module(layer, mesh, styles)
     for name, parameter in layers.module.named_parameters():
         if name in layers.tied and before[name] != id(parameter):
             raise UnsupportedError(
                 f"parameter {name!r} is used by several layers and cannot be sharded; leave it out of the styles."
             )
+
+
+def same_random_numbers(group: Any, device: torch.device) -> None:
+    """Gives the ranks of a stage the first one's random state: what each computes whole, dropout too, has to be the same."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    states: list[Any] = [torch.get_rng_state(), None if module is None else module.get_rng_state(device)]
+    dist.broadcast_object_list(states, group=group, group_src=0, device=device)
+    torch.set_rng_state(states[0])
+    if module is not None:
+        module.set_rng_state(states[1], device)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -27,20 +27,23 @@ class Setting:
     """What all candidates of one degree of tensor parallelism share.
 
     Attributes:
-        work: The model.
+        work: The model, as one of the t devices of a stage has it.
         cluster: The nodes.
         kinds: Their devices, weakest first.
-        tensor_parallel: t; t devices of one node are one entity with summed power.
         micro_batches: Of one step, of all groups together.
     """
 
     work: Workload
     cluster: Cluster
     kinds: Mapping[str, Kind]
-    tensor_parallel: int
     micro_batches: int
     _tables: dict[tuple[str, Place, float], tuple[float, ...]] = field(default_factory=dict)
     _cuts: dict[tuple[tuple[str, float], ...], dict[int, tuple[int, ...] | None]] = field(default_factory=dict)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """t; t devices of one node are one entity with summed power."""
+        return self.work.tensor_parallel
 
     def entities(self) -> list[int]:
         """How many entities each node has; what is left over idles."""
@@ -61,9 +64,9 @@ class Setting:
         """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds."""
         key = kind, place, link_bytes_per_s
         if key not in self._tables:
-            device, t = self.kinds[kind], self.tensor_parallel
-            held = most_layers(self.work, device.memory_bytes, t, place)
-            times = (stage_s(self.work, device, t, n, place, link_bytes_per_s) for n in range(held + 1))
+            device = self.kinds[kind]
+            held = most_layers(self.work, device.memory_bytes, place)
+            times = (stage_s(self.work, device, n, place, link_bytes_per_s) for n in range(held + 1))
             self._tables[key] = tuple(times)
         return self._tables[key]
 
@@ -131,7 +134,7 @@ class Candidate:
             return 0.0
         owners = [[s for s, n in enumerate(layers) for _ in range(n)] for layers in self.layers]  # by group, then layer
         taken: defaultdict[tuple[int, int], float] = defaultdict(float)
-        work, ring = self.setting.work, 2 * (groups - 1) / groups / self.setting.tensor_parallel
+        work, ring = self.setting.work, 2 * (groups - 1) / groups
         ends = ((0, work.first), (work.num_layers - 1, work.last))
         parts = [*((layer, work.layer) for layer in range(work.num_layers)), *ends]
         for layer, part in parts:
@@ -165,7 +168,7 @@ class Candidate:
             tokens=setting.micro_batches * setting.work.tokens,
             iteration_s=self.iteration_s,
             sync_s=self.sync_s,
-            utilisation=setting.micro_batches * setting.work.flop / (self.iteration_s * power),
+            utilisation=setting.micro_batches * setting.work.model_flop / (self.iteration_s * power),
             groups=tuple(self._group(j) for j in range(len(self.nodes))),
             idle=idle,
             runner_ups=tuple(c.plan().in_short() for c in runner_ups),
@@ -179,7 +182,7 @@ class Candidate:
                 device=self.setting.cluster.nodes[node].device,
                 layers=layers,
                 micro_batch_s=seconds,
-                memory_bytes=stage_bytes(self.setting.work, self.setting.tensor_parallel, layers, Place(stage=s, depth=depth)),
+                memory_bytes=stage_bytes(self.setting.work, layers, Place(stage=s, depth=depth)),
             )
             for s, (node, layers, seconds) in enumerate(zip(self.nodes[j], self.layers[j], self.stages_s[j], strict=True))
         )
@@ -201,8 +204,8 @@ def settings_of(
     degrees = sorted(set(powers if tensor_parallel is None else tensor_parallel))
     if not degrees or any(not 1 <= t <= largest for t in degrees):
         raise ConfigError(f"tensor_parallel={degrees}; allowed: 1 to {largest}, the devices of the largest node.")
-    work, devices = Workload.of(model), kinds(cluster)
-    return [Setting(work=work, cluster=cluster, kinds=devices, tensor_parallel=t, micro_batches=micro_batches) for t in degrees]
+    devices = kinds(cluster)
+    return [Setting(work=Workload.of(model, t), cluster=cluster, kinds=devices, micro_batches=micro_batches) for t in degrees]
 
 
 def expected_micro_batches(setting: Setting, power: float, stages: int) -> int:

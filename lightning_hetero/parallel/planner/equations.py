@@ -1,10 +1,11 @@
 """What a stage takes in time and memory, and AutoHet's equations 1, 2 and 5.
 
 [Note: What is counted]
-Forward and backward of a micro-batch are three forwards' FLOP. With tensor parallelism of degree t a layer needs 1/t of them, and
-four all-reduces of its input's size: two in forward, two in backward (Shoeybi et al. 2019, section 3). A ring moves 2(t - 1)/t of
-the bytes. Weights, gradients and optimizer state shrink to 1/t, saved activations to (10 + 24/t)/34 (Korthikanti et al. 2022,
-equation 2): norms and dropout are not split. Between stages the boundary goes forward and its gradient comes back.
+Forward and backward of a micro-batch are three forwards' FLOP. Between stages the boundary goes forward and its gradient comes
+back. With tensor parallelism of degree t a device holds and computes 1/t of what a block's profile says is sharded, and all of the
+rest. A ring all-reduce moves 2(t - 1)/t of the bytes. Where the profile does not say, blocks are sharded as in Megatron-LM: all
+weights and FLOP; of the saved activations 24/34, since norms and dropout are not split (Korthikanti et al. 2022, equation 2); a
+layer has four all-reduces of its input's size, two in forward, two in backward (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -14,32 +15,35 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
 from lightning_hetero.parallel.planner.clusters import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One layer, or what precedes or follows all layers.
+    """What one device has of a layer, or of what precedes or follows all layers.
 
     Attributes:
         flop: Forward and backward of one micro-batch, FLOP.
         fixed_bytes: Weights, gradients and optimizer state, bytes.
         gradient_bytes: Of these, gradients.
         activation_bytes: Saved by one micro-batch for its backward, bytes.
+        sent_bytes: To the other devices of its stage, for one micro-batch, bytes.
     """
 
     flop: float
-    fixed_bytes: int
-    gradient_bytes: int
-    activation_bytes: int
+    fixed_bytes: float
+    gradient_bytes: float
+    activation_bytes: float
+    sent_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model as pipelines see it: equal layers, and two ends.
+    """A model as pipelines see it: equal layers, and two ends; as one device of a stage has them.
 
     Attributes:
+        tensor_parallel: t, devices of one stage.
         num_layers: Repeated layers.
         layer: One of them; where they differ, the mean FLOP and the largest bytes.
         first: What precedes them, on the first stage.
@@ -47,8 +51,10 @@ class Workload:
         boundary_bytes: What one micro-batch hands from stage to stage, bytes.
         constant_bytes: What every device needs besides: context, and the most that one block needs while it computes.
         tokens: Tokens of one micro-batch.
+        model_flop: Of one micro-batch through the whole model, computed once.
     """
 
+    tensor_parallel: int
     num_layers: int
     layer: Part
     first: Part
@@ -56,9 +62,10 @@ class Workload:
     boundary_bytes: int
     constant_bytes: int
     tokens: int
+    model_flop: float
 
     @classmethod
-    def of(cls, model: ModelProfile) -> Workload:
+    def of(cls, model: ModelProfile, tensor_parallel: int = 1) -> Workload:
         """Reads a model's profile.
 
         Raises:
@@ -70,37 +77,51 @@ class Workload:
                 f"model {model.name!r} has no repeated layers that a pipeline could be cut at; all blocks are pinned."
             )
         begin, end = repeated[0], repeated[-1] + 1
-        layers = [_part((block,), model) for block in model.blocks[begin:end]]
+        layers = [_part((block,), model, tensor_parallel, all_reduces=4) for block in model.blocks[begin:end]]
         return cls(
+            tensor_parallel=tensor_parallel,
             num_layers=end - begin,
             layer=Part(
                 flop=sum(p.flop for p in layers) / len(layers),
                 fixed_bytes=max(p.fixed_bytes for p in layers),
                 gradient_bytes=max(p.gradient_bytes for p in layers),
                 activation_bytes=max(p.activation_bytes for p in layers),
+                sent_bytes=max(p.sent_bytes for p in layers),
             ),
-            first=_part(model.blocks[:begin], model),
-            last=_part(model.blocks[end:], model),
+            first=_part(model.blocks[:begin], model, tensor_parallel),
+            last=_part(model.blocks[end:], model, tensor_parallel),
             boundary_bytes=max(b.boundary_bytes for b in model.blocks[begin:end]),
             constant_bytes=model.constant_device_bytes + max(b.transient_bytes for b in model.blocks),
             tokens=model.tokens,
+            model_flop=3 * sum(b.forward_flop for b in model.blocks),
         )
 
-    @property
-    def flop(self) -> float:
-        """Of one micro-batch through the whole model."""
-        return self.num_layers * self.layer.flop + self.first.flop + self.last.flop
 
+def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_reduces: int = 0) -> Part:
+    """What a device has of blocks, of which each has so many all-reduces of its input where its profile does not say."""
 
-def _part(blocks: Sequence[BlockProfile], model: ModelProfile) -> Part:
-    trainable = sum(b.num_trainable_params for b in blocks)
+    def sum_of(key: str) -> float:
+        return sum(float(getattr(b, key)) - float(getattr(s, key)) * (1 - 1 / t) for b, s in sharded)
+
+    sharded = [(b, b.sharding or _as_megatron(b, all_reduces)) for b in blocks]
+    trainable = sum_of("num_trainable_params")
     gradients = trainable * model.compute_itemsize
-    weights = sum(b.num_params for b in blocks) * model.compute_itemsize
     return Part(
-        flop=3 * sum(b.forward_flop for b in blocks),
-        fixed_bytes=weights + gradients + trainable * model.state_itemsize,
+        flop=3 * sum_of("forward_flop"),
+        fixed_bytes=sum_of("num_params") * model.compute_itemsize + gradients + trainable * model.state_itemsize,
         gradient_bytes=gradients,
-        activation_bytes=sum(b.activation_bytes for b in blocks),
+        activation_bytes=sum_of("activation_bytes"),
+        sent_bytes=2 * (t - 1) / t * sum(s.traffic_bytes for _, s in sharded),
+    )
+
+
+def _as_megatron(block: BlockProfile, all_reduces: int) -> Sharding:
+    return Sharding(
+        num_params=block.num_params,
+        num_trainable_params=block.num_trainable_params,
+        forward_flop=block.forward_flop,
+        activation_bytes=block.activation_bytes * 24 // 34,
+        traffic_bytes=all_reduces * block.boundary_bytes,
     )
 
 
@@ -131,16 +152,14 @@ class Place(NamedTuple):
         return self.stage == self.depth - 1
 
 
-def layers_s(work: Workload, kind: Kind, tensor_parallel: int, num_layers: int) -> float:
+def layers_s(work: Workload, kind: Kind, num_layers: int) -> float:
     """Seconds of one micro-batch through some layers: measured ones if there are any, else FLOP and tensor parallel traffic.
 
     ``T(n) = sum_k b_k T(2^k)``, ``n = sum_k b_k 2^k``; the longest measured run counts as often as it fits. Source: equation 5.
     """
-    measured = kind.layer_times.get(tensor_parallel)
+    measured = kind.layer_times.get(work.tensor_parallel)
     if measured is None:
-        t = tensor_parallel
-        traffic = 4 * 2 * (t - 1) / t * work.boundary_bytes / kind.peer_bytes_per_s
-        return num_layers * (work.layer.flop / (t * kind.flop_per_s) + traffic)
+        return num_layers * _part_s(work.layer, kind)
     seconds, left = 0.0, num_layers
     for power in range(len(measured) - 1, -1, -1):
         times, left = divmod(left, 2**power)
@@ -148,37 +167,39 @@ def layers_s(work: Workload, kind: Kind, tensor_parallel: int, num_layers: int) 
     return seconds
 
 
-def stage_s(work: Workload, kind: Kind, tensor_parallel: int, num_layers: int, place: Place, link_bytes_per_s: float) -> float:
+def _part_s(part: Part, kind: Kind) -> float:
+    return part.flop / kind.flop_per_s + part.sent_bytes / kind.peer_bytes_per_s
+
+
+def stage_s(work: Workload, kind: Kind, num_layers: int, place: Place, link_bytes_per_s: float) -> float:
     """t[s, j]: seconds of forward and backward of one micro-batch on a stage, traffic with the next stage included.
 
     Args:
         work: The model.
         kind: The stage's devices.
-        tensor_parallel: How many of them compute together.
         num_layers: Its layers.
         place: Where it stands.
         link_bytes_per_s: To the next stage.
     """
-    ends = work.first.flop * place.is_first + work.last.flop * place.is_last
+    ends = _part_s(work.first, kind) * place.is_first + _part_s(work.last, kind) * place.is_last
     handed = 0.0 if place.is_last else 2 * work.boundary_bytes / link_bytes_per_s
-    return layers_s(work, kind, tensor_parallel, num_layers) + ends / (tensor_parallel * kind.flop_per_s) + handed
+    return layers_s(work, kind, num_layers) + ends + handed
 
 
-def stage_bytes(work: Workload, tensor_parallel: int, num_layers: int, place: Place) -> int:
+def stage_bytes(work: Workload, num_layers: int, place: Place) -> int:
     """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends. Source: equation 4c."""
-    t = tensor_parallel
     parts = [(work.layer, num_layers)] + [(work.first, 1)] * place.is_first + [(work.last, 1)] * place.is_last
-    fixed = sum(count * part.fixed_bytes for part, count in parts) / t
-    saved = sum(count * part.activation_bytes for part, count in parts) * (10 + 24 / t) / 34
+    fixed = sum(count * part.fixed_bytes for part, count in parts)
+    saved = sum(count * part.activation_bytes for part, count in parts)
     return int(work.constant_bytes + fixed + place.in_flight * saved)
 
 
-def most_layers(work: Workload, memory_bytes: int, tensor_parallel: int, place: Place) -> int:
+def most_layers(work: Workload, memory_bytes: int, place: Place) -> int:
     """The most layers that a stage's memory holds (equation 4c); -1 if not even its ends fit."""
-    empty = stage_bytes(work, tensor_parallel, 0, place)
+    empty = stage_bytes(work, 0, place)
     if empty > memory_bytes:
         return -1
-    fits = int((memory_bytes - empty) // max(stage_bytes(work, tensor_parallel, 1, place) - empty, 1))
+    fits = int((memory_bytes - empty) // max(stage_bytes(work, 1, place) - empty, 1))
     return min(fits, work.num_layers)
 
 

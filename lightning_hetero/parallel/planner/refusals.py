@@ -32,8 +32,8 @@ def refuse(settings: Sequence[Setting]) -> NoReturn:
     largest = max(setting.kinds.values(), key=lambda k: k.memory_bytes)
     tightest = min(setting.kinds.values(), key=lambda k: k.memory_bytes)
     place = Place(stage=0, depth=1)
-    one = stage_bytes(work, t, 1, place) - stage_bytes(work, t, 0, place)
-    held = most_layers(work, largest.memory_bytes, t, Place(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
+    one = stage_bytes(work, 1, place) - stage_bytes(work, 0, place)
+    held = most_layers(work, largest.memory_bytes, Place(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
     more = f"add at least {t * -(-short // (held * one * t))} {largest.name}, " if held > 0 else ""
     raise PlanError(
         f"the model does not fit the cluster {setting.cluster.name!r}: the best pipeline, with {depth} stages of {t} devices, "
@@ -55,11 +55,11 @@ def _missing(setting: Setting, depth: int) -> int:
     kinds = list(setting.kinds.values())
     kind_of = sorted(stages_of(setting.counts()), key=lambda k: kinds[k].memory_bytes, reverse=True)[:depth]
     empty = Place(stage=0, depth=1)
-    one = stage_bytes(work, t, 1, empty) - stage_bytes(work, t, 0, empty)
+    one = stage_bytes(work, 1, empty) - stage_bytes(work, 0, empty)
     room = 0
     for s, kind in enumerate(kind_of):
         place = Place(stage=s, depth=len(kind_of))
-        lacking = stage_bytes(work, t, 0, place) - kinds[kind].memory_bytes
-        held = most_layers(work, kinds[kind].memory_bytes, t, place)
+        lacking = stage_bytes(work, 0, place) - kinds[kind].memory_bytes
+        held = most_layers(work, kinds[kind].memory_bytes, place)
         room += held if held >= 0 else -(-lacking // max(one, 1)) * -1
     return max(work.num_layers - room, 0) * one * t

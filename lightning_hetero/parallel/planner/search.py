@@ -115,7 +115,7 @@ def _groupings(setting: Setting) -> Iterator[list[Counts]]:
     work, t = setting.work, setting.tensor_parallel
     whole = work.num_layers * work.layer.fixed_bytes + work.first.fixed_bytes + work.last.fixed_bytes
     devices = list(setting.kinds.values())
-    room = [t * (kind.memory_bytes - work.constant_bytes) for kind in devices]
+    room = [kind.memory_bytes - work.constant_bytes for kind in devices]
     if min(room) <= 0:
         room = [max(r, 0) for r in room]
     problem = Problem(
@@ -185,7 +185,7 @@ def _possible(setting: Setting, most_stages: int) -> list[_Group]:
             continue
         stages = [table[n] for table, n in zip(setting.tables(pipeline), layers, strict=True)]
         heaviest = max(layers) * work.layer.gradient_bytes + max(work.first.gradient_bytes, work.last.gradient_bytes)
-        sync = 2 * heaviest / setting.tensor_parallel / network
+        sync = 2 * heaviest / network
         slowest = max(stages)
         found.append(_Group(counts=counts, latency_s=sum(stages) - slowest + sync, slowest_s=slowest, least=depth))
     return found
