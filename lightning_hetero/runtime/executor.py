@@ -88,6 +88,11 @@ class Executor(EngineOps):
             self.speculation.observe(True)
         self._armed, self._handed_over = binding, binding is None
 
+    @property
+    def armed(self) -> bool:
+        """Whether the batch under way ends in an optimizer's ``step``."""
+        return self._armed is not None
+
     def begin_step(self, *, training: bool) -> None:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
         self._schedules.learn(self._seen, training=self._training)

@@ -1,12 +1,12 @@
 """A device whose memory turns out to be too small: the plan gives something up, and the step begins again from its first batch.
 
 [Note: Clean state]
-A step is begun again only if nothing of it lasts: its gradients are dropped, buffers and random generators are set back, and no
-update has begun. To make sure of the latter, updates wait for all gradients in batches that are larger than any that has fitted
-under the plan in force, if the host has room for all gradients; that changes no bit.
+A step is begun again only if nothing of it lasts: its gradients are dropped, buffers, metrics and random generators are set back,
+and no update has begun. To make sure of the latter, updates wait for all gradients in batches that are larger than any that has
+fitted under the plan in force and ended in a step, if the host has room for all gradients; that changes no bit.
 
-``training_step`` is called again, and so are the hooks around backward. What it logs is logged once; what it counts by itself
-counts twice.
+``training_step`` is called again, and so are the hooks around backward. What they log with ``self.log`` is logged once, by the
+first attempt that comes to it; what a module counts in attributes of its own counts twice.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.errors import DeviceMemoryError, HeteroError, OutOfMemoryBudgetError
+from lightning_hetero.errors import DeviceMemoryError, HeteroError, OutOfDiskError, OutOfMemoryBudgetError, StoreError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.demotion import demotions
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.replay import ChangingBuffers, Generators
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies.metrics import MetricStates
 
 _MOST = 16  # demotions of one step
 
@@ -39,13 +41,23 @@ OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """One call of ``training_step``, and the generators before it."""
+    """One call of ``training_step``.
+
+    Attributes:
+        args: What it is called with.
+        kwargs: The same, by name.
+        generators: Random generators before it.
+        backward: What its backward is called with beside the loss.
+        logged: How many calls of ``log`` count: those of all attempts but the repeated ones.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     generators: Generators
+    backward: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    logged: int = 0
 
 
 class Recovery:
@@ -73,7 +85,8 @@ class Recovery:
         self._session, self._module, self._forward, self._backward = session, module, forward, backward
         self._on_demotion = on_demotion
         self._result = importlib.import_module(f"{namespace}.loops.optimization.automatic").ClosureResult
-        self._buffers = ChangingBuffers(session.root)
+        self._buffers, self._metrics = ChangingBuffers(session.root), MetricStates(session.root)
+        self._log = _Log(module)
         self._batches: list[_Batch] = []  # of the step under way
         self._fitted: tuple[Plan, int, int] | None = None  # the plan, and the largest batch that fitted under it
         self._demotions = 0
@@ -87,57 +100,68 @@ class Recovery:
         """Runs a batch's forward, under lesser plans if need be."""
         if not self._batches:
             self._buffers.remember()
-        self._batches.append(_Batch(args, kwargs, Generators(executor.lanes.device)))
+            self._metrics.remember()
+        batch = _Batch(args, kwargs, Generators(executor.lanes.device))
+        self._batches.append(batch)
         executor.probing = executor.may_defer and self._is_larger(executor)
-        error: BaseException
-        try:
-            return self._forward(*args, **kwargs)
-        except OUT_OF_MEMORY as out:
-            error = _bare(out)
-        while True:
-            self._give_up(executor, error)
-            try:
-                self._again(executor, self._batches[:-1])
-                return self._run(executor, self._batches[-1])
-            except OUT_OF_MEMORY as out:
-                error = _bare(out)
+
+        def again() -> Any:
+            self._again(executor, self._batches[:-1])
+            return self._run(executor, batch)
+
+        return self._until_it_fits(executor, partial(self._forward_of, batch), again)
 
     def backward(self, executor: DeviceExecutor, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a batch's backward; under lesser plans the batch's forward too, whose loss is the same."""
-        error: BaseException
-        try:
-            found: Tensor = self._backward(loss, *args, **kwargs)
-            self._has_fitted(executor)
-            return found
-        except OUT_OF_MEMORY as out:
-            error = _bare(out)
-        loss.detach_()  # Lightning holds it, and with it the graph
-        while True:
-            self._give_up(executor, error)
+        batch = self._batches[-1] if self._batches else _Batch((), {}, Generators(executor.lanes.device))
+        batch.backward = args, kwargs
+
+        def first() -> Tensor:
             try:
-                found = self._again(executor, self._batches, *args, **kwargs)
-                self._has_fitted(executor)
-                return found
-            except OUT_OF_MEMORY as out:
-                error = _bare(out)
+                return self._backward_of(batch, loss)
+            except OUT_OF_MEMORY:
+                loss.detach_()  # Lightning holds it, and with it the graph
+                raise
+
+        found: Tensor = self._until_it_fits(executor, first, lambda: self._again(executor, self._batches))
+        self._has_fitted(executor)
+        return found
 
     # ---- details ------------------------------------------------------------------------------------------------------------
 
-    def _again(self, executor: DeviceExecutor, batches: Sequence[_Batch], *args: Any, **kwargs: Any) -> Any:
+    def _until_it_fits(self, executor: DeviceExecutor, attempt: Callable[[], Any], again: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return attempt()
+            except OUT_OF_MEMORY as out:
+                error = _bare(out)
+            self._give_up(executor, error)
+            attempt = again
+
+    def _again(self, executor: DeviceExecutor, batches: Sequence[_Batch]) -> Any:
         """Forward and backward of batches; returns what the last backward does."""
         found = None
         for batch in batches:
             trainer = self._module.trainer
             output = self._result.from_training_step_output(self._run(executor, batch), trainer.accumulate_grad_batches)
             if output.closure_loss is not None:
-                found = self._backward(output.closure_loss, *args, **kwargs)
+                found = self._backward_of(batch, output.closure_loss)
         return found
 
     def _run(self, executor: DeviceExecutor, batch: _Batch) -> Any:
         batch.generators.restore()
         executor.probing = executor.may_defer
-        with _logging_nothing(self._module):
+        return self._forward_of(batch)
+
+    def _forward_of(self, batch: _Batch) -> Any:
+        with self._log.of(batch, begins=True):
             return self._forward(*batch.args, **batch.kwargs)
+
+    def _backward_of(self, batch: _Batch, loss: Tensor) -> Tensor:
+        args, kwargs = batch.backward
+        with self._log.of(batch):
+            found: Tensor = self._backward(loss, *args, **kwargs)
+        return found
 
     def _give_up(self, executor: DeviceExecutor, error: BaseException) -> None:
         """Throws away what the step has done, and goes on with a plan that needs less of the device.
@@ -145,14 +169,16 @@ class Recovery:
         Raises:
             HeteroError: The step cannot begin again, or nothing is left to give up.
         """
-        self._refuse(executor, error)
+        where = executor.where
+        self._refuse(executor, error, where)
         self._on_demotion(error)
         executor.give_up()
         gc.collect()
         if executor.lanes.device.type != "cpu":
             torch.accelerator.empty_cache()
         if not self._buffers.restore():
-            raise _final(error, "and a buffer that never changed before has changed in the failed attempt")
+            raise _final(error, f"{where}, and a buffer that never changed before has changed in the failed attempt")
+        self._metrics.restore()
         self._demotions += 1
         native = all(binding.capability is Rule.NATIVE for binding in self._session.bindings)
         blocks = self._session.blocks
@@ -165,18 +191,24 @@ class Recovery:
         for plan, what in options if self._demotions <= _MOST else ():
             try:
                 self._session.replan(plan)
-            except (OutOfMemoryBudgetError, HeteroError) as refusal:
+            except (HeteroError, torch.OutOfMemoryError) as refusal:
+                if isinstance(refusal, StoreError) and not isinstance(refusal, OutOfDiskError):
+                    raise  # the engine has stopped
                 log.info("device memory: a plan that %s is refused: %s", what, refusal)
                 continue
-            log.warning("The device's memory is too small: %s The plan now %s; the step begins again.", error, what)
+            log.warning("The device's memory is too small %s: %s The plan now %s; the step begins again.", where, error, what)
             return
-        raise _final(error, f"and plan {before.name!r} has nothing left to give up")
+        raise _final(error, f"{where}, and plan {before.name!r} has nothing left to give up")
 
-    def _refuse(self, executor: DeviceExecutor, error: BaseException) -> None:
+    def _refuse(self, executor: DeviceExecutor, error: BaseException, where: str) -> None:
         if not self._module.automatic_optimization:
-            raise _final(error, "and optimization is manual, so that the step cannot begin again")
+            raise _final(error, f"{where}, and optimization is manual, so that the step cannot begin again")
         if executor.updater.has_begun:
-            raise _final(error, "and updates of this step have begun, so that it cannot begin again")
+            raise _final(
+                error,
+                f"{where}, and updates of this step have begun, so that it cannot begin again: what is in memory is of two steps. "
+                f"Go on from the last checkpoint, or with ckpt_path from the last step that disk_path has kept",
+            )
 
     def _size(self) -> tuple[int, int]:
         """Of the latest batch: elements, and the longest side."""
@@ -192,7 +224,7 @@ class Recovery:
         return elements > self._fitted[1] or side > self._fitted[2]
 
     def _has_fitted(self, executor: DeviceExecutor) -> None:
-        if not self._batches:  # another backward after a step, by hand
+        if not self._batches or not executor.armed:  # only a batch that ends in a step meets the gradients of those before
             return
         elements, side = self._size()
         if self._fitted is not None and self._fitted[0] is executor.plan:
@@ -212,22 +244,50 @@ def _bare(error: BaseException) -> BaseException:
 
 def _final(error: BaseException, why: str) -> HeteroError:
     return OutOfMemoryBudgetError(
-        f"the device's memory is too small for this batch, {why}: {error} Use a smaller batch, a plan that keeps less on the "
+        f"the device's memory is too small for this batch {why}: {error} Use a smaller batch, a plan that keeps less on the "
         f'device (plan="zero_infinity"), or raise device_memory.',
         getattr(error, "needed_bytes", 0),
         "device",
     )
 
 
-@contextmanager
-def _logging_nothing(module: Any) -> Iterator[None]:
-    """What ``training_step`` logs, it has logged."""
+class _Log:
+    """Stands in for ``log`` while a batch runs: what an earlier attempt has logged is left out.
 
-    def log_nothing(*args: Any, **kwargs: Any) -> None:
-        pass
+    It is one object for the whole fit, so that compiled code which calls it stays compiled.
 
-    module.__dict__["log"] = log_nothing
-    try:
-        yield
-    finally:
-        del module.__dict__["log"]
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._batch: _Batch | None = None
+        self._log: Callable[..., None] = module.log
+        self._calls = 0  # of the attempt under way
+
+    @contextmanager
+    def of(self, batch: _Batch, *, begins: bool = False) -> Iterator[None]:
+        """Inside, ``log`` is this; ``begins``: an attempt does."""
+        attributes = vars(self._module)
+        outer = attributes.get("log")
+        if outer is not self:
+            self._log = self._module.log
+        if begins:
+            self._calls = 0
+        self._batch = batch
+        attributes["log"] = self
+        try:
+            yield
+        finally:
+            del attributes["log"]
+            if outer is not None:
+                attributes["log"] = outer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """As ``LightningModule.log``."""
+        assert self._batch is not None, "a batch is under way"
+        self._calls += 1
+        if self._calls > self._batch.logged:
+            self._log(*args, **kwargs)
+            self._batch.logged = self._calls

@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cuda import StandIn, standing_in
+from support.cuda import MIXED, StandIn
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
-from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
-from lightning_hetero.ir.plan import Saved
 from lightning_hetero.profiling import presets
-from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from lightning_hetero.strategies.devices import move_rest
-from lightning_hetero.strategies.hetero_offload import HeteroOffload
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
-MIXED = Plan(
-    name="mixed",
-    blocks=(
-        BlockPlan(name="model.blocks.0", weights=Tier.DISK, state=Tier.DISK, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_HOST),
-        BlockPlan(name="model.blocks.1", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.DEVICE, saved=Saved.SWAP_HOST),
-        BlockPlan(name="model.blocks.2", weights=Tier.DEVICE, state=Tier.HOST, saved=Saved.SWAP_DISK),
-        RESIDENT,
-    ),
-)
-
-
-@pytest.fixture
-def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
-    fake = FakeCuda(seed=getattr(request, "param", 1))
-    monkeypatch.setattr(CudaDevice, "of", standing_in(fake, 4 << 20))
-    yield fake
-    fake.close()
-    gc.collect()  # buffers go with the session, and that in a cycle
-    assert not fake.registered, "page-locked memory is given back"
 
 
 def on_gpu(recipe: Recipe, plan: Any, folder: Path, **options: Any) -> tuple[Any, Outcome]:
@@ -88,25 +61,6 @@ def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Pa
     assert sizes[-1] == 0, "the device's memory is given back"
     with pytest.raises(ConfigError, match="describes the host's own CPU"):
         on_gpu(recipe, "auto", tmp_path, hardware_profile=replace(machine, shared_memory=True))
-
-
-def test_a_batch_that_does_not_fit_begins_again_under_a_lesser_plan(fake: FakeCuda, tmp_path: Path) -> None:
-    """What torch's allocator raises in forward and in backward; weights then leave the device, and less is set aside."""
-    failures = iter([True, False, True, False, False])
-
-    class Full(LitModel):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if isinstance(self.trainer.strategy, HeteroOffload) and next(failures, False):
-                self.losses.pop()
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return loss
-
-    recipe = Recipe(shape=SHAPE, steps=3)
-    strategy = HeteroOffloadStrategy("resident")
-    got = run(recipe, strategy, tmp_path, module_class=Full, accelerator=StandIn(), devices=1)
-    assert_same(got, run(recipe, "auto", tmp_path, module_class=Full))
-    assert any(row.saved is not Saved.KEEP for row in strategy.plan.blocks)
 
 
 def test_memory_for_ops_and_for_torch_does_not_mix(fake: FakeCuda, tmp_path: Path) -> None:

@@ -8,28 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
+from support.models import LitModel, Manual, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 KINDS = ["host", "disk", "tight"]
-
-
-class Manual(LitModel):
-    """The loop as the documentation of Lightning writes it."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.losses += [loss.detach().clone(), self.model.blocks[0].up.weight.grad.norm()]
-        optimizer.step()
 
 
 class ManualWithClosure(Manual):

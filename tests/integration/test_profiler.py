@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LitModel, Recipe, Shape, assert_same, run
+from support.models import LitModel, Manual, Recipe, Shape, assert_same, run
 from support.strategies import least_memory
 from torch import Tensor
 
@@ -214,16 +214,6 @@ def test_an_exception_in_a_profiled_batch_is_the_users_own(tmp_path: Path) -> No
 
 
 def test_manual_optimization_is_profiled_too(profiled: Profiled, tmp_path: Path) -> None:
-    class Manual(LitModel):
-        automatic_optimization = False
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            loss = super().training_step(batch, batch_idx)
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
     recipe = Recipe(steps=5)
     strategy = HeteroOffloadStrategy("zero_infinity")
     assert_same(run(recipe, strategy, tmp_path, module_class=Manual), run(recipe, "auto", tmp_path, module_class=Manual))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.models import LitModel, Manual, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
@@ -168,12 +168,6 @@ def test_a_reference_that_memory_cannot_hold_is_refused(tmp_path: Path, monkeypa
     with pytest.raises(OutOfMemoryBudgetError, match=r"verify=N needs .* 1000 B are free"):
         run(Recipe(), hetero(), tmp_path)
     assert not list(tmp_path.glob("lightning-hetero-*"))
-
-
-class Manual(LitModel):
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
 
 
 class Locked(LitModel):

@@ -7,8 +7,21 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator
 
+from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from support.streams import FakeCuda
+
+RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="model.blocks.0", weights=Tier.DISK, state=Tier.DISK, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_HOST),
+        BlockPlan(name="model.blocks.1", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.DEVICE, saved=Saved.SWAP_HOST),
+        BlockPlan(name="model.blocks.2", weights=Tier.DEVICE, state=Tier.HOST, saved=Saved.SWAP_DISK),
+        RESIDENT,
+    ),
+)
 
 
 class StandIn(Accelerator):

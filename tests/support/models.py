@@ -136,6 +136,22 @@ class LitModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Manual(LitModel):
+    """Optimizes by hand, as the documentation of Lightning writes it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses += [loss.detach().clone(), self.model.blocks[0].up.weight.grad.norm()]
+        optimizer.step()
+
+
 def data(batches: int = 8, *, seed: int = 0) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (2 * batches, 6), generator=generator)

@@ -46,6 +46,12 @@ class DeviceExecutor(DeviceOps):
         self._held_after: tuple[frozenset[int], frozenset[int]] | None = None  # what host and device hold once all lanes are empty
         self._at: Block | None = None  # whose anchor was the last one
 
+    @property
+    def where(self) -> str:
+        """What compute is at, for errors."""
+        phase = "in backward" if self._in_backward else "in forward"
+        return phase if self._at is None else f"{phase}, at block {self._at.name!r}"
+
     # ---- the step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, training: bool) -> None:
