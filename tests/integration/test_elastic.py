@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import elastic_pipelines, elastic_restarts, elastic_train, ranks
+from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_train, ranks
 from support.scripts import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A rank that is stopped again and again, and plain Lightning without a stop."""
+    """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on after each step in turn."""
     out = tmp_path_factory.mktemp("stopped")
     done = run_script(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=300)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -65,19 +65,9 @@ def test_as_many_steps_are_kept_as_asked_for(where: str, stopped: dict[str, Any]
     assert stopped[where]["files"] == [f"step-{s:012}.{end}" for s in kept for end in ("ckpt", "committed")]
 
 
-@pytest.fixture(scope="module")
-def restarts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs that go on after each step in turn."""
-    out = tmp_path_factory.mktemp("restarts")
-    done = run_script(Path(str(elastic_restarts.__file__)), out, cwd=out, timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    found: dict[str, Any] = torch.load(out / "restarts.pt", weights_only=False)
-    return found
-
-
 @pytest.mark.parametrize("run", elastic_restarts.RUNS)
-def test_wherever_a_run_goes_on_it_sees_what_was_left_of_it(run: str, restarts: dict[str, Any]) -> None:
-    plain, after = restarts[run]["plain"], restarts[run]["after"]
+def test_wherever_a_run_goes_on_it_sees_what_was_left_of_it(run: str, stopped: dict[str, Any]) -> None:
+    plain, after = stopped["restarts"][run]["plain"], stopped["restarts"][run]["after"]
     assert sorted(after) == list(range(plain["steps"] + 1))
     for step, found in after.items():
         events = plain["events"]
@@ -87,6 +77,46 @@ def test_wherever_a_run_goes_on_it_sees_what_was_left_of_it(run: str, restarts: 
             events = events[next(i for i, event in enumerate(events) if event[0] == "batch ends" and event[2] == step) + 1 :]
         assert found["events"] == events, step
         assert all(torch.equal(found["weights"][name], value) for name, value in plain["weights"].items()), step
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Three ranks that share a model until one is told to leave, and two that go on, are killed, and go on."""
+    out = tmp_path_factory.mktemp("shards")
+    for world in (3, 2):
+        ranks.start(Path(str(elastic_shards.__file__)), out, cwd=out, world=world)
+    return {w: [torch.load(out / f"world{w}-rank{r}.pt", weights_only=False) for r in range(w)] for w in (3, 2)}
+
+
+@WHERE
+def test_other_ranks_go_on_with_the_shards_of_a_committed_step(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
+    told, went_on = ([rank[where] for rank in shards[world]] for world in (3, 2))
+    plain = shards[2][0]["plain"]
+    last = elastic_shards.TOLD + 1
+    assert [rank["code"] for rank in told] == [75, 128 + 15, 75]
+    for rank in went_on:
+        assert rank["began"] == [last, elastic_shards.KILLED // elastic_shards.EVERY * elastic_shards.EVERY]
+        assert rank["kept"] == [last, 8]
+        assert rank["there"] == [f"step-{step:012}.ckpt" for step in rank["kept"]]
+        assert rank["lr"] == plain["lr"]
+        assert rank["weights"].keys() == plain["weights"].keys()
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], value, rtol=1e-12, atol=1e-12)
+        for a, b in zip(rank["moments"], plain["moments"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    if where == "tiers":  # in the end each reads what it wrote
+        assert all(rank["bytes"]["memory"] > 0 == rank["bytes"]["remote"] for rank in went_on)
+
+
+@WHERE
+def test_ranks_that_share_a_model_see_every_sample_once(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
+    plain = shards[2][0]["plain"]["samples"]
+    assert list(plain) == list(range(elastic_shards.STEPS))
+    for step, expected in plain.items():
+        there = [rank[where]["samples"] for rank in shards[3 if step <= elastic_shards.TOLD else 2]]
+        assert sorted(x for rank in there for x in rank[step]) == sorted(expected)
+        if len(expected) == elastic_shards.BATCH:
+            assert len({len(rank[step]) for rank in there}) == len(there)  # cut by speed
 
 
 def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:

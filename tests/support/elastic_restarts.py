@@ -1,25 +1,21 @@
-"""A restart after every step of a run in turn: ``elastic_restarts.py OUT``.
+"""A restart after every step of a run in turn.
 
-Each goes on from what an elastic run without a stop committed after that step. What plain Lightning sees of the same run is saved
-beside them.
+Each goes on from what an elastic run without a stop committed after that step, beside what plain Lightning sees of the same run.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelStrategy
+from support.elastic import loader, trainer
 
 SAMPLES, BATCH = 11, 4  # three batches an epoch, the last of three samples
 RUNS: dict[str, dict[str, Any]] = {
@@ -67,24 +63,10 @@ def fit(out: Path, steps: Path | None, *, workers: int = 0, **limits: Any) -> di
     torch.manual_seed(0)
     net = Net()
     dataset = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=0) if steps is None else None
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy="auto" if steps is None else HeteroParallelStrategy(elastic=Elastic(steps, keep=99)),
-        plugins=[] if steps is None else [LightningEnvironment()],
-        check_val_every_n_epoch=2,  # no validation ends the first epoch
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-        **limits,
-    )
-    train = DataLoader(dataset, batch_size=BATCH, shuffle=sampler is None, sampler=sampler, num_workers=workers)
-    trainer.fit(net, train, DataLoader(dataset, batch_size=BATCH))
-    return {"events": net.events, "weights": net.state_dict(), "steps": trainer.global_step}
+    strategy = "auto" if steps is None else HeteroParallelStrategy(elastic=Elastic(steps, keep=99))
+    made = trainer(out, strategy, check_val_every_n_epoch=2, num_sanity_val_steps=0, **limits)  # no validation ends the first epoch
+    made.fit(net, loader(dataset, BATCH, alone=steps is None, num_workers=workers), DataLoader(dataset, batch_size=BATCH))
+    return {"events": net.events, "weights": net.state_dict(), "steps": made.global_step}
 
 
 def restarts(out: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -97,17 +79,3 @@ def restarts(out: Path, options: dict[str, Any]) -> dict[str, Any]:
                 steps.forget(later)
         found[step] = fit(out, out / "steps", **options)
     return {"plain": plain, "after": found}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    out = Path(sys.argv[1])
-    torch.save({name: restarts(out / name, options) for name, options in RUNS.items()}, out / "restarts.pt")
-
-
-if __name__ == "__main__":
-    main()

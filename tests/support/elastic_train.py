@@ -1,13 +1,13 @@
 """One rank that is stopped again and again, and goes on each time: ``elastic_train.py OUT``.
 
-The incarnations follow each other in this process. What plain Lightning makes of the same run without a stop is saved beside it.
+The incarnations follow each other in this process. What plain Lightning makes of the same run without a stop is saved beside it,
+and what runs of :mod:`support.elastic_restarts` see.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelStrategy, LocalFirst
+from support import elastic_restarts
+from support.elastic import Killed, loader, single_rank, trainer
 
 SAMPLES, BATCH, EPOCHS = 37, 4, 3  # ten batches an epoch, the last of one sample
 KILLED, TOLD = {2, 7, 14}, {4, 5, 11}  # steps in which an incarnation dies, or is told to leave; 4 is the last of an epoch
@@ -40,10 +41,6 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-class Killed(Exception):
-    """Stands for ``kill -9``: nothing of this incarnation is saved any more."""
 
 
 class Events(Callback):
@@ -77,38 +74,22 @@ def fit(out: Path, notes: dict[Any, Any], strategy: Any, *further: Any) -> dict[
     plain = strategy == "auto"
     generator = torch.Generator().manual_seed(7)
     dataset = TensorDataset(torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 3, generator=generator))
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if plain else None
     net = Net()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        plugins=[] if plain else [LightningEnvironment(), *further],
-        callbacks=[Events(notes, stops=not plain)],
-        max_epochs=EPOCHS,
-        accumulate_grad_batches=2,
-        val_check_interval=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
-    train = DataLoader(dataset, batch_size=BATCH, shuffle=not plain, sampler=sampler)
-    trainer.fit(net, train, DataLoader(dataset, batch_size=8))
-    state = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
-    return {"weights": net.state_dict(), "state": state, "lr": trainer.optimizers[0].param_groups[0]["lr"], "notes": notes}
+    events = Events(notes, stops=not plain)
+    limits = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "val_check_interval": 0.5}
+    made = trainer(out, strategy, *further, callbacks=[events], **limits)
+    made.fit(net, loader(dataset, BATCH, alone=plain), DataLoader(dataset, batch_size=8))
+    state = [s["exp_avg"] for s in made.optimizers[0].state_dict()["state"].values()]
+    return {"weights": net.state_dict(), "state": state, "lr": made.optimizers[0].param_groups[0]["lr"], "notes": notes}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    single_rank()
     found = {name: stopped(out / name, name) for name in ("files", "tiers")}
-    torch.save({**found, "plain": fit(out, {}, "auto")}, out / "elastic.pt")
+    restarts = {name: elastic_restarts.restarts(out / name, options) for name, options in elastic_restarts.RUNS.items()}
+    torch.save({**found, "plain": fit(out, {}, "auto"), "restarts": restarts}, out / "elastic.pt")
 
 
 def stopped(out: Path, name: str) -> dict[str, Any]:

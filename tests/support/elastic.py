@@ -1,0 +1,41 @@
+"""Elastic runs that follow each other in one process, and the plain one that they are compared with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from support.ranks import port
+
+
+class Killed(Exception):
+    """Stands for ``kill -9``: nothing of this incarnation is saved any more."""
+
+
+def single_rank() -> None:
+    """Gives this process an address for groups of one."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+
+
+def trainer(out: Path, strategy: Any, *plugins: Any, **options: Any) -> pl.Trainer:
+    """Trains quietly, without checkpoints of Lightning's own; ``strategy="auto"`` is plain Lightning."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    environment = [] if strategy == "auto" else [LightningEnvironment()]
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        plugins=[*environment, *plugins],
+        default_root_dir=out,
+        **{"devices": 1, **quiet, **options},
+    )
+
+
+def loader(dataset: Dataset[Any], batch: int, *, alone: bool, **options: Any) -> DataLoader[Any]:
+    """Batches in the order that elastic runs have; ``alone``: for plain Lightning."""
+    sampler: Any = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None  # type: ignore[arg-type]
+    return DataLoader(dataset, batch_size=batch, shuffle=not alone, sampler=sampler, **options)
