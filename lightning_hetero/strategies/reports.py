@@ -85,5 +85,8 @@ class Reports(Core):
         return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
 
     def memory_report(self) -> dict[str, int]:
-        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far."""
+        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far.
+
+        On a device with memory of its own also ``device_peak_bytes``, the most that was in use there since the fit began.
+        """
         return self.session.memory_report() if self.session is not None else dict(self._last_report)

@@ -230,6 +230,37 @@ def test_a_device_without_so_much_in_one_piece_says_what_was_to_be_set_aside(
     assert (refusal.value.tier, refusal.value.needed_bytes) == ("device", 8 << 20)
 
 
+class Allocator:
+    """What torch's allocator for a device says of itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+
+    def reach(self, peak: int) -> None:
+        """Gives out so much, of which 100 B stay."""
+        self.now, self.peak = 100, max(self.peak, peak)
+
+
+def test_the_peak_is_that_of_the_lanes_and_not_of_the_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    allocator.reach(9000)  # before the fit
+    lanes = CudaLanes("meta", memory_bytes=512, staging_bytes=1024, cuda=fake)
+    assert lanes.peak_bytes() == 100
+    allocator.reach(700)
+    assert lanes.peak_bytes() == 700
+    lanes.resize(0)
+    allocator.reach(8000)  # the machine is measured meanwhile
+    lanes.resize(1024)
+    assert lanes.peak_bytes() == 700
+    allocator.reach(800)
+    lanes.close()
+    allocator.reach(7000)  # whatever comes afterwards
+    assert lanes.peak_bytes() == 800
+
+
 def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[1])
     source, back, seen = torch.ones(8), torch.zeros(8), list[bool]()

@@ -74,6 +74,7 @@ class CudaLanes(QueuedLanes):
         self._timed = False
         self._peak_bytes = 0
         self._origin: tuple[Any, float] | None = None  # a timed event, and when it was on the host's clock
+        _forget_peak(device)
         super().__init__(device, _set_aside(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
         self._streams: dict[Lane, Any] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
         self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
@@ -257,6 +258,7 @@ class CudaLanes(QueuedLanes):
         if num_bytes == self._memory.capacity_bytes:
             return
         self._peak_bytes = self.peak_bytes()
+        _forget_peak(self.device)
         for stream in self._streams.values():  # they may still write, by copies that nobody waits for
             stream.synchronize()
         self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # the old memory goes first
@@ -270,10 +272,14 @@ class CudaLanes(QueuedLanes):
         self.mark().wait()
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator has given out, the memory for ops included."""
-        if self.device.type == "cpu":
-            return max(self._peak_bytes, self._memory.peak_bytes)
-        return torch.accelerator.max_memory_allocated(self.device)
+        """The most that torch's allocator has given out since the lanes were opened, the memory for ops included.
+
+        What is given out while nothing is set aside, or once they are closed, is for others and does not count.
+        """
+        if not self._memory.capacity_bytes or self._failures.closing.is_set():
+            return self._peak_bytes
+        own = self._memory.peak_bytes if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
+        return max(self._peak_bytes, own)
 
     def allocated_bytes(self) -> int:
         """What torch has allocated beside the lanes."""
@@ -289,6 +295,7 @@ class CudaLanes(QueuedLanes):
 
     def close(self) -> None:
         """Ends the lanes; waits for the copies that the streams were given."""
+        self._peak_bytes = self.peak_bytes()
         super().close()
         with suppress(RuntimeError):  # a device that has failed copies nothing any more
             for stream in self._streams.values():
@@ -331,6 +338,11 @@ class _StreamArena(Arena):
         for other, (_, moment) in given.items():
             if other != stream:
                 stream.wait_event(moment)
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> _StreamArena:
