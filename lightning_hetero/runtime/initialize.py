@@ -80,7 +80,7 @@ class Initializer:
                 if (name := _join(prefix, key)) in self._content:
                     if buffer.is_meta:
                         buffer = module._buffers[key] = torch.empty_like(buffer, device="cpu")
-                    self._content.fill(name, buffer)
+                    self._fill(name, buffer)
 
     def read(self, block: Block, names: Collection[str]) -> bool:
         """Reads a block's parameters if files have all that it lacks.
@@ -140,10 +140,13 @@ class Initializer:
 
     def fill(self, name: str, param: nn.Parameter) -> None:
         """Reads one parameter from its file and writes it through the door."""
-        content = own_memory(param.numel(), param.dtype).view(param.shape)
+        self._fill(name, param)
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        content = own_memory(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._content.fill(name, content)
         with torch.no_grad():
-            param.copy_(content)
+            tensor.copy_(content)
 
     def _set(self, name: str, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         buffers = {k: torch.empty_like(b, device="cpu") for k, b in module.named_buffers(recurse=False) if b.is_meta}

@@ -45,6 +45,8 @@ def chosen(trainer: Any, accelerator: Any, name: str) -> torch.device:
 def move_rest(module: nn.Module, device: torch.device, namespace: str) -> None:
     """Brings what is no parameter to a device: buffers, metrics, and what modules say of where they are.
 
+    Buffers on the meta device stay: they have no content yet.
+
     Args:
         module: The LightningModule; its parameters are the runtime's.
         device: The device.
@@ -60,10 +62,11 @@ def move_rest(module: nn.Module, device: torch.device, namespace: str) -> None:
         if isinstance(part, placed):
             part._device = device
         for key, buffer in part._buffers.items():
-            if buffer is not None and buffer not in moved:  # several modules may have the same one
+            if buffer is None or (buffer.is_meta and device.type != "meta"):
+                continue
+            if buffer not in moved:  # several modules may have the same one
                 moved[buffer] = buffer.to(device)
-            if buffer is not None:
-                part._buffers[key] = moved[buffer]
+            part._buffers[key] = moved[buffer]
 
 
 def optimizers_to_host(optimizers: Iterable[Optimizer]) -> None:

@@ -92,6 +92,7 @@ class Lifecycle(Steps, Checkpoints, Reports):
             self.model = self.precision_plugin.convert_module(self.model)
             self.session = session = Session(self.lightning_module, self.options, self._content())
         rules = StepRules()
+        self._move_rest()  # before optimizers are made, as plain Lightning does it
         if fitting:
             self.setup_optimizers(trainer)
             rules = self._rules(trainer)
@@ -111,8 +112,7 @@ class Lifecycle(Steps, Checkpoints, Reports):
             self._state.attach(self._batch_ends)
         if resuming and self._resumed is not None:
             load_buffers(self.lightning_module, self._resumed["buffers"])
-        if self.root_device.type != "cpu":
-            move_rest(self.lightning_module, self.root_device, self.namespace)
+        self._move_rest()  # what had no content before
         if rules.speculates:
             self._verdicts = Verdicts(self.precision_plugin, self._running)
         self._imported = weakref.ref(self.lightning_module)
@@ -125,6 +125,10 @@ class Lifecycle(Steps, Checkpoints, Reports):
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
             self.load_model_state_dict(checkpoint, strict)
+
+    def _move_rest(self) -> None:
+        if self.options.device is not None and self.lightning_module is not None:
+            move_rest(self.lightning_module, self.root_device, self.namespace)
 
     def _rules(self, trainer: Any) -> StepRules:
         """How the fit uses gradients."""

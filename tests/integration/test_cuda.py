@@ -11,6 +11,7 @@ import torch
 from support.cuda import MIXED, StandIn
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_hetero import EmulatedDevice
@@ -19,7 +20,7 @@ from lightning_hetero.profiling import presets
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
-from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies import HeteroOffloadStrategy, lifecycle
 from lightning_hetero.strategies.devices import move_rest
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
@@ -106,6 +107,45 @@ def test_what_a_gpu_does_not_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=text):
         run(Recipe(), HeteroOffloadStrategy("host", **options), tmp_path, **({"accelerator": StandIn(), "devices": 1} | trainer))
+
+
+class AsksWhere(LitModel):
+    """Makes tensors for its steps where Lightning says that they are needed."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.where: list[tuple[str, torch.device]] = []
+        self.register_buffer("calls", torch.ones(2))
+
+    def setup(self, stage: str) -> None:
+        self.where.append(("setup", self.device))
+
+    def configure_optimizers(self) -> Any:
+        self.where.append(("configure_optimizers", self.device))
+        self.factor = torch.full((), 0.5, device=self.device) * self.calls[0]
+        return super().configure_optimizers()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.where.append(("training_step", self.device))
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+def test_modules_know_their_device_as_early_as_under_plain_lightning(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in computes on the CPU, so it goes by another name of the CPU for the module."""
+    name = torch.device("cpu", 0)
+    monkeypatch.setattr(lifecycle, "move_rest", lambda module, device, namespace: move_rest(module, name, namespace))
+    models: list[Any] = []
+    recipe = Recipe(shape=SHAPE, steps=1)
+    expected = run(recipe, "auto", tmp_path, module_class=AsksWhere, prepare=models.append)
+    strategy = HeteroOffloadStrategy("host")
+    options = {"module_class": AsksWhere, "prepare": models.append, "accelerator": StandIn(), "devices": 1}
+    assert_same(run(recipe, strategy, tmp_path, **options), expected)
+    plain, ours = (dict(model.where) for model in models)
+    assert ours.keys() == plain.keys()
+    assert ours["setup"] == plain["setup"] == torch.device("cpu")
+    assert ours["configure_optimizers"] == ours["training_step"] == name
 
 
 class Measured(LitModel):
