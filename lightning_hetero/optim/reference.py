@@ -15,7 +15,7 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class MasterWeightOptimizer(Optimizer):
-    """Runs an optimizer on fp32 masters of 16-bit parameters; fp32 parameters are their own masters.
+    """Runs an optimizer on fp32 masters of 16-bit parameters; fp32 parameters are their own masters, unless ``place`` is given.
 
     One step, for each parameter with a gradient: ``master.grad = grad.float()``, the optimizer's own step, then
     ``parameter = master`` rounded to nearest even. With fp32 parameters only it does what the optimizer alone does.
@@ -26,10 +26,18 @@ class MasterWeightOptimizer(Optimizer):
     Args:
         params: Parameters or groups, as for any optimizer.
         factory: Makes the optimizer from groups, such as ``functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
+        place: On which device a parameter's step runs; asked at every step, before which its master and state go there.
     """
 
-    def __init__(self, params: Iterable[Any], factory: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        factory: Callable[[list[dict[str, Any]]], Optimizer],
+        *,
+        place: Callable[[Tensor], torch.device] | None = None,
+    ) -> None:
         self._optimizer: Optimizer | None = None
+        self._place = place
         self._masters: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         self._optimizer = factory([self._master_group(group) for group in self.param_groups])
@@ -43,7 +51,7 @@ class MasterWeightOptimizer(Optimizer):
         return self._optimizer
 
     def master(self, param: Tensor) -> Tensor:
-        """The fp32 master of a parameter: the parameter itself unless it is 16-bit."""
+        """The master of a parameter: the parameter itself if it is not 16-bit and no place is given."""
         return self._masters[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -69,9 +77,10 @@ class MasterWeightOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._push_groups()
+        self._move()
         for param, master in self._masters.items():
             if master is not param:
-                master.grad = None if param.grad is None else param.grad.float()
+                master.grad = None if param.grad is None else param.grad.to(master.device, master.dtype, copy=True)
                 if master.grad is not None and grad_scale != 1.0:
                     master.grad.mul_(grad_scale)
         self.optimizer.step()
@@ -87,7 +96,7 @@ class MasterWeightOptimizer(Optimizer):
         self._push_groups()
         packed = self.optimizer.state_dict()
         for index, (param, master) in enumerate(self._in_order()):
-            if master is not param:
+            if param.dtype in _SIXTEEN_BIT:
                 packed["state"][index] = {**packed["state"].get(index, {}), MASTER: master.detach()}
         return packed
 
@@ -105,13 +114,24 @@ class MasterWeightOptimizer(Optimizer):
         self._publish_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_optimizer": self._optimizer, "_masters": self._masters}
+        return {**super().__getstate__(), "_optimizer": self._optimizer, "_masters": self._masters, "_place": self._place}
 
     def _master_group(self, group: dict[str, Any]) -> dict[str, Any]:
         for param in group["params"]:
-            sixteen_bit = param.dtype in _SIXTEEN_BIT
-            self._masters[param] = param.detach().float().requires_grad_() if sixteen_bit else param
+            dtype = torch.float32 if param.dtype in _SIXTEEN_BIT else param.dtype
+            apart = self._place is not None or dtype is not param.dtype
+            self._masters[param] = param.detach().to(dtype, copy=True).requires_grad_() if apart else param
         return {**group, "params": [self._masters[param] for param in group["params"]]}
+
+    def _move(self) -> None:
+        if self._place is None:
+            return
+        for param, master in self._masters.items():
+            where = self._place(param)
+            if master.device != where:
+                master.data = master.data.to(where)
+                state = self.optimizer.state.get(master, {})
+                state.update({key: value.to(where) for key, value in state.items() if isinstance(value, Tensor)})
 
     def _in_order(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters with their masters, in the order of a state dict's indices."""
@@ -131,5 +151,5 @@ class MasterWeightOptimizer(Optimizer):
         self.state.clear()
         for param, master in self._in_order():
             if master in self.optimizer.state:
-                extra = {} if master is param else {MASTER: master}
+                extra = {MASTER: master} if param.dtype in _SIXTEEN_BIT else {}
                 self.state[param] = {**self.optimizer.state[master], **extra}

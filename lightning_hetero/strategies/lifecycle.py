@@ -15,7 +15,7 @@ import torch
 
 from lightning_hetero import callbacks
 from lightning_hetero.convert.importing import ModelWeights
-from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -30,7 +30,7 @@ from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.steps import Steps
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.verdicts import Verdicts
-from lightning_hetero.strategies.verification import Verifier
+from lightning_hetero.strategies.verification import Verifier, reference_bytes
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ class Lifecycle(Steps, Checkpoints, Reports):
 
         Raises:
             ConfigError: An emulated device was asked for too.
-            UnsupportedError: ``verify`` on a device with memory of its own.
         """
         lanes: Device | None = self._choices.device
         if device.type != "cpu":
@@ -61,11 +60,6 @@ class Lifecycle(Steps, Checkpoints, Reports):
                 )
             lanes = CudaDevice.of(device, self.options.device_memory)
             device = lanes.device
-            if self._choices.verify:
-                raise UnsupportedError(
-                    f"verify={self._choices.verify} repeats steps on the CPU, whose bits are others than those of {device}. "
-                    f'Verify with accelerator="cpu"; a device=EmulatedDevice(...) runs the same plans there.'
-                )
         plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
         self.options = replace(self.options, device=lanes, plans=plans)
         if self.session is not None:
@@ -87,9 +81,12 @@ class Lifecycle(Steps, Checkpoints, Reports):
             session = self.session  # parked: the model was too large to come back into memory
             if fitting:
                 session.unpark()
+                self._leave_room_for_reference()
         else:
             self._drop_session()
             self.model = self.precision_plugin.convert_module(self.model)
+            if fitting:
+                self._leave_room_for_reference()
             self.session = session = Session(self.lightning_module, self.options, self._content())
         rules = StepRules()
         self._move_rest()  # before optimizers are made, as plain Lightning does it
@@ -101,7 +98,8 @@ class Lifecycle(Steps, Checkpoints, Reports):
         if "://" in str(trainer.default_root_dir):
             root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
         verify = self._choices.verify
-        self._verifier = Verifier(self.lightning_module, verify) if fitting and verify else None
+        device = self.root_device if isinstance(self.options.device, CudaDevice) else None
+        self._verifier = Verifier(self.lightning_module, verify, device=device) if fitting and verify else None
         if fitting and self.autoplan is not None:
             self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self.namespace, self.autoplan)
@@ -125,6 +123,15 @@ class Lifecycle(Steps, Checkpoints, Reports):
         if self._waiting_checkpoint is not None:
             (checkpoint, strict), self._waiting_checkpoint = self._waiting_checkpoint, None
             self.load_model_state_dict(checkpoint, strict)
+
+    def _leave_room_for_reference(self) -> None:
+        """Of a GPU, plans have what the reference of ``verify`` leaves them."""
+        device = self.options.device
+        if self._choices.verify and isinstance(device, CudaDevice) and self.lightning_module is not None:
+            left = device.without(reference_bytes(self.lightning_module, apart=True), f"verify={self._choices.verify}")
+            self.options = replace(self.options, device=left)
+            if self.session is not None:
+                self.session.options = self.options
 
     def _move_rest(self) -> None:
         if self.options.device is not None and self.lightning_module is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.strategies.core import Core
 from lightning_hetero.strategies.resume import go_on
@@ -108,11 +109,16 @@ class Steps(Core):
             began_s = time.monotonic()
             self.session.drain()
             with self._plain_precision():
-                self._verifier.check(self.lightning_module, optimizer, self.precision_plugin)
+                self._verifier.check(self.lightning_module, optimizer, self.precision_plugin, self._updated_on_cpu())
             if not self._verifier.steps_left:
                 self._verifier = None
             self._began_s += time.monotonic() - began_s  # no part of the step
         return output
+
+    def _updated_on_cpu(self) -> set[int]:
+        """The ids of parameters that the plan in force lets the CPU update."""
+        blocks = [] if self.session is None else self.session.blocks
+        return {id(p) for block in blocks if block.plan.update is UpdateLane.CPU for p in block.params()}
 
     def _batch_ends(self) -> None:
         """All hooks of a training batch have run: an optimizer step that it ended in is kept."""

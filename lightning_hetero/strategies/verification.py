@@ -7,15 +7,18 @@ begins, and from then on goes its own way. The batches of a step are kept with t
 began. When the step is over the reference runs them: training steps, backwards, clipping, update; then losses, weights,
 buffers and optimizer state are compared. So whatever goes wrong on the way is found: a stale weight, a lost gradient, a torn
 update. What callbacks do to weights or gradients is not repeated, and shows as a difference.
+
+[Note: Reference on a device]
+Processors round differently, so each part of the reference runs where the plan has it run: forward, backward and clipping on the
+device, an update on the device or, on masters there, on the CPU. All of it is in memory, of which plans have the rest.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import random
-import sys
 from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,15 +28,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError, VerificationError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
 from lightning_hetero.optim import adam
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.runtime.door import materialize
+from lightning_hetero.runtime.replay import Generators
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,7 +49,7 @@ class _Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     number: int
-    state: dict[str, Any]
+    generators: Generators
 
 
 class Verifier:
@@ -56,18 +61,28 @@ class Verifier:
     Args:
         module: The LightningModule, as the user has made it.
         steps: How many steps are replayed.
+        device: Where it computes, if that has memory of its own, which has room for the reference: :func:`reference_bytes`.
 
     Raises:
+        ConfigError: The device's kernels need not repeat themselves.
         UnsupportedError: The module optimizes manually, or cannot be copied.
         OutOfMemoryBudgetError: The machine has no memory for the reference: says how much is needed.
     """
 
-    def __init__(self, module: Any, steps: int) -> None:
+    def __init__(self, module: Any, steps: int, *, device: torch.device | None = None) -> None:
         if not module.automatic_optimization:
             raise UnsupportedError(
                 "verify=N replays steps of automatic optimization, and optimization is manual. Leave verify out."
             )
+        if device is not None and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            raise ConfigError(
+                f"verify={steps} compares bits, and kernels of {device} may add in another order each time. Pass "
+                f"Trainer(deterministic=True), or leave verify out."
+            )
         self.steps_left = steps
+        self._device = device
+        self._on_cpu: Collection[int] = ()
+        self._originals: dict[int, int] = {}  # the id of the parameter that the reference's one, by its id, stands for
         self._step = 0
         self._batches: list[_Batch] = []
         self._losses: list[Tensor | None] = []
@@ -85,20 +100,8 @@ class Verifier:
                 f"verify=N copies the module, and {type(module).__name__} cannot be copied: {error!r}. Leave out of it what cannot "
                 f"be copied (open files, locks, iterators), or leave verify out."
             ) from error
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        params = {id(p): p for p in self._module.parameters()}.values()
-        needed = sum(p.nbytes for p in params)
-        # Gradients, both moments, and masters of 16-bit weights.
-        needed += sum(p.nbytes + 4 * p.numel() * (3 if p.dtype in adam.MASTERED else 2) for p in params if p.requires_grad)
-        free = available_memory_bytes()
-        if needed > free:
-            raise OutOfMemoryBudgetError(
-                f"verify=N needs {format_bytes(needed)} for a reference of the model in memory, without its activations; "
-                f"{format_bytes(free)} are free. Verify a smaller model of the same kind, or leave verify out.",
-                needed_bytes=needed,
-            )
+        if device is None:
+            _check_memory(reference_bytes(self._module), "a reference of the model")
 
     def batch_begins(
         self, module: Any, optimizer: Optimizer, precision: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -115,31 +118,43 @@ class Verifier:
         if not self._filled:
             self._fill(module, optimizer, precision)
         number = module.trainer.fit_loop.epoch_loop.batch_idx
-        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, _random_state()))
+        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, Generators(self._device or _CPU)))
 
     def batch_ended(self, output: Any) -> None:
         """Keeps the loss in what the training step has returned."""
         loss = _loss(output)
         self._losses.append(None if loss is None else loss.detach().clone())
 
-    def check(self, module: Any, optimizer: Optimizer, precision: Any) -> None:
+    def check(self, module: Any, optimizer: Optimizer, precision: Any, on_cpu: Collection[int] = ()) -> None:
         """Replays the step that has just ended, and compares.
 
         Args:
             module: The LightningModule; no update of it is under way.
             optimizer: Its optimizer.
             precision: The precision plugin.
+            on_cpu: The ids of the parameters that the CPU has updated, where a device computes.
 
         Raises:
             VerificationError: Names the first tensor that differs, and how.
             UnsupportedError: The optimizer's parameters are no longer those of the first step.
+            OutOfMemoryBudgetError: The device has no room for the reference's activations, or the host for what it updates.
         """
         self._step += 1
-        before = _random_state()
+        if self._device is not None and set(on_cpu) != set(self._on_cpu):
+            params = {id(p): p for p in module.parameters() if id(p) in on_cpu and p.requires_grad}.values()
+            _check_memory(sum(_update_bytes(p) for p in params), "what of its reference the CPU updates")
+            self._on_cpu = frozenset(on_cpu)
+        before = Generators(self._device or _CPU)
         try:
             self._replay(module.trainer, optimizer, precision)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryBudgetError(
+                f"verify=N: in step {self._step} {self._device} has no room for the activations of the reference, which keeps them "
+                f"all: {error} Verify with a smaller batch, or leave verify out.",
+                tier="device",
+            ) from error
         finally:
-            _set_random_state(before)
+            before.restore()
         self._compare(module, optimizer)
         self.steps_left -= 1
         self._batches, self._losses = [], []
@@ -157,7 +172,7 @@ class Verifier:
             for key, param in ours._parameters.items():
                 if param is not None:
                     if id(param) not in twins:
-                        content = materialize(param.detach()).clone().to(param.device)
+                        content = materialize(param.detach()).clone().to(self._device or param.device)
                         twins[id(param)] = nn.Parameter(content, requires_grad=param.requires_grad)
                     theirs._parameters[key] = twins[id(param)]
             for key, buffer in ours._buffers.items():
@@ -165,15 +180,21 @@ class Verifier:
         self._module._trainer = module._trainer
         for name in ("log", "log_dict"):
             setattr(self._module, name, _no_log)
-        self._optimizer = _twin_optimizer(optimizer, twins)
+        self._originals = {id(twin): original for original, twin in twins.items()}
+        self._optimizer = _twin_optimizer(optimizer, twins, None if self._device is None else self._place)
         self._scaler = copy.deepcopy(getattr(precision, "scaler", None))
+
+    def _place(self, twin: Tensor) -> torch.device:
+        """Where the update of a parameter runs."""
+        assert self._device is not None
+        return _CPU if self._originals[id(twin)] in self._on_cpu else self._device
 
     def _replay(self, trainer: Any, optimizer: Optimizer, precision: Any) -> None:
         module, twin = self._module, self._optimizer
         self._copy_numbers(optimizer)
         module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
         for batch, ours in zip(self._batches, self._losses, strict=True):
-            _set_random_state(batch.state)
+            batch.generators.restore()
             with precision.train_step_context():
                 loss = _loss(module.training_step(*batch.args, **batch.kwargs))
             if loss is not None and ours is not None:
@@ -254,8 +275,37 @@ def _loss(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _twin_optimizer(optimizer: Optimizer, twins: dict[int, nn.Parameter]) -> Optimizer:
-    """An ordinary optimizer of the twins, with the same state."""
+def reference_bytes(module: nn.Module, *, apart: bool = False) -> int:
+    """What a reference of a model takes, without its activations.
+
+    Args:
+        module: The model.
+        apart: All weights have masters, as on a device.
+    """
+    params = {id(p): p for p in module.parameters()}.values()
+    updates = sum(p.nbytes + _update_bytes(p, apart=apart) for p in params if p.requires_grad)
+    return sum(p.nbytes for p in params) + updates
+
+
+def _update_bytes(param: Tensor, *, apart: bool = True) -> int:
+    """Both moments, and a master."""
+    return 4 * param.numel() * (3 if apart or param.dtype in adam.MASTERED else 2)
+
+
+def _check_memory(needed: int, what: str) -> None:
+    free = available_memory_bytes()
+    if needed > free:
+        raise OutOfMemoryBudgetError(
+            f"verify=N needs {format_bytes(needed)} for {what} in memory, without its activations; {format_bytes(free)} are free. "
+            f"Verify a smaller model of the same kind, or leave verify out.",
+            needed_bytes=needed,
+        )
+
+
+def _twin_optimizer(
+    optimizer: Optimizer, twins: dict[int, nn.Parameter], place: Callable[[Tensor], torch.device] | None
+) -> Optimizer:
+    """An ordinary optimizer of the twins, with the same state; ``place`` says where each of them is updated."""
     groups = [{**g, "params": [twins[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
     native = adam.supports(optimizer)
     if native:
@@ -265,8 +315,9 @@ def _twin_optimizer(optimizer: Optimizer, twins: dict[int, nn.Parameter]) -> Opt
         for group in state["param_groups"]:
             group.update(fused=True, foreach=None)
     make = partial(_like, optimizer)
-    if any(p.dtype in adam.MASTERED for g in groups for p in g["params"]):
-        twin: Optimizer = MasterWeightOptimizer(groups, make)
+    place = place if native else None  # others run where the weights are
+    if place is not None or any(p.dtype in adam.MASTERED for g in groups for p in g["params"]):
+        twin: Optimizer = MasterWeightOptimizer(groups, make, place=place)
     else:
         twin = make(groups)
     twin.load_state_dict(state)
@@ -280,23 +331,6 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     new = type(optimizer).__new__(type(optimizer))
     new.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
     return new
-
-
-def _random_state() -> dict[str, Any]:
-    """The generators that a training step draws from, those of the processor."""
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if state["numpy"] is not None:
-        sys.modules["numpy"].random.set_state(state["numpy"])
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy, lifecycle
 from lightning_hetero.strategies.devices import move_rest
+from lightning_hetero.strategies.verification import Verifier
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 
@@ -64,6 +65,56 @@ def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Pa
         on_gpu(recipe, "auto", tmp_path, hardware_profile=replace(machine, shared_memory=True))
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(shape=SHAPE, accumulate=2, clip=0.3, groups=True, schedule="step"),
+        Recipe(shape=SHAPE, precision="bf16-true"),
+        Recipe(shape=SHAPE, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)),
+    ],
+    ids=["clipped", "bf16", "sgd"],
+)
+def test_steps_are_verified_with_every_update_where_the_plan_has_it(
+    recipe: Recipe, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_cpu: list[bool] = []
+    place = Verifier._place
+
+    def places(verifier: Verifier, twin: Tensor) -> torch.device:
+        on_cpu.append(verifier._originals[id(twin)] in verifier._on_cpu)
+        return place(verifier, twin)
+
+    monkeypatch.setattr(Verifier, "_place", places)
+    native = recipe.optimizer is Recipe().optimizer
+    with caplog.at_level("INFO", logger="lightning_hetero"):
+        _, got = on_gpu(recipe, MIXED if native else "resident", tmp_path, verify=2)
+    assert "of 2 steps are bitwise" in caplog.text
+    if recipe.precision == "32-true":
+        assert_same(got, run(recipe, "auto", tmp_path))
+    assert set(on_cpu) == ({True, False} if native else set())
+
+
+class LargeReference(LitModel):
+    """Fits once."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.lightning_module is not self:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_reference_whose_activations_do_not_fit_is_named(fake: FakeCuda, tmp_path: Path) -> None:
+    strategy = HeteroOffloadStrategy("resident", verify=1)
+    with pytest.raises(OutOfMemoryBudgetError, match=r"step 1 .*activations of the reference.*2\.00 MiB.*smaller batch") as refusal:
+        run(Recipe(shape=SHAPE), strategy, tmp_path, module_class=LargeReference, accelerator=StandIn(), devices=1)
+    assert refusal.value.tier == "device"
+
+
+def test_only_kernels_that_repeat_themselves_can_be_verified() -> None:
+    with pytest.raises(ConfigError, match=r"verify=2 compares bits.*cuda:0.*deterministic=True"):
+        Verifier(LitModel(Recipe()), 2, device=torch.device("cuda", 0))
+
+
 def test_memory_for_ops_and_for_torch_does_not_mix(fake: FakeCuda, tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryBudgetError, match=r"of device memory; .* may be used") as refusal:
         on_gpu(Recipe(shape=SHAPE), "resident", tmp_path, device_memory="256KiB")
@@ -98,7 +149,7 @@ def test_a_fit_is_validated_saved_and_gone_on_with(fake: FakeCuda, tmp_path: Pat
     [
         ({}, {"devices": 2}, UnsupportedError, 'devices=2.*strategy="hetero_parallel"'),
         ({"device": EmulatedDevice(memory="1MiB")}, {}, ConfigError, 'accelerator="cpu", or leave device out'),
-        ({"verify": 1}, {}, UnsupportedError, "verify=1 repeats steps on the CPU"),
+        ({"verify": 1, "device_memory": "128KiB"}, {}, OutOfMemoryBudgetError, "verify=1 needs .* of cpu, of which 128.0 KiB"),
     ],
     ids=["several", "emulated", "verify"],
 )

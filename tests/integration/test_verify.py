@@ -11,7 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from support.cuda import StandIn
 from support.models import LitModel, Manual, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.streams import FakeCuda
 
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
@@ -107,8 +109,9 @@ def message(recipe: Recipe, tmp_path: Path, *, module_class: type[LitModel] = Li
     return str(caught.value)
 
 
-def test_one_bit_of_a_weight_is_found_in_its_step(tmp_path: Path) -> None:
-    assert "in step 2" in message(Recipe(), tmp_path, callbacks=[Meddles(1)])
+@pytest.mark.parametrize("options", [{}, {"accelerator": StandIn(), "devices": 1}], ids=["cpu", "gpu"])
+def test_one_bit_of_a_weight_is_found_in_its_step(options: dict[str, Any], fake: FakeCuda, tmp_path: Path) -> None:
+    assert "in step 2" in message(Recipe(), tmp_path, callbacks=[Meddles(1)], **options)
 
 
 def test_a_wrong_number_of_the_update_is_found_where_it_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

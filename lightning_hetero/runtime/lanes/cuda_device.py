@@ -10,7 +10,7 @@ gradients. So a step makes no room by moving either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -62,6 +62,26 @@ class CudaDevice:
                 "device",
             )
         return found
+
+    def without(self, num_bytes: int, what: str) -> Self:
+        """The device with so much of its memory left to somebody else.
+
+        Args:
+            num_bytes: How much.
+            what: What for.
+
+        Raises:
+            OutOfMemoryBudgetError: Hardly anything would be left.
+        """
+        left = replace(self, usable_bytes=self.usable_bytes - num_bytes)
+        if left.memory_bytes <= 0:
+            raise OutOfMemoryBudgetError(
+                f"{what} needs {format_bytes(num_bytes)} of {self.device}, of which {format_bytes(self.usable_bytes)} may be used. "
+                f"Leave it out, use a smaller model, or raise device_memory.",
+                num_bytes + _LEAST_STAGING,
+                "device",
+            )
+        return left
 
     @property
     def staging_bytes(self) -> int:
