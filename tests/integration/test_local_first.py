@@ -7,16 +7,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from support import recovery_train
+from support.elastic import loader
 from support.ranks import start
-from support.recovery_train import Net
-from torch.utils.data import DataLoader, TensorDataset
+from support.recovery_train import Body, Net
+from torch.utils.data import TensorDataset
 
 from lightning_hetero import HeteroOffloadStrategy, LocalFirst
 from lightning_hetero.errors import CheckpointWriteError, UnsupportedError
+from lightning_hetero.strategies import PytorchLightningLocalFirst
 
 SCRIPT = Path(str(recovery_train.__file__))
 Results = dict[str, Any]
@@ -51,7 +53,7 @@ def assert_equal(a: Results, b: Results) -> None:
     assert (a["lr"], a["step"], a["batches"]) == (b["lr"], b["step"], b["batches"])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", recovery_train.KINDS)
 def test_a_restart_goes_on_bit_for_bit_as_that_of_plain_lightning(name: str, trained: list[Results]) -> None:
     """With FSDP2, plain Lightning reads the very checkpoint: its remote copy is an ordinary one."""
     for rank in trained:
@@ -68,9 +70,29 @@ def test_every_node_keeps_a_replica(out: Path, trained: list[Results]) -> None:
     assert [p.name for p in (out / "ddp").glob("*.ckpt")] == ["epoch=1.ckpt"]  # Lightning removed the one before
 
 
-@pytest.mark.parametrize("names", [("ddp to fsdp", "ddp second"), ("fsdp to one", "fsdp second")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ddp to fsdp", "ddp second"),
+        ("fsdp to one", "fsdp second"),
+        ("tensor to one", "fsdp to tensor"),
+        ("hetero_fsdp to hetero", "hetero_fsdp second"),
+    ],
+)
 def test_other_ranks_and_another_strategy_go_on(names: tuple[str, str], trained: list[Results], fewer: list[Results]) -> None:
     assert_equal(fewer[0][names[0]], trained[0][names[1]])
+
+
+def test_tensor_parallelism_grows(trained: list[Results]) -> None:
+    """Each rank reads the columns and rows that are its own now, of rows that were its own and of others'."""
+    for rank in trained:
+        found, expected = rank["fsdp to tensor"], rank["fsdp second"]
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-12, atol=1e-12)
+        for one, other in zip(found["moments"], expected["moments"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert found["bytes"]["memory"] > 0
+        assert found["bytes"]["peer"] > 0 == found["bytes"]["remote"]
 
 
 def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
@@ -84,40 +106,70 @@ def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
 # ---- in one process --------------------------------------------------------------------------------------------------------------
 
 
-def _fit(out: Path, *plugins: Any, epochs: int = 1, resume: str | None = None, **options: Any) -> pl.Trainer:
+class TwinNet(Body, pytorch_lightning.LightningModule):
+    """For the other namespace."""
+
+
+def _fit(
+    out: Path,
+    *plugins: Any,
+    epochs: int = 1,
+    resume: str | None = None,
+    strategy: str = "auto",
+    namespace: Any = pl,
+    as_distributed: bool = False,
+    **options: Any,
+) -> Any:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(12, 5, generator=generator).double(), torch.randn(12, 8, generator=generator).double())
-    trainer = pl.Trainer(
+    trainer = namespace.Trainer(
         accelerator="cpu",
+        devices=1,
+        strategy=strategy,
         max_epochs=epochs,
         plugins=list(plugins),
-        callbacks=[ModelCheckpoint(dirpath=out / "run", filename="{epoch}", **options)],
+        callbacks=[namespace.callbacks.ModelCheckpoint(dirpath=out / "run", filename="{epoch}", **options)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=out,
     )
-    trainer.fit(Net(dropout=0.1), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=resume)
+    net = Net if namespace is pl else TwinNet
+    trainer.fit(net(dropout=0.1), loader(data, 4, alone=as_distributed), ckpt_path=resume)
     return trainer
 
 
-def _weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: w.clone() for name, w in trainer.lightning_module.state_dict().items()}
 
 
-@pytest.mark.parametrize("resume", ["last", "newest"])
-def test_one_process_goes_on_bit_for_bit(resume: str, tmp_path: Path) -> None:
-    plain = _weights(_fit(tmp_path / "plain", epochs=4))
-    first = LocalFirst(tmp_path / "memory", tmp_path / "disk")
-    _fit(tmp_path, first, epochs=2, save_last=True, save_top_k=1)
+@pytest.mark.parametrize(
+    ("namespace", "io", "resume"),
+    [(pl, LocalFirst, "last"), (pl, LocalFirst, "newest"), (pytorch_lightning, PytorchLightningLocalFirst, "newest")],
+)
+def test_one_process_goes_on_bit_for_bit(namespace: Any, io: Any, resume: str, tmp_path: Path) -> None:
+    plain = _weights(_fit(tmp_path / "plain", epochs=4, namespace=namespace))
+    first = io(tmp_path / "memory", tmp_path / "disk")
+    _fit(tmp_path, first, epochs=2, save_last=True, save_top_k=1, namespace=namespace)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt", "last.ckpt"]  # epoch=0 was removed
-    resumed = _fit(tmp_path, LocalFirst(tmp_path / "memory", tmp_path / "disk"), epochs=4, resume=resume, save_last=True)
+    second = io(tmp_path / "memory", tmp_path / "disk")
+    resumed = _fit(tmp_path, second, epochs=4, resume=resume, save_last=True, namespace=namespace)
     for name, weight in _weights(resumed).items():
         assert torch.equal(weight, plain[name])
     assert resumed.global_step == 12
     assert resumed.strategy.checkpoint_io.bytes_read["memory"] > 0
     assert type(resumed.strategy).__name__ == "SingleDeviceStrategy"
+
+
+def test_processes_that_lightning_starts_go_on_bit_for_bit(tmp_path: Path) -> None:
+    plain = _weights(_fit(tmp_path / "plain", epochs=2, as_distributed=True))
+    _fit(tmp_path, LocalFirst(tmp_path / "memory"), epochs=1, as_distributed=True)
+    second = LocalFirst(tmp_path / "memory")
+    spawned = _fit(tmp_path, second, epochs=2, resume="newest", strategy="ddp_spawn", as_distributed=True)
+    for name, weight in _weights(spawned).items():
+        assert torch.equal(weight, plain[name])
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt"]
 
 
 def test_an_ordinary_checkpoint_is_read_as_well(tmp_path: Path) -> None:
