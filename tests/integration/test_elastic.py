@@ -10,6 +10,9 @@ import pytest
 import torch
 from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_train, ranks
 from support.scripts import run_script
+from support.sources import bytes_by_source
+
+from lightning_hetero.parallel.elastic import CommittedSteps
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -119,27 +122,54 @@ def test_ranks_that_share_a_model_see_every_sample_once(where: str, shards: dict
             assert len({len(rank[step]) for rank in there}) == len(there)  # cut by speed
 
 
-def test_pipelines_go_on_by_another_plan(tmp_path: Path) -> None:
-    """Three ranks, one is told to leave; two go on."""
-    for world in (3, 2, 1):
-        ranks.start(Path(str(elastic_pipelines.__file__)), tmp_path, cwd=tmp_path, world=world)
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three ranks left of two runs, of which one lost a rank; what two made of them, and what one process makes alone."""
+    out = tmp_path_factory.mktemp("pipelines")
+    for world, killed in ((3, 1), (2, None), (1, None)):
+        ranks.start(Path(str(elastic_pipelines.__file__)), out, cwd=out, world=world, killed=killed)
+    return out
 
-    def load(world: int) -> list[dict[str, Any]]:
-        return [torch.load(tmp_path / f"world{world}-rank{r}.pt", weights_only=False) for r in range(world)]
 
-    (alone,), told, went_on = load(1), load(3), load(2)
-    last, steps = elastic_pipelines.TOLD + 1, elastic_pipelines.STEPS
-    assert [rank["code"] for rank in told] == [75, 128 + 15, 75]
-    assert [rank["code"] for rank in went_on] == [0, 0]
-    for rank in range(2):
-        assert list(told[rank]["losses"]) == list(range(1, last + 1))
-        assert list(went_on[rank]["losses"]) == list(range(last + 1, steps + 1))  # the step that was under way is committed
-    for step, loss in {**told[0]["losses"], **went_on[0]["losses"]}.items():
+def assert_goes_on(out: Path, run: str, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """After a committed step three ranks become two, no step is lost, and all are as they are alone; what the ranks left."""
+    alone = torch.load(out / "alone.pt", weights_only=False)
+    files = [sorted(out.glob(f"{run}-world{world}-rank*.pt")) for world in (3, 2)]
+    before, after = ([torch.load(file, weights_only=False) for file in of_world] for of_world in files)
+    assert len(after) == 2
+    for rank in before:
+        assert list(rank["losses"])[:last] == list(range(1, last + 1))
+    for rank in after:
+        assert list(rank["losses"]) == list(range(last + 1, elastic_pipelines.STEPS + 1))
+    for step, loss in {**before[0]["losses"], **after[0]["losses"]}.items():
         assert loss == pytest.approx(alone["losses"][step], rel=1e-12)
-    found = {name: value for rank in went_on for name, value in rank["weights"].items()}
+    found = {name: value for rank in after for name, value in rank["weights"].items()}
     assert found.keys() == alone["weights"].keys()
     for name, expected in alone["weights"].items():
         torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+    return before, after
+
+
+def test_pipelines_go_on_by_another_plan_when_one_rank_is_told_to_leave(pipelines: Path) -> None:
+    told, went_on = assert_goes_on(pipelines, "told", elastic_pipelines.EVENT + 1)  # the step that was under way is committed
+    assert [rank["end"] for rank in told] == [75, 128 + 15, 75]
+    assert all(len(rank["losses"]) == elastic_pipelines.EVENT + 1 for rank in told)
+    assert [rank["end"] for rank in went_on] == [0, 0]
+
+
+def test_pipelines_plan_again_when_one_rank_is_killed_and_read_what_they_lack(pipelines: Path) -> None:
+    """Every rank kept its layers on its node; what the lost one alone had comes from the remote copy."""
+    step = elastic_pipelines.EVENT
+    left, went_on = assert_goes_on(pipelines, "killed", step)
+    assert len(left) == 2
+    assert all(rank["end"] not in (0, 75) for rank in left)
+    assert went_on[0]["plan"] == went_on[1]["plan"] != left[0]["plan"]
+    nodes = [pipelines / "nodes" / node for node in elastic_pipelines.NODES[2]]
+    for number, rank in enumerate(went_on):
+        assert len(rank["weights"]) < len(torch.load(pipelines / "alone.pt", weights_only=False)["weights"])
+        path = Path(CommittedSteps(pipelines / "killed").checkpoint(step))
+        assert rank["bytes"] == bytes_by_source(path, nodes, number, rank["weights"])
+    assert sum(rank["bytes"]["memory"] for rank in went_on)
 
 
 @pytest.mark.slow

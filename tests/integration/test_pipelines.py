@@ -11,13 +11,9 @@ import pytest
 import torch
 from support import pipeline_train
 from support.ranks import start
-from torch.distributed.checkpoint import FileSystemReader
+from support.sources import bytes_by_source
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from lightning_hetero.parallel.recovery import LayerMap
-from lightning_hetero.parallel.recovery.layer_map import chunk_key
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(str(pipeline_train.__file__))
@@ -158,29 +154,10 @@ def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Resu
 
 
 def test_bytes_come_from_the_nearest_place(folder: Path) -> None:
-    path = folder / "layers-6" / "step=3.ckpt"
-    (save,) = [p for p in path.iterdir() if p.is_dir()]
-    layer_map = LayerMap.decode((save / "map.json").read_bytes())
-    metadata = FileSystemReader(path).read_metadata()
-    nodes = [folder / "nodes" / node / save.name for node in pipeline_train.NODES]
-    for rank, node in enumerate(nodes):
+    nodes = [folder / "nodes" / node for node in pipeline_train.NODES]
+    for rank in range(3):
         found = load(folder, f"resumed3-rank{rank}.pt")["layers"]
-        pieces = {
-            (name, p) for name in ("meta.pt", "other.distcp", f"rank_{rank}.pt") for p in range(len(layer_map.files[name].crc32))
-        }
-        for index, place in metadata.storage_data.items():
-            tensor = metadata.state_dict_metadata[index.fqn]
-            parts = index.fqn.split(".")
-            name = ".".join(parts[1:] if parts[0] == "state_dict" else parts[2:-1])
-            if isinstance(tensor, TensorStorageMetadata) and name in found["weights"]:
-                begin = layer_map.starts[chunk_key(index.fqn, index.offset)]
-                end = begin + tensor.size.numel() * tensor.properties.dtype.itemsize
-                pieces |= {(Path(place.relative_path).name, p) for p in range(begin // 256, (end - 1) // 256 + 1)}
-        expected = dict.fromkeys(("memory", "peer", "remote"), 0)
-        for name, piece in pieces:
-            source = "memory" if (node / name).exists() else "peer" if any((n / name).exists() for n in nodes) else "remote"
-            begin, end = layer_map.span(name, piece, piece)
-            expected[source] += end - begin
+        expected = bytes_by_source(folder / "layers-6" / "step=3.ckpt", nodes, rank, found["weights"])
         assert found["bytes"] == expected
         assert [source for source, size in expected.items() if not size] == (["memory", "remote"] if rank == 2 else [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,10 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(script: Path, *arguments: str | Path, cwd: Path, world: int, nodes: Sequence[str] = ()) -> list[str]:
-    """Runs a script on as many ranks: the output of each. Fails with that of the first one that does.
+def start(
+    script: Path, *arguments: str | Path, cwd: Path, world: int, nodes: Sequence[str] = (), killed: int | None = None
+) -> list[str]:
+    """Runs a script on as many ranks: the output of each. Fails with that of the first one that does, but for one to be killed.
 
     With ``nodes``, each rank's, as torchrun starts them, however many a node has.
     """
@@ -36,7 +39,8 @@ def start(script: Path, *arguments: str | Path, cwd: Path, world: int, nodes: Se
             }
             env |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(names.index(nodes[rank]))}
         done = run_script(script, *arguments, cwd=cwd, env=env, timeout_s=300)
-        assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        expected = -signal.SIGKILL if rank == killed else 0
+        assert done.returncode == expected, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
     with ThreadPoolExecutor(world) as pool:
