@@ -5,8 +5,13 @@ and worker at once; a third node joins; and that one is told to leave with SIGTE
 step that the nodes trained that are there afterwards. In the end weights and optimizer state are compared with one process that was
 never disturbed, and the samples of every step with those that it should have had.
 
+With ``--pipelines`` no node holds the whole model. All three nodes start, with ``plan="auto"``, and every node keeps what its rank
+holds with ``LocalFirst``. The node with rank 0 is killed, and what it kept with it; the others plan again; then it comes back with
+nothing, and is told to leave.
+
 ``python benchmarks/preemption.py`` prints one line of JSON last: seconds of each event, committed steps that were lost, steps that
-were trained again, and the largest relative difference. A drill that fails leaves its notes and logs in a folder below ``--dir``.
+were trained again, and the largest relative difference; with ``--pipelines`` also from where the others read after the kill. A
+drill that fails leaves its notes and logs in a folder below ``--dir``.
 """
 
 from __future__ import annotations
@@ -32,14 +37,19 @@ from scratch import scratch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_hetero import LocalFirst
 from lightning_hetero.cli.launch import launch_lines
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic, node_name
+from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.strategies import HeteroParallelStrategy
 
 NODES = ("first", "second", "third")
 SPEEDS = {"first": 1.0, "second": 2.0, "third": 3.0}  # so that every membership cuts batches otherwise
 BATCH, SAMPLES, WIDTH = 12, 150, 8  # an epoch has 12 batches and half of one
+LAYERS, MICRO_BATCHES = 6, 6
+MEMORY_BYTES = 100_000  # of a node, for pipelines: two hold the model, one does not
 STEPS = 150
 STEP_S = 0.3  # of a step while something happens: there have to be enough left
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -62,7 +72,18 @@ class Samples(Dataset[tuple[int, torch.Tensor]]):
         return index, self.values[index]
 
 
-class Model(pl.LightningModule):
+class Block(nn.Module):
+    """A feed-forward block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class Model(StagedSteps, pl.LightningModule):
     """A small network that notes which samples it saw in which step.
 
     Args:
@@ -72,48 +93,65 @@ class Model(pl.LightningModule):
 
     def __init__(self, notes: Path, limit: Path | None) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, WIDTH)).double()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS)).double()
         self.notes, self.limit = notes, limit
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        indices, x = batch
+    def stage_layers(self) -> nn.ModuleDict:
+        return nn.ModuleDict({f"block{i}": block for i, block in enumerate(self.blocks)})
+
+    def stage_inputs(self, batch: Any) -> torch.Tensor:
+        return batch[1]
+
+    def loss_sum(self, output: torch.Tensor, batch: Any) -> Any:
+        return nn.functional.mse_loss(output, batch[1].flip(-1), reduction="sum"), output.numel()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         while self.limit is not None and self.global_step >= int(self.limit.read_text() or 0):
             time.sleep(0.01)
-        loss = nn.functional.mse_loss(self.body(x), x.flip(-1))
+        pipelines = getattr(self.trainer.strategy, "pipelines", None)
         line = {
             "step": self.global_step,
             "rank": self.trainer.global_rank,
             "ranks": self.trainer.world_size,
             "node": node_name(),
-            "samples": indices.tolist(),
+            "part": self.trainer.global_rank if pipelines is None else pipelines.group,  # all ranks of a pipeline have its samples
+            "samples": batch[0].tolist(),
+            "bytes": getattr(self.trainer.strategy.checkpoint_io, "bytes_read", {}),
         }
         with self.notes.open("a") as file:
-            file.write(json.dumps(line | {"loss": loss.item(), "time": time.time(), "process": os.getpid()}) + "\n")
-        return loss
+            file.write(json.dumps(line | {"time": time.time(), "process": os.getpid()}) + "\n")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
 
 
-def train(folder: Path, *, elastic: bool) -> None:
-    """Trains to the end, and saves what came of it."""
+def train(folder: Path, *, elastic: bool, pipelines: bool) -> None:
+    """Trains to the end, and saves what came of it: every rank the parameters that it trained, with their optimizer state."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = Samples()
-    if elastic:
-        strategy: Any = HeteroParallelStrategy(
+    strategy: Any = "auto"
+    local_first = []
+    if elastic and pipelines:
+        automatic.memory_bytes = lambda device: MEMORY_BYTES
+        strategy = HeteroParallelStrategy(plan="auto", micro_batches=MICRO_BATCHES, elastic=Elastic(folder / "steps", grace_s=10))
+        local_first = [LocalFirst(memory=folder / "nodes" / node_name())]
+        loader = DataLoader(data, batch_size=BATCH // MICRO_BATCHES, shuffle=True)
+    elif elastic:
+        strategy = HeteroParallelStrategy(
             speeds=SPEEDS, rebalance_every=0, global_batch_size=BATCH, elastic=Elastic(folder / "steps", grace_s=10)
         )
         loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     else:
-        strategy = "auto"
-        loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=0))
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+        loader = DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=pipelines)
     model = Model(folder / f"notes-{os.getpid()}.jsonl", folder / "limit" if elastic else None)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         strategy=strategy,
+        plugins=local_first,
         max_steps=STEPS,
         logger=False,
         enable_checkpointing=False,
@@ -122,9 +160,11 @@ def train(folder: Path, *, elastic: bool) -> None:
         default_root_dir=folder,
     )
     trainer.fit(model, loader)
-    if trainer.is_global_zero:
-        state = [s[key] for s in trainer.optimizers[0].state_dict()["state"].values() for key in ("exp_avg", "exp_avg_sq")]
-        torch.save([*model.state_dict().values(), *state], folder / f"{'drill' if elastic else 'alone'}.pt")
+    found = {}
+    for name, parameter in model.named_parameters():
+        if state := trainer.optimizers[0].state.get(parameter):
+            found |= {name: parameter.detach().clone(), **{f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}}
+    torch.save(found, folder / f"{'drill' if elastic else 'alone'}-{trainer.global_rank}.pt")
 
 
 # ---- the drill --------------------------------------------------------------------------------------------------------------
@@ -135,16 +175,18 @@ class Drill:
 
     Args:
         folder: Where everything is.
+        pipelines: No node holds the whole model.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, pipelines: bool) -> None:
         self.folder = folder
         self.steps = CommittedSteps(folder / "steps")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        script = [__file__, "--worker", str(folder)]
-        self.lines = launch_lines(_plan(), script, rendezvous=f"127.0.0.1:{port}", least_nodes=1, run_id="drill")
+        script = [__file__, "--worker", str(folder), *(["--pipelines"] if pipelines else [])]
+        least = 2 if pipelines else 1
+        self.lines = launch_lines(_plan(), script, rendezvous=f"127.0.0.1:{port}", least_nodes=least, run_id="drill")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._start("store", [sys.executable, *self.lines["store"]["command"][1:]], {})
         self.allow(0)
@@ -162,13 +204,14 @@ class Drill:
         self._start(name, command, self.lines["environment"] | line["environment"])
 
     def kill(self, name: str) -> None:
-        """A node vanishes: its agent and its worker, which is a session of its own, at once."""
+        """A node vanishes: its agent and its worker, which is a session of its own, at once, and what it has in memory."""
         import psutil
 
         agent = self.processes.pop(name)
         for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
             process.kill()
         agent.wait()
+        shutil.rmtree(self.folder / "nodes" / name, ignore_errors=True)
 
     def tell(self, name: str) -> None:
         """A node gets its notice."""
@@ -218,12 +261,14 @@ class Drill:
 
         self.wait(what, trained)
         first = min(found, key=lambda n: n["step"])["step"]
-        return {"seconds": max(n["time"] for n in found if n["step"] == first) - begin, "before": before, "first": first}
+        there = [n for n in found if n["step"] == first]
+        read = {source: sum(n["bytes"][source] for n in there) for source in there[0]["bytes"]}
+        return {"seconds": max(n["time"] for n in there) - begin, "before": before, "first": first, "read": read}
 
-    def finish(self) -> None:
+    def finish(self, ranks: int) -> None:
         """Training goes to its end."""
         self.allow(STEPS)
-        self.wait("the end", lambda: (self.folder / "drill.pt").exists())
+        self.wait("the end", lambda: len(list(self.folder.glob("drill-*.pt"))) == ranks)
 
 
 def _plan() -> ClusterPlan:
@@ -233,9 +278,9 @@ def _plan() -> ClusterPlan:
 
 
 @contextmanager
-def drill(folder: Path) -> Iterator[Drill]:
+def drill(folder: Path, *, pipelines: bool) -> Iterator[Drill]:
     """Its processes end with it."""
-    found = Drill(folder)
+    found = Drill(folder, pipelines=pipelines)
     try:
         yield found
     finally:
@@ -244,33 +289,36 @@ def drill(folder: Path) -> Iterator[Drill]:
                 found.kill(name)
 
 
-def run(folder: Path) -> dict[str, Any]:
+def run(folder: Path, *, pipelines: bool) -> dict[str, Any]:
     """The drill, and what came of it."""
-    with drill(folder) as nodes:
+    with drill(folder, pipelines=pipelines) as nodes:
         begin = time.time()
-        for name in NODES[:2]:
+        first = set(NODES if pipelines else NODES[:2])
+        for name in sorted(first):
             nodes.start(name)
-        started = nodes.changed(lambda: None, set(NODES[:2]), "the start")["seconds"]
-        zero = next(n["node"] for n in nodes.notes() if n["rank"] == 0)
-        left = next(n for n in NODES[:2] if n != zero)
-        down = nodes.changed(lambda: nodes.kill(zero), {left}, "after a kill")
-        up = nodes.changed(lambda: nodes.start("third"), {left, "third"}, "a node joins")
-        told = nodes.changed(lambda: nodes.tell("third"), {left}, "after SIGTERM")
-        nodes.finish()
+        started = nodes.changed(lambda: None, first, "the start")["seconds"]
+        zero = next(n["node"] for n in nodes.notes() if n["rank"] == 0 and n["ranks"] == len(first))
+        left, comes = first - {zero}, zero if pipelines else "third"
+        down = nodes.changed(lambda: nodes.kill(zero), left, "after a kill")
+        up = nodes.changed(lambda: nodes.start(comes), left | {comes}, "a node joins")
+        told = nodes.changed(lambda: nodes.tell(comes), left, "after SIGTERM")
+        nodes.finish(len(left))
         notes = nodes.notes()
         events = (down, up, told)
         print(f"the drill took {time.time() - begin:.1f} s")
-    train(folder, elastic=False)
+    train(folder, elastic=False, pipelines=pipelines)
     return {
         "benchmark": "preemption",
+        "pipelines": pipelines,
         "start_s": started,
         "down_s": down["seconds"],
         "up_s": up["seconds"],
         "sigterm_s": told["seconds"],
         "lost_steps": sum(max(0, e["before"] - e["first"]) for e in events),
         "repeated_steps": _repeated(notes),
-        "wrong_samples": _wrong_samples(notes),
+        "wrong_samples": _wrong_samples(notes, drop_last=pipelines),
         "max_difference": _difference(folder),
+        **({"bytes_read_after_kill": down["read"]} if pipelines else {}),
     }
 
 
@@ -290,23 +338,27 @@ def _repeated(notes: list[dict[str, Any]]) -> int:
     return sum(len({n["process"] for n in notes if n["step"] == step}) > len(there) for step, there in _last_by_step(notes).items())
 
 
-def _wrong_samples(notes: list[dict[str, Any]]) -> int:
+def _wrong_samples(notes: list[dict[str, Any]], *, drop_last: bool) -> int:
     """Steps whose samples are not those that one process would have had."""
     data, expected = Samples(), []
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
     for epoch in range(STEPS):
         sampler.set_epoch(epoch)
-        order = list(sampler)
-        expected += [sorted(order[begin : begin + BATCH]) for begin in range(0, SAMPLES, BATCH)]
+        order = list(sampler)[: SAMPLES // BATCH * BATCH if drop_last else SAMPLES]
+        expected += [sorted(order[begin : begin + BATCH]) for begin in range(0, len(order), BATCH)]
     last = _last_by_step(notes)
-    seen = [sorted(i for note in last.get(step, []) for i in note["samples"]) for step in range(STEPS)]
+    parts = [{note["part"]: note["samples"] for note in last.get(step, [])} for step in range(STEPS)]
+    seen = [sorted(i for samples in of_step.values() for i in samples) for of_step in parts]
     return sum(a != b for a, b in zip(seen, expected[:STEPS], strict=True))
 
 
 def _difference(folder: Path) -> float:
-    """The largest relative difference of weights and optimizer state."""
-    pairs = zip(torch.load(folder / "drill.pt"), torch.load(folder / "alone.pt"), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    """The largest relative difference of weights and optimizer state; infinite if something is missing."""
+    alone = torch.load(folder / "alone-0.pt")
+    ranks = [torch.load(file) for file in folder.glob("drill-*.pt")]
+    if {name for rank in ranks for name in rank} != set(alone):
+        return float("inf")
+    return max(float((value - alone[name]).abs().max() / alone[name].abs().max()) for rank in ranks for name, value in rank.items())
 
 
 @contextmanager
@@ -326,13 +378,14 @@ def notes_kept(folder: Path, parent: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dir", type=Path, default=Path("/tmp"), help="where the drill's files are")
+    parser.add_argument("--pipelines", action="store_true", help="no node holds the whole model")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        train(arguments.worker, elastic=True)
+        train(arguments.worker, elastic=True, pipelines=arguments.pipelines)
         return
     with scratch(arguments.dir) as folder, notes_kept(folder, arguments.dir) as result:
-        result |= run(folder)
+        result |= run(folder, pipelines=arguments.pipelines)
         print(json.dumps(result))
 
 

@@ -173,8 +173,9 @@ def test_pipelines_plan_again_when_one_rank_is_killed_and_read_what_they_lack(pi
 
 
 @pytest.mark.slow
-def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path: Path) -> None:
-    done = run_script(BENCHMARKS / "preemption.py", "--dir", tmp_path, cwd=tmp_path)
+@pytest.mark.parametrize("options", [(), ("--pipelines",)], ids=["batches", "pipelines"])
+def test_nodes_are_killed_join_and_leave_while_training_goes_on(options: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_script(BENCHMARKS / "preemption.py", "--dir", tmp_path, *options, cwd=tmp_path)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-12000:]}"
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["lost_steps"] == result["wrong_samples"] == 0
