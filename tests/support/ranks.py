@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.scripts import run_script
+from support.scripts import run_script, start_server
 
 
 def port() -> int:
@@ -26,6 +26,7 @@ def start(
 
     With ``nodes``, each rank's, as torchrun starts them, however many a node has.
     """
+    start_server()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
     def run(rank: int) -> str:

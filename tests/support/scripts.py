@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from functools import cache
 from multiprocessing import forkserver
@@ -18,11 +19,20 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["lightning.pytorch", "pytorch_lightning", "transformers", "lightning_hetero.strategies", "torch.distributed.pipelining"]
 )
+_LOCK = threading.Lock()
+
+
+def start_server() -> None:
+    """Starts the process that the others are forked from: with what is installed, not with what lies in the current directory.
+
+    Threads that start scripts call it before they read the environment, which is another one for a moment.
+    """
+    with _LOCK:
+        _ensure_running()
 
 
 @cache
-def _start_server() -> None:
-    """Starts the process that the others are forked from: with what is installed, not with what lies in the current directory."""
+def _ensure_running() -> None:
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -39,10 +49,10 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script in a process of its own, with its folder first on the path."""
     argv = [str(script), *map(str, arguments)]
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         child = _CONTEXT.Process(target=_run, args=(argv, cwd, dict(env), out, err))
-        _start_server()
         child.start()
         child.join(timeout_s)
         if child.exitcode is None:
