@@ -4,7 +4,9 @@
 
 The plan, configs/pipelines_plan.json, is what `lightning-hetero plan-cluster` writes, made by hand for three processes on one
 machine; with `--trainer.strategy.init_args.plan auto` one is made for the ranks that are there. The same module trains with any
-other strategy: `python pipelines.py fit --config configs/pipelines.yaml --trainer.strategy auto --trainer.devices 1`.
+other strategy: `python pipelines.py fit --config configs/pipelines.yaml --trainer.strategy auto --trainer.devices 1`. With
+`--trainer.strategy.init_args.plan null --trainer.strategy.init_args.offload '{0: {plan: disk}}'` every process has all of it, and
+the first one keeps it on disk.
 """
 
 from __future__ import annotations

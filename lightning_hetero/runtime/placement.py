@@ -43,11 +43,13 @@ class SessionOptions:
 
     Attributes:
         plans: What makes the plan: the first one whose plan fits the budget counts.
+        sharers: Processes that share the host's memory alike, where no budget is given.
     """
 
     plans: tuple[Callable[[ModelShape], Plan], ...]
     block_cls: BlockCls | None = None
     host_memory: int | None = None
+    sharers: int = 1
     device_memory: int | None = None
     device: Device | None = None  # with memory of its own; None: the device is the host
     disk_path: Path | None = None
@@ -419,7 +421,7 @@ def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
 
 def host_budget(options: SessionOptions, present_bytes: int) -> int:
     """The budget of host memory: the user's, else what is free and what of it is in use already."""
-    return available_memory_bytes() + present_bytes if options.host_memory is None else options.host_memory
+    return available_memory_bytes() // options.sharers + present_bytes if options.host_memory is None else options.host_memory
 
 
 def least_bytes(needs: Needs) -> int:

@@ -14,6 +14,10 @@ PARALLEL_NAMESPACES = {
     "lightning.pytorch": "HeteroParallelStrategy",
     "pytorch_lightning": "PytorchLightningHeteroParallelStrategy",
 }
+GROUP_NAMESPACES = {  # of ``HeteroParallelStrategy(offload=...)``
+    "lightning.pytorch": "HeteroParallelOffloadStrategy",
+    "pytorch_lightning": "PytorchLightningHeteroParallelOffloadStrategy",
+}
 FSDP_NAMESPACES = {
     "lightning.pytorch": "HeteroParallelFsdpStrategy",
     "pytorch_lightning": "PytorchLightningHeteroParallelFsdpStrategy",
@@ -71,7 +75,28 @@ def parallel_class(namespace: str) -> type[Any]:
     """
     from lightning_hetero.strategies import hetero_pipelines
 
-    return _class(hetero_pipelines.HeteroPipelines, "DDPStrategy", PARALLEL_NAMESPACES, namespace)
+    engine = hetero_pipelines.HeteroPipelines
+    return _class(engine, "DDPStrategy", PARALLEL_NAMESPACES, namespace, __new__=_with_tiers_or_not)
+
+
+@functools.wraps(object.__new__)  # whoever reads signatures, as jsonargparse does, is to read that of __init__
+def _with_tiers_or_not(cls: type[Any], *args: Any, offload: Any = None, **options: Any) -> Any:
+    """``HeteroParallelStrategy.__new__``: with ``offload``, of the class that has tiers; DDP's wraps models that are in memory."""
+    tiered = offload not in (None, False) and cls is parallel_class(cls.namespace)
+    return object.__new__(parallel_offload_class(cls.namespace) if tiered else cls)
+
+
+@functools.cache
+def parallel_offload_class(namespace: str) -> type[Any]:
+    """The class of the given namespace's ``HeteroParallelStrategy`` with ``offload``.
+
+    Raises:
+        ConfigError: Unknown namespace.
+    """
+    from lightning_hetero.strategies import hetero_parallel_offload
+
+    engine, parent = hetero_parallel_offload.HeteroParallelOffload, parallel_class(namespace)
+    return _made(engine, parent, GROUP_NAMESPACES[namespace], namespace)
 
 
 @functools.cache
@@ -86,9 +111,13 @@ def parallel_fsdp_class(namespace: str) -> type[Any]:
     return _class(hetero_parallel_fsdp.HeteroParallelFsdp, "ModelParallelStrategy", FSDP_NAMESPACES, namespace)
 
 
-def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str) -> type[Any]:
+def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str, **more: Any) -> type[Any]:
     if namespace not in names:
         raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(names)}.")
     parent = getattr(importlib.import_module(f"{namespace}.strategies"), base)
+    return _made(engine, parent, names[namespace], namespace, **more)
+
+
+def _made(engine: type[Any], parent: type[Any], name: str, namespace: str, **more: Any) -> type[Any]:
     body = {"namespace": namespace, "__module__": "lightning_hetero.strategies", "__doc__": engine.__doc__}
-    return type(names[namespace], (engine, parent), body)
+    return type(name, (engine, parent), body | more)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.strategies.hetero_parallel import HeteroParallel
@@ -45,6 +46,11 @@ class HeteroParallelFsdp(HeteroParallel):
         tensor_parallel_size: int = 1,
         **model_parallel: Any,
     ) -> None:
+        if "offload" in model_parallel:
+            raise UnsupportedError(
+                f"{self.strategy_name!r} got offload={model_parallel['offload']!r}; weights that are sharded have no tiers. "
+                f"Use HeteroParallelStrategy(offload=...), whose ranks hold the whole model, or leave offload out."
+            )
         super().__init__(
             speeds=speeds,
             rebalance_every=rebalance_every,

@@ -48,6 +48,10 @@ class HeteroPipelines(HeteroParallel):
         micro_batches: With ``plan="auto"``: batches of the loader's size that make one step. Default: as many as ranks.
         tensor_parallel: With ``plan="auto"``: how many ranks may compute a stage's layers together, such as ``[1]`` or ``[1, 2]``.
             Default: all powers of two that nodes have ranks for, and that divide what the module shards.
+        offload: Who keeps weights and optimizer state on host or disk as ``hetero_offload`` does, while the others keep them in
+            memory: options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` by rank or by the name of a node,
+            such as ``{"small": {"plan": "disk", "host_memory": "4GiB"}}``; ``True`` or options themselves: all ranks. Makes a
+            :class:`~lightning_hetero.strategies.hetero_parallel_offload.HeteroParallelOffload`.
         options: Those of ``HeteroParallel``.
     """
 
@@ -59,9 +63,15 @@ class HeteroPipelines(HeteroParallel):
         plan: ClusterPlan | str | Path | None = None,
         micro_batches: int | None = None,
         tensor_parallel: Sequence[int] | None = None,
+        offload: bool | dict[int | str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if offload:
+            raise ConfigError(
+                f"offload={offload!r} for {type(self).__name__}, which has no tiers; make it a subclass of "
+                f"HeteroParallelOffloadStrategy."
+            )
         self._automatic = plan == "auto"
         self.plan = None if plan is None or self._automatic else plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(plan)
         if plan is not None and self._speeds is not None:

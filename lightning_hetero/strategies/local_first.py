@@ -38,7 +38,15 @@ log = logging.getLogger(__name__)
 
 NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLightningLocalFirst"}
 NEWEST = "newest"
-_REFUSED = ("HeteroOffload", "FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy")
+_REFUSED = (
+    "HeteroOffload",
+    "HeteroParallelOffload",
+    "FSDPStrategy",
+    "DeepSpeedStrategy",
+    "XLAStrategy",
+    "XLAFSDPStrategy",
+    "SingleDeviceXLAStrategy",
+)
 
 
 @functools.cache

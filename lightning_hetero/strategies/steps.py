@@ -87,9 +87,22 @@ class Steps(Core):
             if executor is not None:
                 executor.backward_ends()
                 executor.check_gradients()
+            self._gradients_computed()
             closure_loss = plugin.post_backward(closure_loss, module)
             self.post_backward(closure_loss)
         return closure_loss
+
+    def _gradients_computed(self) -> None:
+        """A backward has left its gradients, and nobody has seen them yet."""
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What is done inside is no part of the step's time."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began_s += time.monotonic() - began_s
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
@@ -106,13 +119,11 @@ class Steps(Core):
             if self._recovery is not None:
                 self._recovery.step_ended()
         if self._verifier is not None:
-            began_s = time.monotonic()
-            self.session.drain()
-            with self._plain_precision():
+            with self._waiting(), self._plain_precision():
+                self.session.drain()
                 self._verifier.check(self.lightning_module, optimizer, self.precision_plugin, self._updated_on_cpu())
             if not self._verifier.steps_left:
                 self._verifier = None
-            self._began_s += time.monotonic() - began_s  # no part of the step
         return output
 
     def _updated_on_cpu(self) -> set[int]:

@@ -89,13 +89,13 @@ class Notes(Callback):
         self.declared, self.sizes, self.shares = declared, [], []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if self.declared and WORLD > 1:
+        if self.declared and hasattr(trainer.strategy, "stopwatch"):
             trainer.strategy.stopwatch.stop_watching()
             trainer.strategy.stopwatch = Declared()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.append(len(batch[0]))
-        if WORLD > 1:
+        if hasattr(trainer.strategy, "shares"):
             self.shares.append(trainer.strategy.shares)
 
 

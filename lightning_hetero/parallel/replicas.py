@@ -1,0 +1,155 @@
+"""Replicas of one model, one on each rank, wherever a rank keeps it: weights made equal, gradients averaged.
+
+[Note: One order]
+Every rank goes through the parameters in the order of the module, so all ranks meet in the same collectives without a word; only
+which parameters have gradients is asked first. A mean is computed once and is the same on all ranks bit for bit. Ranks divide
+before they add, as ``DistributedDataParallel`` does.
+
+[Note: Parameters without gradients]
+As with ``find_unused_parameters=True``: a rank whose batch has not used a parameter adds zeros to the others' gradients; a
+parameter that no rank has used has no gradient afterwards, and no update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.device.gradients import check_dense
+from lightning_hetero.units import MIB
+
+_BUCKET_BYTES = 25 * MIB  # DDP's default; a larger gradient is reduced alone, where it lies
+_IN_FLIGHT = 2  # buckets: more hide no more, and take memory
+
+
+def check_same(module: nn.Module) -> None:
+    """Refuses ranks whose models are not the same.
+
+    Raises:
+        ConfigError: On every rank: names, shapes or dtypes of parameters differ.
+    """
+    rows = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()))
+    if len(set(digests)) > 1:
+        raise ConfigError(
+            f"the ranks' models differ: they have {[count for count, _ in digests]} parameters, or others by name, shape or dtype. "
+            f"Build the same model on every rank."
+        )
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Gives all ranks the first rank's values, one tensor at a time.
+
+    Args:
+        tensors: The same ones on all ranks, in one order; they may be offloaded.
+        device: Where the process group's backend wants tensors.
+    """
+    for tensor in tensors:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_rank() == 0:
+            value.copy_(tensor.detach())
+        dist.broadcast(value, src=0)
+        if dist.get_rank() != 0:
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> None:
+    """Sets gradients to their mean over all ranks; see [Note: One order] and [Note: Parameters without gradients].
+
+    Args:
+        parameters: The model's with their names, in one order on all ranks. Their gradients may lie in host memory.
+        device: Where the process group's backend wants tensors.
+
+    Raises:
+        UnsupportedError: A gradient is not dense; names the parameter.
+    """
+    trained = []
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            check_dense(name, parameter.grad)
+        if parameter.requires_grad:
+            trained.append(parameter)
+    present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    used = [p for p, somewhere in zip(trained, present.tolist(), strict=True) if somewhere]
+    pending: deque[tuple[_Bucket, Any]] = deque()
+    for parameters_of_bucket in _buckets(used):
+        bucket = _Bucket.of(parameters_of_bucket, device)
+        bucket.flat.div_(dist.get_world_size())
+        pending.append((bucket, dist.all_reduce(bucket.flat, async_op=True)))
+        if len(pending) == _IN_FLIGHT:
+            _finish(*pending.popleft())
+    for bucket, work in pending:
+        _finish(bucket, work)
+
+
+def _finish(bucket: _Bucket, work: Any) -> None:
+    work.wait()
+    bucket.scatter()
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, together as large as a bucket may be."""
+    some: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if some and (parameter.dtype != some[0].dtype or size + parameter.nbytes > _BUCKET_BYTES):
+            yield some
+            some, size = [], 0
+        some.append(parameter)
+        size += parameter.nbytes
+    if some:
+        yield some
+
+
+def _lies_well(gradient: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a collective may run on the gradient itself."""
+    return type(gradient) is Tensor and gradient.dtype == dtype and gradient.is_contiguous() and gradient.device == device
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Gradients in one flat tensor: a copy, or, of a single one that lies well, the gradient itself."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    is_copy: bool
+
+    @classmethod
+    def of(cls, parameters: list[nn.Parameter], device: torch.device) -> _Bucket:
+        only = parameters[0].grad if len(parameters) == 1 else None
+        if only is not None and _lies_well(only, parameters[0].dtype, device):
+            return cls(parameters, only.detach().view(-1), is_copy=False)
+        flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
+        bucket = cls(parameters, flat, is_copy=True)
+        for parameter, piece in bucket._pieces():
+            if parameter.grad is None:
+                piece.zero_()
+            else:
+                piece.copy_(parameter.grad.detach())
+        return bucket
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        pieces = torch.split(self.flat, [p.numel() for p in self.parameters])
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            yield parameter, piece.view(parameter.shape)
+
+    def scatter(self) -> None:
+        """Gives the gradients their values back."""
+        for parameter, piece in self._pieces() if self.is_copy else ():
+            if parameter.grad is None:
+                parameter.grad = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+                )
+            parameter.grad.copy_(piece)

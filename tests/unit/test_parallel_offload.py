@@ -1,0 +1,166 @@
+"""Which options make a group with tiers, and what such a group refuses."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy
+
+from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.parallel.elastic import Elastic
+from lightning_hetero.runtime.lanes import EmulatedDevice
+from lightning_hetero.strategies import (
+    HeteroParallelFsdpStrategy,
+    HeteroParallelOffloadStrategy,
+    HeteroParallelStrategy,
+    LocalFirst,
+    parallel_class,
+    parallel_offload_class,
+)
+
+DISK = {"plan": "disk", "host_memory": "4GiB"}
+
+
+def placed(strategy: Any, rank: int, names: tuple[str, ...]) -> Any:
+    """The options of one rank, once all have met."""
+
+    class World:
+        def global_rank(self) -> int:
+            return rank
+
+        def world_size(self) -> int:
+            return len(names)
+
+        def local_rank(self) -> int:
+            return 0
+
+    strategy.cluster_environment, strategy.parallel_devices, strategy._names = World(), [torch.device("cpu")], names
+    strategy._check_names()
+    return strategy._own()
+
+
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_offload_makes_the_class_with_tiers_and_nothing_else_does(namespace: str) -> None:
+    plain, tiered = parallel_class(namespace), parallel_offload_class(namespace)
+    assert type(plain(offload=True)) is type(pickle.loads(pickle.dumps(plain(offload=DISK)))) is tiered
+    assert type(plain()) is type(plain(offload=None)) is type(plain(offload=False)) is plain
+    assert isinstance(plain(offload=True), plain)
+
+
+def test_configurations_may_name_ranks_and_nodes() -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--strategy", type=Strategy)
+    options = {"offload": {"small": DISK, 1: {"plan": "host"}}, "speeds": [1, 2, 2]}
+    given = {"class_path": "lightning_hetero.strategies.HeteroParallelStrategy", "init_args": options}
+    strategy = parser.instantiate(parser.parse_object({"strategy": given})).strategy
+    assert type(strategy) is HeteroParallelOffloadStrategy
+    assert strategy._speeds == [1, 2, 2]
+    names = ("big", "big", "small")
+    plans = [placed(strategy, rank, names).options.plans[0].__name__ for rank in range(3)]
+    assert plans == ["resident", "host", "disk"]
+    assert placed(strategy, 2, names).options.host_memory == 4 << 30
+
+
+def test_ranks_of_one_node_share_what_it_has(tmp_path: Path) -> None:
+    strategy = HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path})
+    first, second = (placed(strategy, rank, ("node", "node")).options for rank in range(2))
+    assert (first.disk_path, second.disk_path) == (tmp_path / "rank-0", tmp_path / "rank-1")
+    assert first.sharers == 2
+    assert first.engine.update_threads == max(1, strategy.options.engine.threads() // 2)
+    assert not first.wants_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"offload": {}}, ConfigError, "offload={}"),
+        ({"offload": 3}, ConfigError, "offload=3"),
+        ({"offload": {0: "disk"}}, ConfigError, "for a rank"),
+        ({"offload": {"plna": "disk"}}, ConfigError, "plna"),
+        ({"offload": {0: {"plan": "nothing"}}}, ConfigError, "'nothing'"),
+        ({"offload": {"plan": "disk", "verify": 1}}, UnsupportedError, "verify=1"),
+        ({"offload": {"a": {"plan": "disk", "keep_every": 2}}}, UnsupportedError, "keep_every=2"),
+        ({"offload": True, "plan": "auto"}, UnsupportedError, "plan='auto'"),
+        ({"offload": True, "ddp_comm_hook": print}, UnsupportedError, "ddp_comm_hook"),
+        ({"offload": True, "sped": 1}, ConfigError, "sped=1"),
+    ],
+)
+def test_options_that_a_group_does_not_have_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        HeteroParallelStrategy(**options)
+
+
+def test_ranks_and_nodes_that_are_not_there_are_refused_unless_nodes_may_come(tmp_path: Path) -> None:
+    for offload in ({2: DISK}, {-1: DISK}, {"elsewhere": DISK}):
+        with pytest.raises(ConfigError, match="offload names"):
+            placed(HeteroParallelStrategy(offload=offload), 0, ("a", "b"))
+    elastic = HeteroParallelStrategy(offload={"elsewhere": DISK}, elastic=Elastic(tmp_path))
+    assert placed(elastic, 0, ("a", "b")).options.plans[0].__name__ == "resident"
+
+
+def test_other_strategies_and_subclasses_say_that_they_have_no_tiers() -> None:
+    class Own(parallel_class("lightning.pytorch")):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match="HeteroParallelOffloadStrategy"):
+        Own(offload=True)
+    with pytest.raises(UnsupportedError, match="offload=True"):
+        HeteroParallelFsdpStrategy(offload=True)
+    with pytest.raises(UnsupportedError, match="LocalFirst"):
+        HeteroParallelStrategy(offload=True).checkpoint_io = LocalFirst()
+
+
+class Manual(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("offload", "module", "options", "message"),
+    [
+        ({"plan": "disk"}, Manual(), {}, "automatic optimization"),
+        ({"plan": "resident", "device": EmulatedDevice(memory="16MiB")}, None, {}, "updates run on the CPU"),
+        ({"device": EmulatedDevice(memory="16MiB")}, None, {}, "planner 'holistic'"),
+        ({"plan": "host"}, None, {"sync_batchnorm": True}, "sync_batchnorm"),
+    ],
+)
+def test_a_fit_that_cannot_keep_ranks_equal_is_refused(
+    offload: dict[str, Any], module: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=HeteroParallelStrategy(offload=offload), logger=False, max_steps=1,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match=message):
+        trainer.fit(module or BoringModel())
+
+
+def test_one_rank_trains_bit_for_bit_as_plain_lightning(tmp_path: Path) -> None:
+    found = []
+    for strategy in (HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path / "files"}), "auto"):
+        torch.manual_seed(0)
+        model = Adam()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, max_steps=3, gradient_clip_val=0.1,
+            default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(model)
+        found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+class Adam(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)), torch.nn.Linear(32, 2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
