@@ -235,6 +235,12 @@ class HeteroPipelines(HeteroParallel):
 
     # ---- steps --------------------------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Ranks of a stage go on with the same random numbers, whichever a checkpoint of another plan has given them."""
+        super().on_train_start()
+        if self.pipelines is not None:
+            self.pipelines.share_random_numbers()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Pipelines measure nothing."""
         if self.pipelines is None:

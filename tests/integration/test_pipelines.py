@@ -153,6 +153,14 @@ def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Resu
             assert all(torch.equal(saved[key], value) for key, value in found["began"].items())
 
 
+def test_ranks_of_a_stage_go_on_with_the_same_random_numbers(folder: Path) -> None:
+    """A checkpoint of as many ranks has each rank's own."""
+    idle, first, second = (load(folder, f"resumed3-rank{rank}.pt")["again"] for rank in range(3))
+    assert len(first["losses"]) == 1
+    assert torch.equal(first["random"], second["random"])
+    assert not torch.equal(first["random"], idle["random"])
+
+
 def test_bytes_come_from_the_nearest_place(folder: Path) -> None:
     nodes = [folder / "nodes" / node for node in pipeline_train.NODES]
     for rank in range(3):

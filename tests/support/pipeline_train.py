@@ -177,6 +177,10 @@ class Notes(Callback):
         self.gradients: list[dict[str, Tensor]] = []
         self.val: list[float] = []
         self.began: dict[str, Tensor] = {}
+        self.random = torch.empty(0)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.random = torch.get_rng_state()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.began = {f"state_dict.{name}": whole(value) for name, value in module.state_dict().items() if any(value.stride())}
@@ -268,6 +272,7 @@ def fit(
         "metrics": dict(trainer.callback_metrics),
         "plan": getattr(strategy, "plan", None),
         "began": notes.began,
+        "random": notes.random,
         "bytes": local_first[0].bytes_read if local_first else {},
         "best": checkpoint.best_model_path,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -310,6 +315,9 @@ def main() -> None:
         for name, (saved, other) in (kept if plan else {"shards": ("shards", None)}).items():
             path = str(folder / f"{saved}-6" / "step=3.ckpt")
             out[name] = fit(folder, name, other, net=Counting, max_epochs=2, resume=path, node=NODES[RANK])
+        if plan:  # as many ranks by another plan
+            path = str(folder / "layers-3" / "step=6.ckpt")
+            out["again"] = fit(folder, "again", SHARED, net=Counting, max_steps=7, resume=path, node=NODES[RANK])
         if plan:
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
             slower, faster = measured(faster=0.1), measured(faster=10)

@@ -88,7 +88,7 @@ class Pipelines:
         if self.slot is not None and layout.num_shards > 1:
             stage = self.groups.of(layout.stage(self.slot.group, self.slot.stage))
             parallelize(layers, own, DeviceMesh.from_group(stage, device.type))
-            same_random_numbers(stage, device)
+        self.share_random_numbers()
         self._context = context
         self._stage = _Stage([layers.modules[i] for i in own], context)
         self._pipeline = () if self.slot is None else layout.pipeline(self.slot.group, self.slot.shard)
@@ -99,6 +99,11 @@ class Pipelines:
         self._names: tuple[str, ...] | None = None
         self._parked: dict[nn.Parameter, Tensor] = {}
         self._count = 1.0
+
+    def share_random_numbers(self) -> None:
+        """Gives the ranks of a stage the random numbers of its first one; all of them have to ask."""
+        if self.slot is not None and self.layout.num_shards > 1:
+            same_random_numbers(self.groups.of(self.layout.stage(self.slot.group, self.slot.stage)), self.device)
 
     @property
     def is_last(self) -> bool:
