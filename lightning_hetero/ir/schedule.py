@@ -15,8 +15,9 @@ a transfer takes its target's memory as it starts, and gives its source's back a
 - ``UPLOAD weights`` on ``h2d``: weights that live below the device take device memory until ``RELEASE weights`` on ``h2d``
   (a RELEASE on ``disk_read`` gives host memory back). Weights that live on the device have their place there; an UPLOAD
   after the CPU's UPDATE brings the new ones.
-- ``GRAD gradients`` on ``d2h``: a block's gradients take host memory until its CPU UPDATE has ended. In a micro-batch that
-  accumulates no UPDATE follows; the next micro-batch's GRAD is added to what is there.
+- ``GRAD gradients`` on ``d2h``: a block's gradients take host memory until its CPU UPDATE has ended, and where that comes before
+  the verdict until the verdict. In a micro-batch that accumulates no UPDATE follows; the next micro-batch's GRAD is added to what
+  is there.
 - ``SWAP_OUT activations`` on ``d2h``, of what goes to the disk a second one on ``disk_write``; ``SWAP_IN activations`` on
   ``disk_read``, then on ``h2d``. One per hop and per use of a block; uses of one block nest.
 - ``SWAP_IN state`` on ``h2d`` before a device UPDATE of state that lives on the host, ``SWAP_OUT state`` on ``d2h`` after it.
@@ -30,7 +31,8 @@ the hope that the verdict says so. If it does, the step goes on as if it had bee
 made is discarded as the verdict's anchor begins, and the block is updated again (``REDONE``); weights in memory that live on disk
 are fetched first, over those that the update has made. Up to the verdict both schedules are the same, so the runtime goes over from
 one to the other.
-Blocks that cannot be taken back are updated after the verdict either way.
+Blocks that cannot be taken back are updated after the verdict either way, and so are those that a device with memory of its own
+updates. Such a device gets no weights on which there is no verdict.
 
 [Note: Mirrors]
 Where every step is kept (``ModelShape.kept_every`` is 1), what of a block lives in memory is written to the disk after the verdict,

@@ -34,7 +34,8 @@ def check(
 
     - *update*: only blocks that can be taken back are updated before the verdict; where the verdict discards, all of these are
       updated once more, after it, with state that was read after it.
-    - *resident*: nobody fetches weights on which there is no verdict; an update that is done again finds the old ones.
+    - *resident*: nobody fetches or uploads weights on which there is no verdict, or that it has discarded; an update that is done
+      again finds the old ones.
 
     For a device with memory of its own, moreover:
 

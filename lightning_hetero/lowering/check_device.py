@@ -101,6 +101,8 @@ class DeviceCheck(HostCheck):
             self.fail("resident", op, op.block, "uploads weights that are not in host memory")
         if self.schedule.signature.updates is not Updates.NONE and placed.renewed and self.is_outdated(op):
             self.fail("order", op, op.block, "uploads weights that the coming UPDATE outdates, after their last use")
+        if op.block in self.speculated and (not self.after_verdict(op) or self.may_redo(op)):
+            self.fail("resident", op, op.block, "uploads weights on which there is no verdict yet, or that it has discarded")
         if placed.below_device and self.released_there & ~self.behind[op.id]:
             self.fail("capacity", op, op.block, "does not wait for every RELEASE before it, whose memory it takes over")
         self.held.add(op.block)
@@ -159,6 +161,8 @@ class DeviceCheck(HostCheck):
 
     def must_follow_verdict(self, block: int) -> bool:
         """Such a device may update a block between two backwards."""
+        if self.speculates:
+            return super().must_follow_verdict(block)
         return not updates_in_backward(self.plan, self.schedule.signature.updates)
 
     def check_state_up(self, op: Op) -> None:

@@ -29,7 +29,7 @@ class HostCheck:
         self.fetched: dict[int, int] = {}  # block -> the FETCH that brought its weights
         self.opened: dict[int, int] = {}  # block -> the FETCH of its state
         self.updated: dict[int, int] = {}  # block -> its UPDATE
-        self.speculates = not self.has_device and speculates(plan, schedule.signature.updates)
+        self.speculates = speculates(plan, schedule.signature.updates)
         self.speculated: dict[int, int] = {}  # block -> its UPDATE before the verdict
         self.update_ended: dict[int, int] = {}  # block -> its UPDATE, or what follows from it
         self.stored: dict[int, int] = {}  # block -> its STORE

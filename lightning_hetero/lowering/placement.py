@@ -26,7 +26,7 @@ class Placement:
         renewed: Its weights live on such a device and the CPU updates it: an UPLOAD brings the new ones.
         state_moves: Such a device updates it and its state lives on the host: it comes up before the UPDATE and goes back after.
         weights_return: The same for its weights: the new ones go back to the host.
-        revocable: An update of it can be taken back: the old state stays on disk. Not yet beside a device with memory of its own.
+        revocable: An update of it can be taken back: the CPU makes it, and the old state stays on disk.
         mirrored_bytes: What of it lives in memory and is written to the disk in every step; see [Note: Mirrors] in ``ir.schedule``.
         saved: What becomes of what its forward saves; all of it is kept where the device is the host.
     """
@@ -118,7 +118,7 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> 
         renewed=device and on_cpu and plan.weights is Tier.DEVICE,
         state_moves=on_device and plan.state is Tier.HOST,
         weights_return=on_device and plan.weights is Tier.HOST,
-        revocable=not device and on_cpu and plan.state is Tier.DISK,
+        revocable=on_cpu and plan.state is Tier.DISK,
         mirrored_bytes=mirrored_bytes(shape, plan) if kept else 0,
         saved=saved_bytes(shape, plan) if keeps_less(plan) else _kept(shape),
     )
@@ -150,7 +150,7 @@ def updates_in_backward(plan: Plan, updates: Updates) -> bool:
 
 
 def speculates(plan: Plan, updates: Updates) -> bool:
-    """Whether updates that can be taken back follow their own backward where the device is the host, the others the verdict.
+    """Whether updates that can be taken back follow their own backward, the others the verdict.
 
     Args:
         plan: The plan; updates that it wants after backward, or one by one, do not speculate.

@@ -40,7 +40,7 @@ class UpdateMoves:
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
         self._uses, self._weights, self._activations = uses, weights, activations
         self._in_backward = updates_in_backward(plan, signature.updates)
-        self._speculates = activations is None and speculates(plan, signature.updates)
+        self._speculates = speculates(plan, signature.updates)
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
         self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
@@ -76,9 +76,9 @@ class UpdateMoves:
         if (self._in_backward or self._speculates) and self._plan.update_order is UpdateOrder.OVERLAPPED:
             self._open_ahead(index)
         depth = self._plan.gradient_depth
-        if self._speculates:
-            return  # gradients stay until the verdict, however far updates are
         if self._activations is None:
+            if self._speculates:
+                return  # gradients stay until the verdict, however far updates are
             waiting = list(self._updated.values())  # gradients become host memory: the oldest must have been used up
             yield from waiting[-depth:][:1] if len(waiting) >= depth else []
         elif len(self._grads) >= DEVICE_GRADIENTS:
@@ -95,10 +95,10 @@ class UpdateMoves:
         """
         if self._signature.updates is Updates.NONE:
             return
-        if not self._plan.priority:
+        again = self._speculates and self._signature.updates is Updates.REDONE
+        if not self._plan.priority and not again:
             for block in self._updated:
                 self._renew(block)
-        again = self._speculates and self._signature.updates is Updates.REDONE
         blocks = dict.fromkeys(self._signature.order)
         left = [b for b in blocks if self._placed[b].trainable and (again or b not in self._updated)]
         moving = iter([b for b in left if self._placed[b].state_moves and b not in self._opened])

@@ -55,6 +55,7 @@ class Executor(EngineOps):
 
     Attributes:
         watcher: Who looks on, if anybody does.
+        probing: Nobody knows yet whether a device is large enough for the batch, so that updates wait until it is over.
         commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
     """
 
@@ -63,7 +64,7 @@ class Executor(EngineOps):
     ) -> None:
         super().__init__(blocks, plan=plan, model=model, capacity_bytes=capacity_bytes, **common)
         self.heap = heap
-        self.commits = True
+        self.commits, self.probing = True, False
         self.watcher: Watcher | None = None
         self._handed_over = True  # since the last batch was armed
         self._schedules = Schedules(plan, model, capacity_bytes)
@@ -101,7 +102,7 @@ class Executor(EngineOps):
         self._seen = []
         self._cursor = self._issued = 0
         self._tickets = {}
-        self.speculation.begin(training=training and self._armed is not None and self.deferred)
+        self.speculation.begin(training=training and self._armed is not None and self.deferred and not self.probing)
         self._schedule = self._schedule_for(training)
         self.updater.begin_step()
         if training:
@@ -125,7 +126,7 @@ class Executor(EngineOps):
     @property
     def _all_wait(self) -> bool:
         """Whether updates wait for the verdict on all gradients."""
-        return self.deferred
+        return self.deferred or self.probing
 
     def _close_all(self) -> None:
         """What the last batch left open is closed."""
@@ -251,8 +252,12 @@ class Executor(EngineOps):
             self.speculation.keep(scale)
             if self.speculation.redoes and self._schedule is not None:
                 redone = replace(self._schedule.signature, updates=Updates.REDONE)
-                self._schedule = self._schedules.lowered(redone, self._schedule.resident_before, None)
+                self._schedule = self._schedules.lowered(redone, self._schedule.resident_before, self._room_before(self._schedule))
         self.speculation.observe(self.speculation.discarded)
+
+    def _room_before(self, schedule: Schedule) -> DeviceRoom | None:
+        """What a device with memory of its own had room for and held as the schedule began."""
+        return None
 
     def clip(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clips gradients by their global norm, before ``optimizer.step()``."""

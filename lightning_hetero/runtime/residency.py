@@ -216,7 +216,11 @@ class ResidentBlocks:
         self.bring(block)
 
     def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final; parameters that live in memory become ordinary again."""
+        """Waits until the part's weights are final; parameters that live in memory become ordinary again.
+
+        Before the verdict on an update that was tried, they are what they were before it, which is taken back.
+        """
+        self.store.revoke(part)
         if part.last_write is not None:
             part.last_write.wait(READY)
             part.last_write = None

@@ -11,11 +11,17 @@ no bit, so it is not applied; then the update that was tried with the gradients 
 A ``GradScaler`` divides all gradients by the scale and looks for one that is not finite. Both are done by its own function too,
 early and block by block; it skips the step, and lowers the scale, as ever. Optimizers that divide themselves (``fused=True``) are
 tried with the scale that the loss was multiplied by.
+
+[Note: Beside a device]
+On a device with memory of its own both are done there, as backward leaves the gradients and before they leave for the host
+(``runtime.device.gradients``). Updates run on a lane, so the verdict waits until those that were tried have been handed to the
+engine; their gradients stay on the host. What the device holds of weights is not renewed before the verdict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +33,7 @@ from lightning_hetero._native import READY, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.updates import DueUpdate
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
 
 _MEMORY = 16  # steps that the share of discards remembers
@@ -39,14 +45,20 @@ Unscale = Callable[[Any, Tensor, Tensor, bool], dict[torch.device, Tensor]]  # G
 @dataclass(slots=True)
 class _Tried:
     due: DueUpdate
-    tickets: list[Ticket]
+    tickets: list[Ticket]  # none where the store could not try it
+    handed: Callable[[], None]  # waits until it has got them
+
+
+def _at_once() -> None:
+    """It has them."""
 
 
 class Speculation:
     """What of a step is tried before its verdict, and whether it is worth trying.
 
-    Contract: one thread calls. :meth:`begin`, then during backward :meth:`measure` and :meth:`remember` for each block that
-    :meth:`may_try` allows, then the verdict: :meth:`keep`, or :meth:`discard` and :meth:`again`, or :meth:`skip`.
+    Contract: one thread calls. :meth:`begin`, then during backward :meth:`measured` and :meth:`remember` for each block that
+    :meth:`may_try` allows, then the verdict: :meth:`keep`, or :meth:`discard` and :meth:`again`, or :meth:`skip`. Beside a device
+    with memory of its own :meth:`hopes`, :meth:`divide` and :meth:`scaled` take the place of the first two.
 
     Args:
         store: The tiers.
@@ -59,6 +71,7 @@ class Speculation:
         break_even: The rate up to which trying takes no longer than waiting; see ``planners.speculation``.
         scaler: The ``GradScaler`` of the loss, if there is one.
         unscale: Its function for all gradients.
+        turn: Held while the store is used, where lanes use it too.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -69,51 +82,67 @@ class Speculation:
         self.break_even = _BREAK_EVEN
         self.scaler: torch.amp.GradScaler | None = None
         self.unscale: Unscale | None = None
+        self.turn: AbstractContextManager[Any] = nullcontext()
         self._store = store
         self._tried: dict[int, _Tried] = {}
         self._norms: dict[int, Tensor] = {}  # by the parameter's id
         self._unscaled: set[int] = set()
-        self._found_inf = False
+        self._found: list[Tensor] = []  # above 0 where a gradient was not finite
+        self._loss_scale = 1.0
 
     def begin(self, *, training: bool) -> None:
         """A batch begins; one that ended without a verdict is forgotten."""
         self.skip()
         self._norms.clear()
         self._unscaled.clear()
-        self._found_inf = False
+        self._found.clear()
         self.trying = training and self.enabled and self.discard_rate <= self.break_even
+        if self.trying and self.scaler is not None:
+            self._loss_scale = self.scaler.get_scale()
 
     # ---- trying -------------------------------------------------------------------------------------------------------------
 
     def may_try(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether the block's update may run now, to be taken back if need be."""
+        return self.hopes(block, binding) and self.may_be_tried(block.parts)
+
+    def hopes(self, block: Block, binding: OptimizerBinding) -> bool:
+        """The same, but for what the store says (:meth:`may_be_tried`), which may change until the update runs."""
         if not self.trying or self.discarded or binding.rule is not Rule.NATIVE:
             return False
         revocable = block.plan.state is Tier.DISK and block.plan.update is UpdateLane.CPU
-        mine = [part for part in block.parts if part.native is not None and part.native.geometry.num_state]
-        if not revocable or any(binding.is_new(part, p) for part in mine for p in part.params if p.grad is not None):
-            return False
-        return all(self._store.may_speculate(part) for part in mine)
+        return revocable and not any(
+            binding.is_new(part, p) for part in _with_state(block.parts) for p in part.params if p.grad is not None
+        )
+
+    def may_be_tried(self, parts: Iterable[Part]) -> bool:
+        """Whether updates of these parts can be taken back."""
+        return all(self._store.may_speculate(part) for part in _with_state(parts))
 
     def measured(self, due: DueUpdate) -> DueUpdate:
         """The update as it is tried: its gradients are divided by the loss's scale, and their norms are taken."""
         params = [one.part.params[i] for one in due.parts for i in one.indices]
-        if self.scaler is not None and self.unscale is not None:
-            scale = self.scaler.get_scale()
-            divides = bool(getattr(due.binding.optimizer, "_step_supports_amp_scaling", False))
-            if divides:
-                due = replace(due, scale=1.0 / scale)
-            inverse = torch.full((), 1.0 if divides else scale).double().reciprocal().float()
-            found = self.unscale(_group(params), inverse, torch.zeros(()), divides)
-            self._found_inf |= any(bool(flag) for flag in found.values())
-            self._unscaled.update(map(id, params))
+        self.divide(params, due.binding)
         with torch.no_grad():
             self._norms.update(zip(map(id, params), torch._foreach_norm([_grad(p) for p in params], 2.0), strict=True))
-        return due
+        return self.scaled(due)
 
-    def remember(self, due: DueUpdate, tickets: list[Ticket]) -> None:
-        """The update has been tried."""
-        self._tried[due.block.index] = _Tried(due, tickets)
+    def divide(self, params: Sequence[nn.Parameter], binding: OptimizerBinding) -> None:
+        """Divides gradients by the loss's scale, unless the optimizer does, and looks for one that is not finite."""
+        if self.scaler is None or self.unscale is None or not params:
+            return
+        divides, device = _divides(binding), _grad(params[0]).device
+        inverse = torch.full((), 1.0 if divides else self._loss_scale, device=device).double().reciprocal().float()
+        self._found += self.unscale(_group(params), inverse, torch.zeros((), device=device), divides).values()
+        self._unscaled.update(map(id, params))
+
+    def scaled(self, due: DueUpdate) -> DueUpdate:
+        """The update with the scale that it is tried with."""
+        return replace(due, scale=1.0 / self._loss_scale) if self.scaler is not None and _divides(due.binding) else due
+
+    def remember(self, due: DueUpdate, tickets: list[Ticket], handed: Callable[[], None] = _at_once) -> None:
+        """The update is tried; ``handed`` waits until ``tickets`` has all of its tickets, or none if the store could not try it."""
+        self._tried[due.block.index] = _Tried(due, tickets, handed)
 
     # ---- the verdict --------------------------------------------------------------------------------------------------------
 
@@ -146,8 +175,8 @@ class Speculation:
         found = self.unscale(_group(params), inverse, found_inf, allow_fp16)
         if self._unscaled:
             found.setdefault(found_inf.device, found_inf.clone())
-            if self._found_inf:
-                found[found_inf.device].fill_(1.0)
+            for flag in self._found:
+                found[found_inf.device] += flag.to(found_inf.device)
         return found
 
     def keep(self, scale: float) -> None:
@@ -156,11 +185,17 @@ class Speculation:
             self.discard()
         if self.discarded:
             return
-        for index, tried in list(self._tried.items()):
-            lost = [one for one in tried.due.parts if not self._store.keep(one.part)]
-            tried.due = replace(tried.due, parts=lost)
-            if not lost:
-                del self._tried[index]
+        self._wait_handed()
+        with self.turn:
+            for index, tried in list(self._tried.items()):
+                lost = [one for one in tried.due.parts if not (tried.tickets and self._store.keep(one.part))]
+                tried.due = replace(tried.due, parts=lost)
+                if not lost:
+                    del self._tried[index]
+
+    def _wait_handed(self) -> None:
+        for tried in self._tried.values():
+            tried.handed()
 
     @property
     def redoes(self) -> bool:
@@ -170,9 +205,11 @@ class Speculation:
     def discard(self) -> None:
         """The verdict: what was tried is taken back. Its gradients may be changed once this returns."""
         self.discarded = True
-        for tried in self._tried.values():
-            for one in tried.due.parts:
-                self._store.revoke(one.part)
+        self._wait_handed()
+        with self.turn:
+            for tried in self._tried.values():
+                for one in tried.due.parts:
+                    self._store.revoke(one.part)
         for tried in self._tried.values():
             for ticket in tried.tickets:
                 ticket.wait(READY)
@@ -180,7 +217,7 @@ class Speculation:
     def again(self, block: Block, scale: float) -> DueUpdate | None:
         """The update of the block that was tried and taken back, with the scale that is right; ``None`` if there is none."""
         tried = self._tried.pop(block.index, None)
-        return None if tried is None else replace(tried.due, scale=scale)
+        return None if tried is None else tried.due.updater.again(tried.due, scale)
 
     def is_due(self, block: Block) -> bool:
         """Whether :meth:`again` has one."""
@@ -192,6 +229,10 @@ class Speculation:
             self.discard()
         for tried in self._tried.values():
             for one in tried.due.parts:
+                if one.part.last_write is not None:
+                    one.part.last_write.wait(READY)  # the weights are back
+                if one.claim is not None:
+                    one.claim.give_up()
                 tried.due.binding.retreat(one.part, one.indices)
         self._tried.clear()
         self.trying = self.discarded = False
@@ -199,6 +240,16 @@ class Speculation:
     def observe(self, discarded: bool) -> None:
         """One more verdict, whether anything was tried or not."""
         self.discard_rate += (discarded - self.discard_rate) / _MEMORY
+
+
+def _with_state(parts: Iterable[Part]) -> list[Part]:
+    """Those that the engine updates."""
+    return [part for part in parts if part.native is not None and part.native.geometry.num_state]
+
+
+def _divides(binding: OptimizerBinding) -> bool:
+    """Whether the optimizer divides gradients by the loss's scale itself."""
+    return bool(getattr(binding.optimizer, "_step_supports_amp_scaling", False))
 
 
 def _group(params: Sequence[nn.Parameter]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -221,6 +221,14 @@ class Updater:
                 for i in one.indices:
                     one.part.params[i].grad = None
         return tickets
+
+    def again(self, due: DueUpdate, scale: float) -> DueUpdate:
+        """The same update once more, with gradients that are multiplied by ``scale`` first."""
+        if self.device is None:
+            return replace(due, scale=scale)
+        gradients, keep = self.device.gradients, self._keep_gradients
+        parts = [replace(p, claim=gradients.claim([p.part.params[i] for i in p.indices], keep=keep)) for p in due.parts]
+        return replace(due, scale=scale, parts=parts)
 
     def update_whole(self, binding: OptimizerBinding) -> None:
         """One step of an optimizer that may couple its parameters; all of them are in memory."""

@@ -121,6 +121,7 @@ class _Compiler:
     # ---- one schedule -----------------------------------------------------------------------------------------------------
 
     def _schedule(self, schedule: Schedule) -> None:
+        self._updates, self._verdict = schedule.signature.updates, len(schedule.anchors) - 1
         self._done: dict[int, int] = {}  # op -> the job that ends it
         self._streams: dict[int, _Stream] = {}  # block -> its update
         self._stores = {op.block: op for op in schedule.ops if op.kind is OpKind.STORE}
@@ -159,6 +160,8 @@ class _Compiler:
             block, placed = self._placed(anchor.block)
             job.amount = block.forward_s if anchor.phase is Phase.FORWARD else backward_s(block, placed)
             job.starts, job.ends = self._memory.anchor(anchor.phase, anchor.block, training=training)
+        else:
+            job.ends = self._memory.verdict(keeps=self._updates is not Updates.REDONE)
         number = self._on_compute(job, after=[self._done[i] for i in anchor.needs] if seen else ())
         if seen:
             self._carry(anchor.carried, number)
@@ -311,7 +314,7 @@ class _Compiler:
         for piece in range(stream.num_pieces):
             job = self._job(op, Server.CPU, amount=units, work=Work.CPU_UPDATE, rank=rank, stream=stream, role=role)
             stream.computes.append(program.add(job, (arm, *stream.reads[piece : piece + 1])))
-        _, program.jobs[-1].ends = self._memory.op(op)
+        _, program.jobs[-1].ends = self._memory.op(op, tried=self._is_tried(op))
         return stream.computes[-1]
 
     def _store(self, op: Op, arrival: int | None, after: list[int]) -> int:
@@ -329,6 +332,10 @@ class _Compiler:
             if op.at != stream.issued_at:
                 self._issued(number, arrival)
         return number
+
+    def _is_tried(self, op: Op) -> bool:
+        """Whether an UPDATE comes before a verdict that may discard it; only those that are streamed do."""
+        return self._updates in (Updates.SPECULATIVE, Updates.REDONE) and op.at != self._verdict
 
     def _placed(self, block: int) -> tuple[BlockProfile, BlockPlan]:
         return self._model.blocks[block], self._plan.blocks[block]

@@ -1,9 +1,9 @@
 """Occupancy of the tiers: what each job of a step takes as it starts and gives back as it ends.
 
 What is counted: the model's constant bytes; weights and state by their tier; staging; weights that are fetched or uploaded, until
-they are released; gradients from a block's backward until its update; saved activations from a block's forward until its
-backward, less what is swapped or recomputed meanwhile; transient bytes while a block computes. See [Note: Devices] in
-``ir.schedule`` for who holds what while it moves.
+they are released; gradients from a block's backward until its update, or until the verdict on that update; saved activations from a
+block's forward until its backward, less what is swapped or recomputed meanwhile; transient bytes while a block computes. See
+[Note: Devices] in ``ir.schedule`` for who holds what while it moves.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Occupancy:
         self._keeps_gradients = keeps_gradients
         self._on_device: set[int] = set()  # blocks whose gradients exist there
         self._on_host: set[int] = set()
+        self._tried: set[int] = set()  # blocks whose gradients stay until the verdict
 
     def constant(self, schedule: Schedule) -> Effect:
         """What is there before the first job of the first schedule."""
@@ -85,8 +86,8 @@ class Occupancy:
             taken += shape.gradient_bytes
         return self._pooled(taken, 0), self._pooled(-given, 0)
 
-    def op(self, op: Op) -> tuple[Effect | None, Effect | None]:
-        """What one op takes and gives back; ``None``: nothing."""
+    def op(self, op: Op, *, tried: bool = False) -> tuple[Effect | None, Effect | None]:
+        """What one op takes and gives back; ``None``: nothing. ``tried``: it is an UPDATE before the verdict."""
         size, placed = op.num_bytes, self._plan.blocks[op.block] if op.block >= 0 else None
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
@@ -99,6 +100,8 @@ class Occupancy:
                 return self._pooled(size, 0), None
             case OpKind.GRAD, _, _:
                 return self._gradients(op.block)
+            case OpKind.UPDATE, _, _ if tried:
+                self._tried.add(op.block)
             case OpKind.UPDATE, _, _:
                 return None, self._updated(op.block)
             case (OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H):
@@ -114,6 +117,12 @@ class Occupancy:
             case (OpKind.SWAP_OUT, Payload.STATE, _):
                 return None, self._pooled(-size, 0)
         return None, None
+
+    def verdict(self, *, keeps: bool) -> Effect | None:
+        """What the verdict on updates that were tried gives back; those that it discards are done again, with their gradients."""
+        tried, self._tried = self._tried, set()
+        effects = [self._updated(block) for block in tried] if keeps else []
+        return (sum(device for device, _ in effects), sum(host for _, host in effects)) if effects else None
 
     def end(self) -> Effect | None:
         """Gradients that no update has used up: the next step begins without them, unless they are kept."""

@@ -203,7 +203,7 @@ class Recovery:
     def _refuse(self, executor: DeviceExecutor, error: BaseException, where: str) -> None:
         if not self._module.automatic_optimization:
             raise _final(error, f"{where}, and optimization is manual, so that the step cannot begin again")
-        if executor.updater.has_begun:
+        if executor.has_begun:
             raise _final(
                 error,
                 f"{where}, and updates of this step have begun, so that it cannot begin again: what is in memory is of two steps. "

@@ -36,6 +36,7 @@ class Case:
         at: Steps before the one that dies.
         every: One of so many steps is kept.
         twice: The resume dies as well, while it rolls the store back, and another one follows.
+        beside: On a device with memory of its own.
     """
 
     point: str
@@ -44,6 +45,7 @@ class Case:
     at: int = 2
     every: int = 1
     twice: bool = False
+    beside: bool = False
 
     @property
     def clips(self) -> bool:
@@ -53,7 +55,8 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        return "-".join((self.plan, self.point, *([f"every{self.every}"] if self.every > 1 else []), *(["twice"] * self.twice)))
+        every = f"every{self.every}" if self.every > 1 else ""
+        return "-".join(filter(None, (self.plan, self.point, every, "twice" * self.twice, "device" * self.beside)))
 
 
 CASES = [
@@ -66,6 +69,8 @@ CASES = [
     Case(COMMITTED, 3, at=4, every=3),  # two later steps have written over the slots of the third
     Case(COMMITTED, 3, at=4, every=3, plan="mixed", twice=True),
     Case("unpinned", 4, at=3, every=2, plan="mixed"),
+    Case("tried", 2, plan="mixed", beside=True),
+    Case("redone", 2, plan="mixed", beside=True),
 ]
 
 
@@ -134,7 +139,7 @@ def in_child(call: Callable[[], object]) -> bool:
 
 
 def strategy_of(root: Path, case: Case) -> Any:
-    from lightning_hetero import BlockPlan, Plan, Tier
+    from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
     from lightning_hetero.runtime import speculation
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -142,7 +147,10 @@ def strategy_of(root: Path, case: Case) -> Any:
     rows = (BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK))
     mixed = Plan(name="mixed", blocks=rows)
     plan = mixed if case.plan == "mixed" else case.plan
-    return HeteroOffloadStrategy(plan=plan, disk_path=root / "store", verify_digests=True, keep_every=case.every)
+    device = EmulatedDevice(memory="4MiB", seed=4) if case.beside else None
+    return HeteroOffloadStrategy(
+        plan=plan, disk_path=root / "store", verify_digests=True, keep_every=case.every, device=device
+    )  # fmt: skip
 
 
 def train(
@@ -177,12 +185,15 @@ def die_at(root: Path, file: Path, case: Case) -> None:
     from lightning_hetero.runtime.steps import KeptSteps
 
     strategy = strategy_of(root, case)
-    step, tickets = [0], list[Any]()
+    step, tried = [0], list[Any]()
 
     def die(where: str) -> None:
         if (where, step[0]) != (case.point, case.at):
             return
         executor = strategy.session.executor
+        if case.beside:
+            executor.lanes.drain()
+        tickets = [ticket for some in tried for ticket in some]
         for ticket in [*tickets, *executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
             ticket.wait(DONE)
         file.write_text(json.dumps({"tried": len(tickets)}))
@@ -196,7 +207,7 @@ def die_at(root: Path, file: Path, case: Case) -> None:
                 die(before)
             result = original(self, *args, **kwargs)
             if name == "remember" and step[0] == case.at:
-                tickets.extend(args[1])
+                tried.append(args[1])  # which lanes fill
             if after:
                 die(after)
             return result

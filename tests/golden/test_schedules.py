@@ -136,10 +136,20 @@ def _deep_optimizer_states() -> Plan:
     return Plan(name="deep_optimizer_states", blocks=rows, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
 
 
-@pytest.mark.parametrize("planner", [_lohan, _zero_offload, _deep_optimizer_states], ids=lambda p: p.__name__.strip("_"))
-def test_schedule_for_a_device_is_the_reviewed_one(planner: Callable[[], Plan], pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    ("name", "planner", "updates"),
+    [
+        ("lohan", _lohan, Updates.IN_BACKWARD),
+        ("lohan_redone", _lohan, Updates.REDONE),
+        ("zero_offload", _zero_offload, Updates.IN_BACKWARD),
+        ("deep_optimizer_states", _deep_optimizer_states, Updates.IN_BACKWARD),
+    ],
+)
+def test_schedule_for_a_device_is_the_reviewed_one(
+    name: str, planner: Callable[[], Plan], updates: Updates, pytestconfig: pytest.Config
+) -> None:
     plan = planner().resolve(b.name for b in LAYERS.blocks)
     rooms = Rooms(host_cache_bytes=2 * 200, device_cache_bytes=2000 + 2 * 200, staging_bytes=0)
-    (schedule,) = steady(plan, LAYERS, rooms=rooms)
+    (schedule,) = steady(plan, LAYERS, [replace(STEP, updates=updates)], rooms=rooms)
     check(schedule, plan, LAYERS, capacity_bytes=rooms.host_cache_bytes, device_capacity_bytes=rooms.device_cache_bytes)
-    _compare(f"device_{plan.name}", schedule, pytestconfig)
+    _compare(f"device_{name}", schedule, pytestconfig)

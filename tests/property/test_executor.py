@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +12,8 @@ import lightning.pytorch as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.lane_kinds import KINDS, lanes_of
 from support.models import Recipe, Shape, run
-from support.streams import FakeCuda
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
@@ -27,12 +25,6 @@ from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import Rooms
-from lightning_hetero.runtime.activations import uses
-from lightning_hetero.runtime.device import setup
-from lightning_hetero.runtime.lanes.base import Lanes
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
-from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
-from lightning_hetero.runtime.lanes.inline import InlineLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -170,27 +162,6 @@ def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Pl
 DEVICE = replace(HARDWARE, shared_memory=False, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
 
 
-@contextmanager
-def lanes_of(kind: str) -> Iterator[None]:
-    """Devices with memory of their own have lanes of this kind: streams are stood in for by threads."""
-    made: list[FakeCuda] = []
-
-    def inline(device: EmulatedDevice, *, poison: bool) -> Lanes:
-        return InlineLanes(memory_bytes=device.memory_bytes, poison=poison)
-
-    def streams(device: EmulatedDevice, *, poison: bool) -> Lanes:
-        made.append(FakeCuda(seed=device.seed))
-        return CudaLanes("cpu", cuda=made[-1], memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
-
-    with pytest.MonkeyPatch.context() as patch:
-        make = {"inline": inline, "emulated": EmulatedLanes, "streams": streams}[kind]
-        patch.setattr(setup, "EmulatedLanes", make)
-        patch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
-        yield
-    for fake in made:
-        fake.close()
-
-
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=PLANS,
@@ -206,7 +177,7 @@ def test_lanes_of_every_kind_see_the_ops_in_the_predicted_order(
     rows = [replace(r, saved=saved) if r.update is UpdateLane.CPU else r for r in plan.blocks]
     rows = [r if r.state is not Tier.DEVICE or r.update is UpdateLane.DEVICE else replace(r, state=Tier.HOST) for r in rows]
     plan = replace(plan, blocks=tuple(rows))
-    for kind in ("inline", "emulated", "streams"):
+    for kind in KINDS:
         with lanes_of(kind):
             got = ran(plan, Recipe(shape=shape, steps=FIRST + 2, **options), device=EmulatedDevice(memory="2MiB", seed=3))
         model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)

@@ -3,6 +3,8 @@
 Each op starts at some moment after what it waits for and ends at some later one. Meanwhile it reads some places and writes others;
 a place that is written while another op is at it, or a version of weights, state or gradients that is not the expected one, is a
 failure. Lanes are *not* in order here, but for compute: edges alone must keep everything apart.
+
+A verdict that discards waits for the updates that were tried, and takes back what they have done: weights that a file has are lost.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from random import Random
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
-from lightning_hetero.lowering.placement import placements
+from lightning_hetero.lowering.placement import placements, speculates
 
 Place = tuple[object, ...]
+
+_LOST = -1  # the version of what was tried and discarded
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Run:
     op: Op | None
     anchor: Anchor | None
     use: int = -1
+    tried: bool = False  # before the verdict
     waits: list[Run] = field(default_factory=list)
     reads: list[Place] = field(default_factory=list)
     writes: list[Place] = field(default_factory=list)
@@ -58,6 +63,8 @@ class Machine:
         self.peak_device = self.peak_host = self.peak_device_cache = self.peak_host_cache = 0
         self.latest: dict[tuple[OpKind, int], Run] = {}
         self.compute: list[Run] = []  # in order
+        self.judged: set[int] = set()  # schedules whose verdict has been given
+        self.tried: dict[int, set[int]] = {}  # schedule -> blocks whose gradients stay until its verdict
         self.pending: list[Run] = []
         for b, p in enumerate(self.placed):
             state = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.DISK: "file"}[p.plan.state]
@@ -97,11 +104,16 @@ class Machine:
         uses: dict[int, list[int]] = {}
         ops = list(schedule.ops)
         for index, anchor in enumerate(schedule.anchors):
+            if anchor.phase is Phase.VERDICT:  # it discards before anything follows it
+                tries = [r for r in runs.values() if r.tried and r.op is not None and r.op.kind is OpKind.UPDATE]
+                redone = schedule.signature.updates is Updates.REDONE
+                self._add_anchor(Run(number, None, anchor, waits=[*self.compute[-1:], *(tries if redone else ())]))
             before = self.compute[-1:]
             while ops and ops[0].at == index:
                 op = ops.pop(0)
                 run = Run(number, op, None, waits=[*before, *(runs[i] for i in op.after)])
                 run.waits += [self.latest[e] for e in op.carried if e in self.latest]
+                run.tried = speculates(self.plan, schedule.signature.updates) and anchor.phase is not Phase.VERDICT
                 runs[op.id] = issued[op.kind, op.block] = run
                 self.pending.append(run)
                 if op.lane is Lane.COMPUTE:
@@ -109,12 +121,17 @@ class Machine:
                     before = [run]
                 elif op.payload is Payload.ACTIVATIONS:
                     run.use = self._use_of(op, schedule, uses)
+            if anchor.phase is Phase.VERDICT:
+                continue
             waits = [*self.compute[-1:], *(runs[i] for i in anchor.needs)]
             run = Run(number, None, anchor, waits=waits + [self.latest[e] for e in anchor.carried if e in self.latest])
             run.use = index if anchor.phase is Phase.FORWARD else len(schedule.anchors) - 2 - index
-            self.pending.append(run)
-            self.compute.append(run)
+            self._add_anchor(run)
         self.latest |= issued
+
+    def _add_anchor(self, run: Run) -> None:
+        self.pending.append(run)
+        self.compute.append(run)
 
     @staticmethod
     def _use_of(op: Op, schedule: Schedule, uses: dict[int, list[int]]) -> int:
@@ -217,8 +234,9 @@ class Machine:
         op, b = run.op, run.op.block
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
-                assert ("weights", "host", b) not in self.value, f"{run}: the host has them"
-                self._memory(host_cache=op.num_bytes)
+                lost = self.value.get(("weights", "host", b)) == _LOST
+                assert lost or ("weights", "host", b) not in self.value, f"{run}: the host has them"
+                self._memory(host_cache=0 if lost else op.num_bytes)
             case OpKind.UPLOAD, _, _:
                 assert ("weights", "host", b) in self.value, f"{run}: nothing to upload"
                 if self.placed[b].below_device:
@@ -236,7 +254,7 @@ class Machine:
                 for what in ("state", "weights"):
                     assert self.value[what, "device", b] == self.version[b], f"{run}: {what} of another version"
             case OpKind.STORE, _, _:
-                assert self.value["weights", "staging", b] == self.version[b]
+                assert self._is_discarded(run) or self.value["weights", "staging", b] == self.version[b]
             case OpKind.SWAP_IN, Payload.STATE, _:
                 assert ("state", "device", b) not in self.value
                 self._memory(device=op.num_bytes)
@@ -256,6 +274,8 @@ class Machine:
         if run.anchor is not None:
             if run.anchor.phase is not Phase.VERDICT:
                 self._compute_ends(run, run.anchor)
+            else:
+                self._verdict_ends(run.schedule)
             return
         assert run.op is not None
         op, b, u = run.op, run.op.block, (run.schedule, run.use)
@@ -276,7 +296,10 @@ class Machine:
                 self.value["gradients", "host", b] = added
                 self._memory(device=-op.num_bytes)
             case OpKind.UPDATE, _, lane:
-                self._update_ends(b, "host" if lane is Lane.CPU else "device")
+                self._update_ends(run, b, "host" if lane is Lane.CPU else "device")
+            case OpKind.STORE, _, _ if self._is_discarded(run):  # it went to the other slot
+                for what in ("weights", "state"):
+                    self.value.pop((what, "staging", b), None)
             case OpKind.STORE, _, _:
                 if self.placed[b].on_disk:
                     self.value["weights", "file", b] = self.value.pop(("weights", "staging", b))
@@ -338,17 +361,38 @@ class Machine:
         if ("weights", "host", b) in self.value:
             assert self.value["weights", "host", b] == self.version[b], f"{run}: weights of another version"
 
-    def _update_ends(self, b: int, tier: str) -> None:
+    def _update_ends(self, run: Run, b: int, tier: str) -> None:
         p = self.placed[b]
+        if self._is_discarded(run):
+            self.tried.setdefault(run.schedule, set()).add(b)
+            for place in (("weights", "host", b), ("weights", "staging", b), ("state", "staging", b)):
+                if place in self.value or place[1] == "staging":
+                    self.value[place] = _LOST
+            return
         self.version[b] += 1
         self.value.pop(("gradients", tier, b))
         on_device = tier == "device"
-        self._memory(**{tier: -p.shape.gradient_bytes})
+        if run.tried and run.schedule not in self.judged:
+            self.tried.setdefault(run.schedule, set()).add(b)
+        else:
+            self._memory(**{tier: -p.shape.gradient_bytes})
         self.value["state", "device" if on_device else "staging" if p.plan.state is Tier.DISK else "host", b] = self.version[b]
         if on_device or ("weights", "host", b) in self.value:
             self.value["weights", tier, b] = self.version[b]
         if p.stored:
             self.value["weights", "staging", b] = self.version[b]
+
+    def _is_discarded(self, run: Run) -> bool:
+        return run.tried and self.schedules[run.schedule].signature.updates is Updates.REDONE
+
+    def _verdict_ends(self, number: int) -> None:
+        self.judged.add(number)
+        redone = self.schedules[number].signature.updates is Updates.REDONE
+        for b in self.tried.pop(number, ()):
+            if not redone:
+                self._memory(host=-self.placed[b].shape.gradient_bytes)
+            elif not self.placed[b].on_disk:  # from its copy
+                self.value["weights", "host", b] = self.version[b]
 
     def _contributions(self, number: int, b: int) -> int:
         """Backwards of a block since its last update."""

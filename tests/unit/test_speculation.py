@@ -48,6 +48,28 @@ def test_where_nothing_is_on_disk_there_is_nothing_to_speculate_with() -> None:
     assert worth.break_even == 0
 
 
+@pytest.mark.parametrize("weights", [*Tier])
+def test_beside_a_device_too_what_is_kept_overlaps_backward(weights: Tier) -> None:
+    machine = replace(ROOMY, disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
+    plan = Plan(name="state", blocks=(BlockPlan(name="*", weights=weights, state=Tier.DISK),))
+    worth = speculation(plan, MODEL, machine)
+    assert worth.kept_s < worth.waiting_s < worth.redone_s
+    assert 0 < worth.break_even < 1
+
+
+def test_gradients_of_what_was_tried_stay_on_the_host_until_the_verdict() -> None:
+    plan = DISK.resolve(b.name for b in MODEL.blocks)
+    tries, one = (Updates.SPECULATIVE, Updates.REDONE), PARAMS * 4
+    every = (Updates.IN_BACKWARD, Updates.AFTER_VERDICT, *tries)
+    peaks = {u: simulation(plan, MODEL, ROOMY, updates=u).prediction.host_peak_bytes for u in every}
+    needs = {u: needs_of(plan, MODEL, shared_memory=False, updates=u).host[Purpose.GRADIENTS] for u in every}
+    for updates in tries:
+        assert needs[updates] == needs[Updates.AFTER_VERDICT] == LAYERS * one
+        # The last block's leave the device after the verdict, which gives those back that are not needed any more.
+        assert peaks[updates] in (peaks[Updates.AFTER_VERDICT], peaks[Updates.AFTER_VERDICT] - one)
+        assert peaks[updates] > peaks[Updates.IN_BACKWARD]
+
+
 @pytest.mark.parametrize(("kept", "redone", "expected"), [(3.0, 4.0, 0.0), (1.0, 2.0, 1.0), (1.0, 5.0, 0.25)])
 def test_the_break_even_is_a_share_of_steps(kept: float, redone: float, expected: float) -> None:
     assert Speculation(waiting_s=2.0, kept_s=kept, redone_s=redone).break_even == expected

@@ -16,7 +16,7 @@ import torch
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
-from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Phase, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.device.ops import All, DeviceOps, Key
@@ -66,6 +66,7 @@ class DeviceExecutor(DeviceOps):
         self._events, self._ends, self._marked = {}, {}, (-1, All(()))
         self._at = None
         self._in_batch = True
+        self._tries.clear()
         super().begin_step(training=training)
         self.activations.begin_batch()
 
@@ -112,13 +113,15 @@ class DeviceExecutor(DeviceOps):
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
         """``optimizer.step()``: issues what is left, and returns without waiting for it."""
         self.backward_ends()
+        self._handed_over = True
         self.side.gradients.conceal()
         self.updater.begin_verdict(binding, scale)
+        self._verdict(scale)
         committed = self._schedule is not None and self._schedule.ops and self._schedule.ops[-1].kind is OpKind.COMMIT
         if self._schedule is not None:
             self._issue_through(len(self._schedule.anchors) - 1)
         for block in self.blocks:  # what no op could update, or none speaks of
-            if self.updater.has_work(block, binding):
+            if self.updater.has_work(block, binding) or self.speculation.is_due(block):
                 self._update_now(block, binding)
                 committed = False
         if not committed and self.commits:
@@ -130,6 +133,14 @@ class DeviceExecutor(DeviceOps):
             self.lanes.drain()
             self.store.files.wait_for_commit()
 
+    def _room_before(self, schedule: Schedule) -> DeviceRoom:
+        return DeviceRoom(resident=schedule.device_before, capacity_bytes=self.device_cache_bytes)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step under way has made an update that cannot be taken back."""
+        return self.updater.has_begun and not self.speculation.trying  # before the verdict only what is tried runs
+
     def _update_now(self, block: Block, binding: OptimizerBinding) -> None:
         """The update of a block for which the schedule has none."""
 
@@ -139,7 +150,8 @@ class DeviceExecutor(DeviceOps):
         plan = block.plan
         self._renewed.add(block.index)
         if plan.update is UpdateLane.CPU:
-            issue(OpKind.UPDATE, Lane.CPU, Payload.STATE, self.side.gradients.arriving(block))
+            last = self._ends.get((OpKind.UPLOAD, block.index))  # it reads what the update writes
+            issue(OpKind.UPDATE, Lane.CPU, Payload.STATE, [*self.side.gradients.arriving(block), *([last] if last else [])])
             return
         self._provide(block)
         arrived = (issue(OpKind.SWAP_IN, Lane.H2D, Payload.STATE),) if plan.state is Tier.HOST else ()

@@ -264,6 +264,13 @@ class HostGradients:
                     self._release(one, buffer)
         self._collect()
 
+    def _give_up(self, held: Iterable[_Held]) -> None:
+        for one in held:
+            with self._lock:
+                was_claimed, one.claimed = one.claimed, False
+                if was_claimed and one.dropped and one.buffer is not None:
+                    self._release(one, one.buffer)
+
     def _release(self, held: _Held, buffer: _Buffer) -> None:
         buffer.holds -= 1
         if not buffer.holds:
@@ -357,6 +364,10 @@ class Claim:
     def used(self, ticket: Ticket | None) -> None:
         """The update has been handed the gradients: their memory is free once ``ticket`` is READY; ``None``: it is now."""
         self._gradients._used(self._held.values(), ticket)
+
+    def give_up(self) -> None:
+        """The update will not come, if it has not yet; gradients that can be looked at after it stay until they are dropped."""
+        self._gradients._give_up(self._held.values())
 
 
 class _GradientSource:

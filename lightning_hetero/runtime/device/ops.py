@@ -4,7 +4,8 @@
 The thread that computes issues ops, in the order of the schedule; lanes run them. What an op has to know (hyper-parameters, the
 scale of gradients, which gradients there are) is read off as it is issued; what it works on (gradients on the host, staged state,
 memory) belongs to the lanes until its event has passed. The store has one user at a time: ops that touch it hold
-:attr:`DeviceOps._turn`, and the thread that computes touches it only once all lanes are empty.
+:attr:`DeviceOps._turn`, and the thread that computes touches it only once all lanes are empty, or for the verdict on updates that
+were tried: it holds the turn then, too, and these updates have been handed to the engine.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_hetero._native import Ticket as NativeTicket
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
 from lightning_hetero.runtime.activations.block import Activations
 from lightning_hetero.runtime.activations.swaps import SwapFiles
 from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.device.residents import DeviceResidents
-from lightning_hetero.runtime.lanes import Event, Ticket
+from lightning_hetero.runtime.lanes import Event, OpEvent, Ticket
+from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.store.blocks import Block
 
 Key = tuple[OpKind, int]
+
+_SLICE_S = 0.2  # how late it is noticed that an update will not run
 
 
 class All:
@@ -43,6 +48,24 @@ class All:
             event.wait()
 
 
+class _Trial:
+    """An update that runs before the verdict.
+
+    Args:
+        due: The update.
+        tickets: Its tickets, once it has run.
+    """
+
+    def __init__(self, due: DueUpdate, tickets: list[NativeTicket]) -> None:
+        self.due, self.tickets = due, tickets
+        self.handed = threading.Event()
+
+    def wait(self, end: OpEvent) -> None:
+        """Waits until it has run, or never will: ``end`` is that of its op."""
+        while not self.handed.wait(_SLICE_S) and not end.settled():
+            pass
+
+
 class DeviceOps(DeviceResidents):
     """Gives ops to lanes.
 
@@ -50,16 +73,14 @@ class DeviceOps(DeviceResidents):
         blocks: As for :class:`DeviceResidents`.
         files: Files for activations that go to the disk; ``None`` where none do.
         **common: As for :class:`DeviceResidents`.
-
-    Attributes:
-        probing: Nobody knows yet whether the device is large enough for the batch, so that updates wait until it is over.
     """
 
     def __init__(self, blocks: Sequence[Block], *, files: SwapFiles | None = None, **common: Any) -> None:
         super().__init__(blocks, **common)
         self.files = files
-        self.probing = False
-        self._turn = threading.RLock()
+        self._turn = self.speculation.turn = threading.RLock()
+        self._tries: set[int] = set()  # blocks whose gradients have left as an update that is tried takes them
+        self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
         self._ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
         self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
         self._follow_activations()
@@ -72,10 +93,6 @@ class DeviceOps(DeviceResidents):
 
         follow = self.activations.block
         self._saved = [follow(b.name, b.spec.module, b.plan, index=b.index, weights_move=moves(b)) for b in self.blocks]
-
-    @property
-    def _all_wait(self) -> bool:
-        return self.deferred or self.probing
 
     # ---- to the lanes -------------------------------------------------------------------------------------------------------
 
@@ -98,6 +115,9 @@ class DeviceOps(DeviceResidents):
             after = (*after, self._mark(op.at))
         # The commit follows all updates as they are handed to the engine, not as they end: that lane is theirs.
         end = self.lanes.submit(replace(op, lane=Lane.CPU) if op.kind is OpKind.COMMIT else op, run, after)
+        if self._trial is not None:
+            trial, self._trial = self._trial, None
+            self.speculation.remember(trial.due, trial.tickets, partial(trial.wait, end))
         if op.lane is Lane.COMPUTE:
             self.lanes.compute_waits([end])  # raises what it raised
         if block is not None and (op.kind is OpKind.GRAD or (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU)):
@@ -122,9 +142,9 @@ class DeviceOps(DeviceResidents):
         block, side = self.blocks[op.block], self.side
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
-                return partial(self._fetch_weights, block)
+                return partial(self._fetch_weights, block, again=self._is_redone and self.speculation.is_due(block))
             case OpKind.FETCH, Payload.STATE, _:
-                return partial(self._open_state, block)
+                return None if self._is_redone and self._is_overtaken(op) else self._opening(block)
             case OpKind.RELEASE, _, Lane.DISK_READ:
                 return partial(self._release_host, block)
             case OpKind.RELEASE, _, _:
@@ -132,7 +152,7 @@ class DeviceOps(DeviceResidents):
             case OpKind.UPLOAD, _, _:
                 return partial(side.weights.upload, block)
             case OpKind.GRAD, _, _:
-                return None if self._is_early(block) else side.gradients.take(block)
+                return None if self._is_early(block) else self._gradients_of(block)
             case OpKind.UPDATE, _, _:
                 return self._update_of(block)
             case OpKind.STORE, _, _:
@@ -145,13 +165,30 @@ class DeviceOps(DeviceResidents):
                 return partial(side.weights.download, block)
         raise AssertionError(f"the lowering issues no {op.kind} of {op.payload}")
 
-    def _fetch_weights(self, block: Block) -> Sequence[Ticket]:
+    @property
+    def _is_redone(self) -> bool:
+        """Whether the verdict that is under way has discarded what was tried."""
+        return self.updater.verdict is not None and self.speculation.redoes
+
+    def _fetch_weights(self, block: Block, *, again: bool) -> Sequence[Ticket]:
+        """``again``: weights that are in memory are on their way back there since the update that changed them was discarded."""
         with self._turn:
+            if again and block.resident:
+                return [part.last_write for part in block.parts if part.last_write is not None]
             return self._start_fetch(block, ())
 
-    def _open_state(self, block: Block) -> Sequence[Ticket]:
-        with self._turn:
-            return self.updater.open(block, priority=self._urgency(block), after=())
+    def _opening(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
+        early = self.deferred and self.updater.verdict is None
+        if early and (self._armed is None or not self.speculation.hopes(block, self._armed)):
+            return None
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                if early and not self.speculation.may_be_tried(block.parts):
+                    return []
+                return self.updater.open(block, priority=self._urgency(block), after=(), speculative=early)
+
+        return run
 
     def _release_host(self, block: Block) -> Sequence[Ticket]:
         with self._turn:
@@ -159,26 +196,56 @@ class DeviceOps(DeviceResidents):
 
     def _update_of(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
         """The update of what of the block has gradients; ``None`` if none may run now."""
-        binding = self.updater.verdict or self._armed
-        if binding is None or self._is_early(block) or (self._all_wait and self.updater.verdict is None):
+        binding, early = self.updater.verdict or self._armed, self.updater.verdict is None
+        tries = early and block.index in self._tries
+        if binding is None or self._is_early(block) or (self._all_wait and early and not tries):
             return None
         if self.updater.renews(block, binding):
             self.lanes.drain()
             self.updater.cancel_opened([block])
+        again = None if early else self.speculation.again(block, self.updater.scale)
         prepared = self.updater.prepare(block, binding)
-        if prepared is None:
-            return None
-        if block.plan.update is UpdateLane.DEVICE:
+        if prepared is not None and block.plan.update is UpdateLane.DEVICE:
             return prepared
+        dues = [due for due in (again, prepared) if due is not None]
+        if not dues:
+            return None
         self.hide(block)
         tickets = self._latest[block.index] = []
+        if tries:
+            self._trial = _Trial(self.speculation.scaled(dues[0]), tickets)
+            return partial(self._try, self._trial)
 
         def run() -> Sequence[Ticket]:
             with self._turn:
-                tickets.extend(prepared(priority=self._urgency(block)))
+                for due in dues:
+                    tickets.extend(due(priority=self._urgency(block)))
             return tickets
 
         return run
+
+    def _gradients_of(self, block: Block) -> Callable[[], Iterable[Ticket]]:
+        """GRAD; what an update that is tried has to know of the gradients is taken before they leave."""
+        binding, gradients = self._armed, self.side.gradients
+        params = [p for p in block.params() if p.grad is not None]
+        # What was added up on the host cannot be divided here.
+        whole = self.speculation.scaler is None or not any(p in gradients for p in params)
+        early = self.deferred and self.updater.verdict is None
+        if early and binding is not None and whole and self.speculation.hopes(block, binding):
+            self.speculation.divide([p for p in params if self.updater.owners.get(id(p)) is binding], binding)
+            self._marked = -1, All(())  # compute has been given more since the last mark
+            self._tries.add(block.index)
+        return gradients.take(block)
+
+    def _try(self, trial: _Trial) -> Sequence[Ticket]:
+        """An UPDATE before the verdict: it runs if it can be taken back, else after the verdict."""
+        try:
+            with self._turn:
+                if self.speculation.may_be_tried(one.part for one in trial.due.parts):
+                    trial.tickets.extend(trial.due(priority=self._urgency(trial.due.block), speculative=True))
+        finally:
+            trial.handed.set()
+        return trial.tickets
 
     def _is_early(self, block: Block) -> bool:
         """Whether backward may still add to the block's gradients."""

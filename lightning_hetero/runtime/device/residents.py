@@ -116,6 +116,7 @@ class DeviceResidents(Executor):
         if not block.resident:
             self._fetch(block, self._make_room(block))
         for part in block.parts:
+            self.store.revoke(part)  # whoever computes with it before the verdict on its update needs what was before
             if part.last_write is not None:
                 part.last_write.wait(READY)
                 part.last_write = None

@@ -74,6 +74,9 @@ class OpEvent(Event, Protocol):
     def op(self) -> Op:
         """The op."""
 
+    def settled(self) -> bool:
+        """Whether it has ended or failed; never waits, and raises nothing of the op."""
+
     def times(self) -> tuple[float, float] | None:
         """When the op started and ended, in seconds of ``time.monotonic``; ``None`` before its end, or where it is not known.
 
