@@ -226,6 +226,17 @@ def test_the_newest_complete_save_is_found(folders: dict[str, Path], tmp_path: P
         make(folders).load(tmp_path / "run" / "2.ckpt")
 
 
+def test_a_run_that_went_back_goes_on_from_what_it_saved_since(folders: dict[str, Path], tmp_path: Path) -> None:
+    saved(folders, tmp_path / "run" / "{}.ckpt", *range(1, 6), keep=9)
+    went_back = make(folders)
+    went_back.load(tmp_path / "run" / "1.ckpt")
+    went_back.save(state(2), tmp_path / "again.ckpt", step=2)
+    went_back.close()
+    loaded = make(folders).load(None)
+    assert loaded is not None
+    assert loaded.layer_map.path.endswith("again.ckpt")
+
+
 def test_a_lost_machine_finds_the_remote_copies(folders: dict[str, Path], tmp_path: Path) -> None:
     saved(folders, tmp_path / "run" / "{}.ckpt", 1, 2)
     elsewhere = {"disk": tmp_path / "other machine"}

@@ -24,11 +24,13 @@ class Agreed:
         layer_map: The save's map.
         metadata: The bytes of its ``.metadata``.
         holders: Of each file, the ranks that have it on a local tier.
+        newest: The order of the newest save that anybody knows, also of those that are not loaded.
     """
 
     layer_map: LayerMap
     metadata: bytes
     holders: dict[str, list[int]]
+    newest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,11 @@ def agree(
         for url in remotes:
             own = maps_in(make(url)) | own
     known: dict[str, LayerMap] = {}
-    for of_rank in gather({save: m for save, m in own.items() if path is None or m.path == path}):
+    newest = 0.0
+    wanted = {save: m for save, m in own.items() if path is None or m.path == path}
+    for of_rank, last in gather((wanted, max((m.order for m in own.values()), default=0.0))):
         known |= of_rank
+        newest = max(newest, last)
     for save, layer_map in sorted(known.items(), key=lambda item: -item[1].order):
         remote = make(layer_map.path)
         here = sorted({name for tier in local for name in tier.list(save)})
@@ -84,7 +89,7 @@ def agree(
         lacking = sorted(set(layer_map.files) - present)
         if not lacking and offered is not None:
             holders = {n: [r for r, (names, _, _) in enumerate(listed) if n in names] for n in layer_map.files}
-            return Agreed(LayerMap.decode(offered.layer_map), offered.metadata, holders)
+            return Agreed(LayerMap.decode(offered.layer_map), offered.metadata, holders, newest)
         if rank == 0:
             lacks = ", ".join(lacking[:5]) or METADATA
             log.warning("Save %s of step %d (%s) is not complete anywhere: %s.", save, layer_map.step, layer_map.path, lacks)

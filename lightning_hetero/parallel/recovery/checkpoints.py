@@ -287,7 +287,7 @@ class TieredCheckpoints:
                 f"Pass the path of another checkpoint, or ckpt_path='newest' for the newest complete one."
             )
         layer_map = agreed.layer_map
-        self._newest = max(self._newest, layer_map.order)
+        self._newest = max(self._newest, agreed.newest)  # what is saved from here on is newer than what came after this one
         extra = [name for name in (REST, own_name(rank)) if name in layer_map.files]
         metadata = pickle.loads(agreed.metadata)
         reader = TieredReader(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import struct
 import time
@@ -146,7 +147,7 @@ class LayerWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assigns files to ranks; on the coordinator."""
         offers: list[_Offer] = [plan.storage_data for plan in plans]
-        self._order, self._ranks = max(self._timer(), self._after + 1), len(plans)
+        self._order, self._ranks = max(self._timer(), math.nextafter(self._after, math.inf)), len(plans)
         self._save = f"{self._step:012d}-{uuid.uuid4().hex[:8]}"
         self._blobs = {REST: self._rest, **{own_name(rank): offer.own for rank, offer in enumerate(offers)}}
         self._blobs["other" + SUFFIX] = self._pack(offers)
