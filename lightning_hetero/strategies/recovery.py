@@ -2,8 +2,9 @@
 
 [Note: Clean state]
 A step is begun again only if nothing of it lasts: its gradients are dropped, buffers, metrics and random generators are set back,
-and no update has begun. To make sure of the latter, updates wait for all gradients in batches that are larger than any that has
-fitted under the plan in force and ended in a step, if the host has room for all gradients; that changes no bit.
+and no update has begun, or only such that are taken back. To make sure of the latter, updates wait for all gradients in batches
+that are larger than any that has fitted under the plan in force and ended in a step, if the host has room for all gradients; that
+changes no bit.
 
 ``training_step`` is called again, and so are the hooks around backward. What they log with ``self.log`` is logged once, by the
 first attempt that comes to it; what a module counts in attributes of its own counts twice.

@@ -136,10 +136,11 @@ class Verifier:
 
         Raises:
             VerificationError: Names the first tensor that differs, and how.
-            UnsupportedError: The optimizer's parameters are no longer those of the first step.
+            UnsupportedError: The optimizer's parameters are no longer those of the first step, or norms are of two processors.
             OutOfMemoryBudgetError: The device has no room for the reference's activations, or the host for what it updates.
         """
         self._step += 1
+        self._refuse_norms(module.trainer, on_cpu)
         if self._device is not None and set(on_cpu) != set(self._on_cpu):
             params = {id(p): p for p in module.parameters() if id(p) in on_cpu and p.requires_grad}.values()
             _check_memory(sum(_update_bytes(p) for p in params), "what of its reference the CPU updates")
@@ -183,6 +184,15 @@ class Verifier:
         self._originals = {id(twin): original for original, twin in twins.items()}
         self._optimizer = _twin_optimizer(optimizer, twins, None if self._device is None else self._place)
         self._scaler = copy.deepcopy(getattr(precision, "scaler", None))
+
+    def _refuse_norms(self, trainer: Any, on_cpu: Collection[int]) -> None:
+        norms = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
+        if norms and on_cpu and self._device is not None and self._device.type != "cpu":
+            raise UnsupportedError(
+                f"verify=N: gradients are clipped by norm, and some are on the CPU then, so that their norms may have other last "
+                f"bits than on {self._device}. Verify without gradient_clip_val, with gradient_clip_algorithm='value', with a "
+                f'plan that updates on the device, or with accelerator="cpu".'
+            )
 
     def _place(self, twin: Tensor) -> torch.device:
         """Where the update of a parameter runs."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, Plan, Tier, UpdateLane
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.profiling import presets
@@ -81,7 +82,7 @@ def test_updates_on_the_device_have_the_bits_of_plain_lightning(plan: str, recip
     ("plan", "recipe"),
     [
         *((plan, RECIPES["plain"]) for plan in ON_CPU),
-        ("mixed", RECIPES["clipped"]),
+        ("mixed", replace(RECIPES["clipped"], clip_by="value")),
         ("mixed", Recipe(shape=SHAPE, precision="bf16-true")),
     ],
 )
@@ -91,6 +92,11 @@ def test_updates_on_the_cpu_have_its_bits(plan: str, recipe: Recipe, tmp_path: P
         got = trained(recipe, HeteroOffloadStrategy(ON_CPU[plan], verify=recipe.steps), tmp_path)
     assert f"of {recipe.steps} steps are bitwise" in caplog.text
     assert torch.equal(got.losses[0], trained(recipe, "auto", tmp_path).losses[0])
+
+
+def test_norms_of_two_processors_are_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="clipped by norm"):
+        trained(RECIPES["clipped"], HeteroOffloadStrategy(ON_CPU["mixed"], verify=1), tmp_path)
 
 
 @pytest.mark.parametrize("plan", ON_CPU)

@@ -110,6 +110,18 @@ def test_a_reference_whose_activations_do_not_fit_is_named(fake: FakeCuda, tmp_p
     assert refusal.value.tier == "device"
 
 
+def test_norms_of_two_processors_are_not_compared(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Verifier.check
+
+    def checks(verifier: Verifier, *args: Any) -> None:
+        verifier._device = torch.device("cuda", 0)
+        check(verifier, *args)
+
+    monkeypatch.setattr(Verifier, "check", checks)
+    with pytest.raises(UnsupportedError, match=r"clipped by norm.*cuda:0.*gradient_clip_algorithm='value'"):
+        on_gpu(Recipe(shape=SHAPE, clip=0.3), MIXED, tmp_path, verify=1)
+
+
 def test_only_kernels_that_repeat_themselves_can_be_verified() -> None:
     with pytest.raises(ConfigError, match=r"verify=2 compares bits.*cuda:0.*deterministic=True"):
         Verifier(LitModel(Recipe()), 2, device=torch.device("cuda", 0))

@@ -16,6 +16,7 @@ from support.cuda import StandIn
 from support.models import LitModel, Manual, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.out_of_memory import FAULTS, FOUR, HOST, Failing, Once, failing
 from support.streams import FakeCuda
+from support.verdicts import counted_verdicts
 from torch import Tensor
 
 from lightning_hetero import EmulatedDevice
@@ -92,11 +93,13 @@ def test_wherever_it_happens_the_step_begins_again(
     recipe, plan, faults = FAULTS[name]
     plain: list[Any] = []
     expected = run(recipe, "auto", tmp_path, module_class=Failing, prepare=plain.append)
+    verdicts = counted_verdicts(monkeypatch)
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         module, strategy, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU)
     assert_same(got, expected)
     assert not module.faults
     assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+    assert bool(verdicts["skipped"]) == (name == "taken back"), "updates that were tried are no obstacle"
     messages = [m for m in (record.getMessage() for record in caplog.records) if "the step begins again" in m]
     assert len(messages) == len(faults)
     for message, (_, place, block) in zip(messages, faults, strict=True):

@@ -21,6 +21,7 @@ from support.models import LitModel, Outcome, Recipe, Shape, run
 HOST = Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT))
 FOUR = Shape(layers=4, dropout=0.2, counting=False)
 ON_CPU = Plan(name="on the CPU", blocks=(BlockPlan(name="model.blocks.*", weights=Tier.DEVICE), RESIDENT))
+ON_DISK = Plan(name="on disk", blocks=(BlockPlan(name="model.blocks.*", weights=Tier.DEVICE, state=Tier.DISK), RESIDENT))
 FAULTS: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
     "forward, after updates": (Recipe(shape=FOUR), ON_CPU, [(1, "forward", "blocks.2")]),
     "backward": (Recipe(shape=FOUR, steps=2), "resident", [(0, "backward", "blocks.0")]),
@@ -37,6 +38,7 @@ FAULTS: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
         HOST,
         [(3, "backward", "blocks.0"), (4, "forward", "blocks.3")],
     ),
+    "taken back": (Recipe(shape=FOUR, steps=4, clip=50.0), ON_DISK, [(1, "backward", "blocks.0"), (3, "backward", "blocks.1")]),
     "again and again": (Recipe(shape=FOUR, steps=2), HOST, [*[(0, "forward", "blocks.2")] * 2, *[(0, "backward", "blocks.1")] * 2]),
 }
 
