@@ -14,8 +14,9 @@ tried with the scale that the loss was multiplied by.
 
 [Note: Beside a device]
 On a device with memory of its own both are done there, as backward leaves the gradients and before they leave for the host
-(``runtime.device.gradients``). Updates run on a lane, so the verdict waits until those that were tried have been handed to the
-engine; their gradients stay on the host. What the device holds of weights is not renewed before the verdict.
+(``runtime.device.gradients``); on the host are those that were added up there over several batches. Updates run on a lane, so the
+verdict waits until those that were tried have been handed to the engine; their gradients stay on the host. What the device holds of
+weights is not renewed before the verdict.
 """
 
 from __future__ import annotations
@@ -129,12 +130,23 @@ class Speculation:
 
     def divide(self, params: Sequence[nn.Parameter], binding: OptimizerBinding) -> None:
         """Divides gradients by the loss's scale, unless the optimizer does, and looks for one that is not finite."""
-        if self.scaler is None or self.unscale is None or not params:
-            return
+        if self.scaler is not None and params:
+            self._divide(params, binding)
+            self._unscaled.update(map(id, params))
+
+    def _divide(self, params: Sequence[nn.Parameter], binding: OptimizerBinding) -> None:
+        assert self.unscale is not None, "it is the scaler's"
         divides, device = _divides(binding), _grad(params[0]).device
         inverse = torch.full((), 1.0 if divides else self._loss_scale, device=device).double().reciprocal().float()
         self._found += self.unscale(_group(params), inverse, torch.zeros((), device=device), divides).values()
-        self._unscaled.update(map(id, params))
+
+    def divide_on_host(self, due: DueUpdate) -> None:
+        """The same for gradients that have left a device and were added up on the host; called on a lane."""
+        for one in due.parts if self.scaler is not None else ():
+            assert one.claim is not None, "they have left a device"
+            params = [one.part.params[i] for i in one.indices]
+            self._divide([_holding(one.claim.gradient(p)) for p in params], due.binding)
+            self._unscaled.update(map(id, params))
 
     def scaled(self, due: DueUpdate) -> DueUpdate:
         """The update with the scale that it is tried with."""
@@ -171,6 +183,7 @@ class Speculation:
     def unscale_rest(self, optimizer: Any, inverse: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """``GradScaler._unscale_grads_`` for gradients that :meth:`measured` has not seen."""
         assert self.unscale is not None
+        self._wait_handed()
         params = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._unscaled]
         found = self.unscale(_group(params), inverse, found_inf, allow_fp16)
         if self._unscaled:
@@ -255,6 +268,13 @@ def _divides(binding: OptimizerBinding) -> bool:
 def _group(params: Sequence[nn.Parameter]) -> Any:
     """What of an optimizer a scaler looks at."""
     return SimpleNamespace(param_groups=[{"params": list(params)}])
+
+
+def _holding(grad: Tensor) -> nn.Parameter:
+    """A parameter with this gradient."""
+    param = nn.Parameter(grad, requires_grad=False)
+    param.grad = grad
+    return param
 
 
 def _grad(param: nn.Parameter) -> Tensor:

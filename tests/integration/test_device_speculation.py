@@ -54,26 +54,34 @@ def test_clipping_is_exact_whatever_was_tried(plan: str, clips: str, verdicts: C
 
 
 @pytest.mark.parametrize(
-    ("plan", "factory", "clip", "overflows"),
+    ("plan", "factory", "clip", "overflows", "accumulate"),
     [
-        ("host", fused, None, (0, 2)),
-        ("device", divided, None, (1, 2)),
-        ("disk", divided, 1.9, (2,)),
-        ("device", divided, 0.1, (3,)),
+        ("host", fused, None, (0, 2), 1),
+        ("device", divided, None, (1, 2), 1),
+        ("disk", divided, 1.9, (2,), 1),
+        ("device", divided, 0.1, (3,), 1),
+        ("disk", divided, None, (3,), 2),
     ],
-    ids=["fused", "divided", "clips_sometimes", "clips_always"],
+    ids=["fused", "divided", "clips_sometimes", "clips_always", "accumulates"],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
-    plan: str, factory: Any, clip: float | None, overflows: tuple[int, ...], verdicts: Counter[str], tmp_path: Path
+    plan: str,
+    factory: Any,
+    clip: float | None,
+    overflows: tuple[int, ...],
+    accumulate: int,
+    verdicts: Counter[str],
+    tmp_path: Path,
 ) -> None:
-    recipe = Recipe(steps=5, optimizer=factory, clip=clip, shape=SHAPE)
+    recipe = Recipe(steps=5, optimizer=factory, clip=clip, shape=SHAPE, accumulate=accumulate)
     expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset(overflows))
     got, ours = run_scaled(recipe, strategy_of(PLANS[plan], seed=5), tmp_path, frozenset(overflows))
     assert_same(got, expected)
     assert ours == scale
     assert verdicts["tried"] == verdicts["kept"] + verdicts["again"] + verdicts["skipped"] > 0
     assert verdicts["skipped"] > 0
+    assert (verdicts["kept"] > 0) == (clip != 0.1)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -54,10 +54,11 @@ class _Trial:
     Args:
         due: The update.
         tickets: Its tickets, once it has run.
+        divided: Its gradients have been divided by the loss's scale, if there is one.
     """
 
-    def __init__(self, due: DueUpdate, tickets: list[NativeTicket]) -> None:
-        self.due, self.tickets = due, tickets
+    def __init__(self, due: DueUpdate, tickets: list[NativeTicket], *, divided: bool) -> None:
+        self.due, self.tickets, self.divided = due, tickets, divided
         self.handed = threading.Event()
 
     def wait(self, end: OpEvent) -> None:
@@ -79,7 +80,7 @@ class DeviceOps(DeviceResidents):
         super().__init__(blocks, **common)
         self.files = files
         self._turn = self.speculation.turn = threading.RLock()
-        self._tries: set[int] = set()  # blocks whose gradients have left as an update that is tried takes them
+        self._tries: dict[int, bool] = {}  # block whose update is tried -> whether its gradients were divided before they left
         self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
         self._ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
         self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
@@ -213,7 +214,7 @@ class DeviceOps(DeviceResidents):
         self.hide(block)
         tickets = self._latest[block.index] = []
         if tries:
-            self._trial = _Trial(self.speculation.scaled(dues[0]), tickets)
+            self._trial = _Trial(self.speculation.scaled(dues[0]), tickets, divided=self._tries[block.index])
             return partial(self._try, self._trial)
 
         def run() -> Sequence[Ticket]:
@@ -228,13 +229,12 @@ class DeviceOps(DeviceResidents):
         """GRAD; what an update that is tried has to know of the gradients is taken before they leave."""
         binding, gradients = self._armed, self.side.gradients
         params = [p for p in block.params() if p.grad is not None]
-        # What was added up on the host cannot be divided here.
-        whole = self.speculation.scaler is None or not any(p in gradients for p in params)
         early = self.deferred and self.updater.verdict is None
-        if early and binding is not None and whole and self.speculation.hopes(block, binding):
-            self.speculation.divide([p for p in params if self.updater.owners.get(id(p)) is binding], binding)
-            self._marked = -1, All(())  # compute has been given more since the last mark
-            self._tries.add(block.index)
+        if early and binding is not None and self.speculation.hopes(block, binding):
+            whole = self._tries[block.index] = not any(p in gradients for p in block.params())  # nothing to add to on the host
+            if whole:
+                self.speculation.divide([p for p in params if self.updater.owners.get(id(p)) is binding], binding)
+                self._marked = -1, All(())  # compute has been given more since the last mark
         return gradients.take(block)
 
     def _try(self, trial: _Trial) -> Sequence[Ticket]:
@@ -242,6 +242,8 @@ class DeviceOps(DeviceResidents):
         try:
             with self._turn:
                 if self.speculation.may_be_tried(one.part for one in trial.due.parts):
+                    if not trial.divided:
+                        self.speculation.divide_on_host(trial.due)
                     trial.tickets.extend(trial.due(priority=self._urgency(trial.due.block), speculative=True))
         finally:
             trial.handed.set()
