@@ -104,11 +104,6 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
     # ---- setup --------------------------------------------------------------------------------------------------------------
 
     @property
-    def offloads(self) -> bool:
-        """Whether this rank was named; known once the processes have met."""
-        return self._everywhere is not None or self.global_rank in self._somewhere or self._node in self._somewhere
-
-    @property
     def _node(self) -> str:
         return self._names[self.global_rank] if self._names else ""
 
