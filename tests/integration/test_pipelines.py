@@ -153,6 +153,22 @@ def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Resu
             assert all(torch.equal(saved[key], value) for key, value in found["began"].items())
 
 
+@pytest.mark.parametrize("name", ["layers", "equal", "shared"])
+def test_what_they_save_in_turn_is_the_checkpoint_of_one_process(name: str, folder: Path) -> None:
+    dcp_to_torch_save(folder / f"{name}-3" / "step=6.ckpt", folder / f"{name}-3.pt")
+    found, expected = load(folder, f"{name}-3.pt"), load(folder, "layers-1/step=6.ckpt")
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    assert_close(expected["state_dict"], found["state_dict"])
+    (optimizer,) = expected["optimizer_states"]
+    groups = found["optimizer_0"]["param_groups"]
+    names = [parameter for group in groups for parameter in group["params"]]
+    assert found["optimizer_0"]["state"].keys() == set(names)
+    for number, parameter in enumerate(names):
+        assert_close(optimizer["state"][number], found["optimizer_0"]["state"][parameter])
+    for one, other in zip(groups, optimizer["param_groups"], strict=True):
+        assert {**one, "params": len(one["params"])} == {**other, "params": len(other["params"])}
+
+
 def test_ranks_of_a_stage_go_on_with_the_same_random_numbers(folder: Path) -> None:
     """A checkpoint of as many ranks has each rank's own."""
     idle, first, second = (load(folder, f"resumed3-rank{rank}.pt")["again"] for rank in range(3))

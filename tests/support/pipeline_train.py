@@ -310,7 +310,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, plan = Path(sys.argv[1]), PLANS[WORLD]
     if len(sys.argv) > 2:
-        out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2])}
+        node = NODES[RANK] if plan else None  # LocalFirst reads an ordinary checkpoint, too
+        out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2], node=node)}
         kept: dict[str, tuple[str, Any]] = {"layers": ("layers", plan), "equal": ("layers", "equal"), "shared": ("layers", SHARED)}
         for name, (saved, other) in (kept if plan else {"shards": ("shards", None)}).items():
             path = str(folder / f"{saved}-6" / "step=3.ckpt")
