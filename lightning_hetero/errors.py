@@ -49,6 +49,13 @@ class DeviceMemoryError(OutOfMemoryBudgetError):
         self.capacity_bytes = capacity_bytes
 
 
+class BatchMemoryError(OutOfMemoryBudgetError, RuntimeError):
+    """The device's memory is too small for a batch, and the step cannot begin again with less.
+
+    It is a ``RuntimeError`` with torch's own words in it, so that Lightning's batch size finder takes it for what it is.
+    """
+
+
 class PlanError(HeteroError, ValueError):
     """No plan fits the machine: names the tightest tier, the shortfall and the cheapest remedy.
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.errors import DeviceMemoryError, HeteroError, OutOfDiskError, OutOfMemoryBudgetError, StoreError
+from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.demotion import demotions
 from lightning_hetero.runtime.device.executor import DeviceExecutor
@@ -128,6 +128,11 @@ class Recovery:
         self._has_fitted(executor)
         return found
 
+    def step_failed(self, error: BaseException) -> HeteroError:
+        """What to raise where memory was too small for what follows backward: nothing of that is done twice."""
+        why = "in the optimizer's step, after backward, which does not begin again: what is in memory may be of two steps"
+        return _final(error, why)
+
     # ---- details ------------------------------------------------------------------------------------------------------------
 
     def _until_it_fits(self, executor: DeviceExecutor, attempt: Callable[[], Any], again: Callable[[], Any]) -> Any:
@@ -168,7 +173,7 @@ class Recovery:
         """Throws away what the step has done, and goes on with a plan that needs less of the device.
 
         Raises:
-            HeteroError: The step cannot begin again, or nothing is left to give up.
+            BatchMemoryError: The step cannot begin again, or nothing is left to give up.
         """
         where = executor.where
         self._refuse(executor, error, where)
@@ -244,7 +249,7 @@ def _bare(error: BaseException) -> BaseException:
 
 
 def _final(error: BaseException, why: str) -> HeteroError:
-    return OutOfMemoryBudgetError(
+    return BatchMemoryError(
         f"the device's memory is too small for this batch {why}: {error} Use a smaller batch, a plan that keeps less on the "
         f'device (plan="zero_infinity"), or raise device_memory.',
         getattr(error, "needed_bytes", 0),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.strategies.core import Core
+from lightning_hetero.strategies.recovery import OUT_OF_MEMORY
 from lightning_hetero.strategies.resume import go_on
 
 
@@ -112,6 +113,10 @@ class Steps(Core):
         self._executor.arm(self.session.binding_of(optimizer))
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except OUT_OF_MEMORY as error:
+            if self._recovery is None:
+                raise
+            raise self._recovery.step_failed(error) from error
         finally:
             self._executor.arm(None)
             if not self._is_manual:

@@ -21,10 +21,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
+from support.cuda import StandIn
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain
+from support.streams import FakeCuda
 from torch import Tensor, nn
 
+from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OffloadedAccessError
 
 KINDS = ["host", "disk", "tight"]
@@ -235,3 +238,23 @@ def test_the_batch_size_scaler_survives_a_batch_that_does_not_fit(kind: str, tmp
         return outcome(trainer, module)
 
     assert_same_as_plain(kind, train)
+
+
+class GrowingOutOfDeviceMemory(Tunable):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_batch_size_scaler_survives_a_device_that_has_nothing_left_to_give_up(fake: FakeCuda, tmp_path: Path) -> None:
+    outcomes = []
+    for strategy, options in (("auto", {}), (HeteroOffloadStrategy("resident"), {"accelerator": StandIn(), "devices": 1})):
+        torch.manual_seed(7)
+        module = GrowingOutOfDeviceMemory(Recipe())
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path, **options)
+        Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=2, init_val=2)
+        assert module.batch_size == 4
+        trainer.fit(module)
+        outcomes.append(outcome(trainer, module))
+    assert_same(outcomes[1], outcomes[0])

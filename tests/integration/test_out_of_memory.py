@@ -20,7 +20,7 @@ from support.verdicts import counted_verdicts
 from torch import Tensor
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, recovery
@@ -122,6 +122,19 @@ def test_nothing_left_to_give_up_says_what_was_missing_and_where(
         failing(recipe, "resident", [(0, place, "blocks.2")] * 40, tmp_path, monkeypatch, on=ON_GPU)
     assert refusal.value.tier == "device"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning-hetero")]
+
+
+class Clips(LitModel):
+    """Has no memory to clip in."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        if self.trainer.global_step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
+def test_what_follows_backward_does_not_begin_again(fake: FakeCuda, tmp_path: Path) -> None:
+    with pytest.raises(BatchMemoryError, match=r"in the optimizer's step.*of two steps.*2\.00 MiB.*Use a smaller batch"):
+        run(Recipe(shape=FOUR), HeteroOffloadStrategy("resident"), tmp_path, module_class=Clips, **ON_GPU)
 
 
 def test_a_step_whose_updates_have_begun_is_the_store_s_to_take_back(
