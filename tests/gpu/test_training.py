@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.verdicts import counted_verdicts
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -109,6 +110,27 @@ def test_when_the_cpu_updates_does_not_change_a_bit(plan: str, tmp_path: Path) -
     expected = trained(RECIPES["plain"], HeteroOffloadStrategy(ON_CPU[plan]), tmp_path)
     for way in ways:
         assert_same(trained(RECIPES["plain"], HeteroOffloadStrategy(replace(ON_CPU[plan], **way)), tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "verdict"),
+    [
+        (replace(RECIPES["plain"], clip=1e3), "kept"),
+        (replace(RECIPES["plain"], clip=1e-2), "again"),
+        (replace(RECIPES["plain"], clip=1e3, accumulate=2), "kept"),
+        (replace(RECIPES["scaled"], steps=4), "kept"),
+    ],
+    ids=["kept", "discarded", "accumulated", "scaled"],
+)
+def test_updates_before_the_verdict_do_not_change_a_bit(
+    recipe: Recipe, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = counted_verdicts(monkeypatch)
+    waits = replace(ON_CPU["disk"], update_order=UpdateOrder.AFTER_BACKWARD)
+    expected = trained(recipe, HeteroOffloadStrategy(waits), tmp_path)
+    assert not seen["tried"]
+    assert_same(trained(recipe, HeteroOffloadStrategy(ON_CPU["disk"]), tmp_path), expected)
+    assert seen[verdict] > 0
 
 
 def test_a_plan_is_made_after_four_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
