@@ -115,7 +115,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, way: str) -> dict[str, Any
     class Chooses(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             if way in TRIES_UP_TO:
-                strategy.session.executor.speculation.break_even = TRIES_UP_TO[way]
+                strategy.session.executor.speculation.worth.fixed = TRIES_UP_TO[way]
 
     def num_bytes() -> int:
         report = strategy.memory_report()

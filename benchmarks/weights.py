@@ -1,24 +1,26 @@
 """Peak memory of a model on its way in and out: 1.3 billion parameters that are never in memory at once.
 
-A safetensors directory of random weights in bfloat16 (2.7 GB) is made, one tensor at a time. Then a GPT on the meta device gets
-them as float32 parameters (5.3 GB) that live on disk, and
+A safetensors directory of random weights in bfloat16 (2.6 GB) is made, one tensor at a time. Then a GPT on the meta device gets
+them as float32 parameters (5.3 GB) that live on disk, and, each phase in a process of its own,
 
-* ``import``, ``export``, ``weights``: is evaluated on one batch, exported to safetensors, and saved as a checkpoint of weights;
+* ``import``: is evaluated on one batch;
+* ``export``, ``weights``: is exported to safetensors, and saved as a checkpoint of weights;
 * ``train``: gets them again, in a store that keeps its steps, and makes three steps of AdamW;
-* ``begin``: does so again, for the first step alone;
+* ``begin``: does so again, for the first step alone; and then
 * ``save``: is saved as an ordinary Lightning checkpoint with optimizer state (16 GB), a tensor at a time;
-* ``resume_store``: a second Trainer goes on from the store, for the other two steps;
+* ``resume_store``: goes on from the store, for the other two steps;
 * ``resume_checkpoint``: the same from the checkpoint.
 
-``resumed_the_same``: either resume had the losses that ``train`` had, to the bit; the last one depends on all weights and all
-of Adam's state.
+A phase that fails is reported, and those that do not need it go on. ``resumed_the_same``: either resume had the losses that
+``train`` had, to the bit; the last one depends on all weights and all of Adam's state.
 
-``host_memory`` is what weights, gradients, state and staging may take. Prints one line of JSON last. ``peak_rss_bytes`` is the
-process's high-water mark (VmHWM, set back before each phase), ``rss_before_bytes`` what the interpreter, torch and Lightning take,
-``within_limit`` whether no phase took more than ``host_memory`` and, beyond that, one block (the largest: the embedding) or,
-where it trains, ``ordinary_bytes``: what plain torch takes for forward and backward of the same batch beside weights and
-gradients. Most of that are two more tensors like the embedding, which is also the head: autograd adds two gradients to a third.
-51 GB on disk, removed in the end.
+The limit of a phase is ``host_memory``, which is what weights, gradients, state and staging may take, and one block: the largest,
+which is the embedding. It counts from what the interpreter, torch and Lightning take before (``rss_before_bytes``) to the
+process's high-water mark (``peak_rss_bytes``, VmHWM, set back as the phase begins), pages of files included, which the system can
+drop; ``peak_anonymous_bytes`` and ``peak_files_bytes`` say what either had at most, seen every few milliseconds.
+``over_bytes`` is what a phase took beyond the limit, and ``within_limit`` whether none took more. Beside it, for phases that train,
+``ordinary_bytes`` is what plain torch takes for forward and backward of the same batch beside weights and gradients, which no plan
+changes. Prints one line of JSON last. 51 GB on disk at most, removed in the end.
 
     python benchmarks/weights.py --dir /path/on/the/disk
 """
@@ -28,15 +30,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from gpt2 import GPT2, INIT_STD, SIZES, RandomTokens, Size, Transformer, find_size, make_trainer, num_params
 from larger_than_ram import check_space
@@ -55,6 +59,29 @@ BATCHES = 1
 STEPS = 3
 TRAINING = ("train", "begin", "resume_store", "resume_checkpoint")
 ORDINARY_LAYERS = 2
+LOOK_EVERY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all phases share."""
+
+    root: Path
+    size: Size
+    host_memory: int
+    seq: int
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "last.ckpt"
 
 
 class Evaluated(GPT2):
@@ -97,114 +124,193 @@ def ordinary_bytes(size: Size, seq: int) -> int:
     return max(0, peak_resident_bytes() - before - gradients)
 
 
+# ---- what a phase takes ---------------------------------------------------------------------------------------------------------
+
+
 def reset_peak() -> None:
     """Sets VmHWM back to what is in memory now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Phases:
-    """Runs phases one after the other: the seconds of each, and the most memory that the process had in it."""
+class Sampler:
+    """Looks at the process every few milliseconds: the most anonymous memory, and the most pages of files."""
 
     def __init__(self) -> None:
+        self.peaks = {"RssAnon": 0, "RssFile": 0}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_EVERY_S):
+            text = Path("/proc/self/status").read_text()
+            for name, most in self.peaks.items():
+                found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+                self.peaks[name] = max(most, int(found[1]) * 1024 if found else 0)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class Meter:
+    """Measures the phases of one process, against what it took before the first."""
+
+    def __init__(self, setting: Setting) -> None:
+        make_trainer(default_root_dir=setting.root)  # loads what Lightning loads lazily
+        gc.collect()
+        self.before = resident_bytes()
         self.found: dict[str, dict[str, float]] = {}
 
-    def run(self, name: str, phase: Callable[[], object]) -> None:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         reset_peak()
         begin = time.perf_counter()
-        phase()
-        self.found[name] = {"seconds": time.perf_counter() - begin, "peak_rss_bytes": peak_resident_bytes()}
+        with Sampler() as sampler:
+            yield
+        self.found[name] = {
+            "seconds": time.perf_counter() - begin,
+            "rss_before_bytes": self.before,
+            "peak_rss_bytes": peak_resident_bytes(),
+            "peak_anonymous_bytes": sampler.peaks["RssAnon"],
+            "peak_files_bytes": sampler.peaks["RssFile"],
+        }
         peak = format_bytes(int(self.found[name]["peak_rss_bytes"]))
         print(f"{name}: {self.found[name]['seconds']:.1f} s, peak {peak}", flush=True)
 
 
-def weights_in_and_out(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
-    """From safetensors to tiers, and from there to safetensors and to a checkpoint of weights."""
-    weights, out = root / "weights", root / "out"
-    strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, weights=weights)
-    trainer = make_trainer(strategy=strategy, default_root_dir=root, limit_predict_batches=BATCHES)
-    module = Evaluated(size)
-    losses: list[Tensor] = []
+# ---- from safetensors to tiers, and out again -----------------------------------------------------------------------------------
 
-    def bring_in() -> None:
-        losses.extend(trainer.predict(module, DataLoader(RandomTokens(size, batch=1, length=seq), batch_size=None)) or [])
 
-    phases.run("import", bring_in)
-    phases.run("export", lambda: export_weights(module, out, module="model", dtype=torch.bfloat16))
-    mine, theirs = WeightFiles.open(out).tensors, WeightFiles.open(weights).tensors
-    same = mine.keys() == theirs.keys() and all(torch.equal(mine[n].read(), t.read()) for n, t in theirs.items())
-    shutil.rmtree(out)  # room for the checkpoint
-    phases.run("weights", lambda: trainer.save_checkpoint(root / "weights.ckpt", weights_only=True))
-    (root / "weights.ckpt").unlink()
+def moving(setting: Setting, out: str) -> dict[str, Any]:
+    """The import; and, if ``out`` is not empty, the way out that it names, which alone counts then."""
+    meter = Meter(setting)
+    strategy = HeteroOffloadStrategy(plan="disk", host_memory=setting.host_memory, weights=setting.weights)
+    trainer = make_trainer(strategy=strategy, default_root_dir=setting.root, limit_predict_batches=BATCHES)
+    module = Evaluated(setting.size)
+    with meter.phase("import"):
+        batches = DataLoader(RandomTokens(setting.size, batch=1, length=setting.seq), batch_size=None)
+        losses: Any = trainer.predict(module, batches)
+    result: dict[str, Any] = {} if out else {"loss": float(losses[0])}
+    if out == "export":
+        exported = setting.root / "out"
+        with meter.phase(out):
+            export_weights(module, exported, module="model", dtype=torch.bfloat16)
+        mine, theirs = WeightFiles.open(exported).tensors, WeightFiles.open(setting.weights).tensors
+        same = mine.keys() == theirs.keys() and all(torch.equal(mine[n].read(), t.read()) for n, t in theirs.items())
+        result["exported_is_imported"] = same
+        shutil.rmtree(exported)
+    if out == "weights":
+        with meter.phase(out):
+            trainer.save_checkpoint(setting.root / "weights.ckpt", weights_only=True)
+        (setting.root / "weights.ckpt").unlink()
     trainer.strategy._drop_session()
-    return {"exported_is_imported": same, "loss": float(losses[0])}
+    return {"phases": {out or "import": meter.found[out or "import"]}, **result}
 
 
-def training(phases: Phases, root: Path, size: Size, host_memory: int, seq: int) -> dict[str, Any]:
-    """Three steps; and again, saved in both ways after the first, with the other two from either."""
-    checkpoint, store = root / "last.ckpt", root / "store"
+# ---- training, and going on -----------------------------------------------------------------------------------------------------
+
+
+def training(setting: Setting, name: str) -> dict[str, Any]:
+    """One fit; ``begin`` is saved afterwards."""
+    meter = Meter(setting)
+    options: dict[str, Any] = {"host_memory": setting.host_memory, "disk_path": setting.store}
+    resumed: dict[str, Any] = {}
+    if name == "resume_store":
+        resumed = {"ckpt_path": str(setting.store)}
+    elif name == "resume_checkpoint":
+        resumed = {"ckpt_path": str(setting.checkpoint), "weights_only": True}
+    else:
+        options["weights"] = setting.weights
+    # Without an end of epochs: to Lightning, a checkpoint that is saved after fit has its epoch behind it.
+    trainer = make_trainer(
+        strategy=HeteroOffloadStrategy(plan="disk", **options), max_epochs=-1, max_steps=1 if name == "begin" else STEPS,
+        default_root_dir=setting.root,
+    )  # fmt: skip
     # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the data was.
-    batches = DataLoader([next(iter(RandomTokens(size, batch=1, length=seq)))] * STEPS, batch_size=None)
+    batches = [next(iter(RandomTokens(setting.size, batch=1, length=setting.seq)))] * STEPS
+    module = Evaluated(setting.size)
+    with meter.phase(name):
+        trainer.fit(module, DataLoader(batches, batch_size=None), **resumed)  # type: ignore[arg-type]
+    result: dict[str, Any] = {"losses": {name: module.losses}}
+    if name == "begin":
+        with meter.phase("save"):
+            trainer.save_checkpoint(setting.checkpoint)
+        result["checkpoint_bytes"] = setting.checkpoint.stat().st_size
+    trainer.strategy._drop_session()
+    return {"phases": meter.found, **result}
 
-    made: list[tuple[pl.Trainer, Evaluated]] = []
 
-    def fit(steps: int, **options: Any) -> None:
-        strategy = HeteroOffloadStrategy(plan="disk", host_memory=host_memory, disk_path=store, **options.pop("strategy", {}))
-        # Without an end of epochs: to Lightning, a checkpoint that is saved after fit has its epoch behind it.
-        trainer = make_trainer(strategy=strategy, max_steps=steps, max_epochs=-1, default_root_dir=root)
-        made.append((trainer, Evaluated(size)))
-        made[-1][0].fit(made[-1][1], batches, **options)
+class Report:
+    """What the phases have found, or how they failed."""
 
-    def let_go() -> list[float]:
-        """Frees the store and the memory of the last fit, whose model may be parked there; its losses."""
-        trainer, module = made.pop()
-        trainer.strategy._drop_session()
-        losses = module.losses
-        del trainer, module
-        gc.collect()
-        return losses
+    def __init__(self) -> None:
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.losses: dict[str, list[float]] = {}
+        self.rest: dict[str, Any] = {}
 
-    from_files = {"weights": root / "weights"}
-    phases.run("train", lambda: fit(STEPS, strategy=from_files))
-    losses = let_go()
-    shutil.rmtree(store)  # room for the next one
-    phases.run("begin", lambda: fit(1, strategy=from_files))
-    phases.run("save", lambda: made[0][0].save_checkpoint(checkpoint))
-    saved = checkpoint.stat().st_size
-    let_go()
-    phases.run("resume_store", lambda: fit(STEPS, ckpt_path=str(store)))
-    resumed = [let_go()]
-    shutil.rmtree(store)
-    phases.run("resume_checkpoint", lambda: fit(STEPS, ckpt_path=str(checkpoint), weights_only=True))
-    resumed.append(let_go())
-    the_same = all(found == losses[1:] for found in resumed)
-    return {"checkpoint_bytes": saved, "losses": losses, "resumed_losses": resumed, "resumed_the_same": the_same}
+    def run(self, name: str, phase: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        """A phase, in a process of its own."""
+        try:
+            found = alone(phase, *arguments)
+        except Exception as error:  # what failed is part of the report, and the other phases count
+            self.phases[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            print(f"{name}: {self.phases[name]['failed']}", flush=True)
+            return
+        self.phases |= found.pop("phases")
+        self.losses |= found.pop("losses", {})
+        self.rest |= found
+
+    def judge(self, host_memory: int, block_bytes: int, ordinary: int) -> dict[str, Any]:
+        """Whether the limits held."""
+        for name, phase in self.phases.items():
+            if "failed" not in phase:
+                over = phase["peak_rss_bytes"] - phase["rss_before_bytes"] - host_memory - block_bytes
+                phase["over_bytes"] = max(0, over)
+                phase["over_with_ordinary_bytes"] = max(0, over - (ordinary if name in TRAINING else 0))
+        first = self.losses.get("train", [])
+        resumes = [self.losses.get(name) for name in ("resume_store", "resume_checkpoint")]
+        whole = all("failed" not in phase for phase in self.phases.values())
+        return {
+            "within_limit": whole and all(not phase["over_bytes"] for phase in self.phases.values()),
+            "within_limit_and_ordinary": whole and all(not phase["over_with_ordinary_bytes"] for phase in self.phases.values()),
+            **({"resumed_the_same": all(found == first[1:] != [] for found in resumes)} if first else {}),
+        }
 
 
 def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """All phases, with their files in ``root``."""
+    """All phases, with their files in ``root``, which go as soon as nobody needs them."""
     size = find_size(args.model, args.layers)
-    make_weights(root / "weights", size)
+    host_memory = parse_bytes(args.host_memory, name="host_memory")
+    assert host_memory is not None
+    setting = Setting(root=root, size=size, host_memory=host_memory, seq=args.seq)
     with torch.device("meta"):
         blocks = partition(Transformer(size))
     block_bytes = max(4 * sum(p.numel() for p in b.params.values()) for b in blocks)
-    host_memory = parse_bytes(args.host_memory, name="host_memory")
-    assert host_memory is not None
     ordinary = alone(ordinary_bytes, size, args.seq)
-    make_trainer(default_root_dir=root)  # loads what Lightning loads lazily
-    phases, before = Phases(), resident_bytes()
-    moved = weights_in_and_out(phases, root, size, host_memory, args.seq)
-    gc.collect()
-    trained = training(phases, root, size, host_memory, args.seq) if args.train else {}
-    beside = {name: max(ordinary, block_bytes) if name in TRAINING else block_bytes for name in phases.found}
+    report = Report()
+    make_weights(setting.weights, size)
+    for out in ("", "export", "weights"):
+        report.run(out or "import", moving, setting, out)
+    if args.train:
+        report.run("train", training, setting, "train")
+        shutil.rmtree(setting.store, ignore_errors=True)
+        report.run("begin", training, setting, "begin")
+        shutil.rmtree(setting.weights)
+        report.run("resume_store", training, setting, "resume_store")
+        shutil.rmtree(setting.store, ignore_errors=True)
+        report.run("resume_checkpoint", training, setting, "resume_checkpoint")
     return {
-        "phases": phases.found,
-        **moved,
-        **trained,
-        "rss_before_bytes": before,
+        **report.judge(host_memory, block_bytes, ordinary),
+        "phases": report.phases,
+        "losses": report.losses,
+        **report.rest,
         "host_memory_bytes": host_memory,
         "largest_block_bytes": block_bytes,
         "ordinary_bytes": ordinary,
-        "within_limit": all(p["peak_rss_bytes"] - before <= host_memory + beside[name] for name, p in phases.found.items()),
         "parameters": num_params(size),
         "weights_bytes": 4 * num_params(size),
         "torch": torch.__version__,
@@ -216,7 +322,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 51 GB free")
     parser.add_argument("--model", choices=SIZES, default="gpt-1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try things out")
-    parser.add_argument("--host-memory", default="2500MiB")
+    parser.add_argument("--host-memory", default="3500MiB")
     parser.add_argument("--seq", type=int, default=16)
     parser.add_argument("--no-train", dest="train", action="store_false", help="weights alone; a quarter of the disk")
     return parser.parse_args()
@@ -224,7 +330,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    check_space(args.dir, int(num_params(find_size(args.model, args.layers)) * BYTES_ON_DISK_PER_PARAM))
+    per_param = BYTES_ON_DISK_PER_PARAM if args.train else BYTES_ON_DISK_PER_PARAM // 4
+    check_space(args.dir, int(num_params(find_size(args.model, args.layers)) * per_param))
     with scratch(args.dir) as directory:
         result = run(args, directory)
     print(json.dumps({"benchmark": "weights", "model": args.model, "layers": args.layers, **result}))

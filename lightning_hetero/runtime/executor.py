@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.ir.model import ModelShape
@@ -35,14 +35,13 @@ from lightning_hetero.ir.schedule import (
 )  # fmt: skip
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.anchors import Watcher
-from lightning_hetero.runtime.heap import Heap
-from lightning_hetero.runtime.ops import EngineOps
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.schedules import Schedules
+from lightning_hetero.runtime.sums import RoomForGradients
 from lightning_hetero.store.blocks import Block
 
 
-class Executor(EngineOps):
+class Executor(RoomForGradients):
     """The runtime of one model.
 
     Args:
@@ -50,8 +49,7 @@ class Executor(EngineOps):
         plan: The resolved plan.
         model: The blocks' sizes.
         capacity_bytes: Host bytes for weights that live on disk.
-        heap: Gives free memory back when the process exceeds its budget.
-        **common: As for :class:`EngineOps`.
+        **common: As for :class:`RoomForGradients`.
 
     Attributes:
         watcher: Who looks on, if anybody does.
@@ -59,11 +57,8 @@ class Executor(EngineOps):
         commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], *, plan: Plan, model: ModelShape, capacity_bytes: int, heap: Heap, **common: Any
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], *, plan: Plan, model: ModelShape, capacity_bytes: int, **common: Any) -> None:
         super().__init__(blocks, plan=plan, model=model, capacity_bytes=capacity_bytes, **common)
-        self.heap = heap
         self.commits, self.probing = True, False
         self.watcher: Watcher | None = None
         self._handed_over = True  # since the last batch was armed
@@ -85,8 +80,8 @@ class Executor(EngineOps):
         ``None``: it has ended, maybe without the ``step``, which a loss scaler skips where gradients overflow.
         """
         if binding is None and not self._handed_over:
-            self.speculation.skip()
             self.speculation.observe(True)
+            self.speculation.skip()
         self._armed, self._handed_over = binding, binding is None
 
     @property
@@ -106,7 +101,7 @@ class Executor(EngineOps):
         self._schedule = self._schedule_for(training)
         self.updater.begin_step()
         if training:
-            self.heap.forward_begins()
+            self.heap.forward_begins(self.weights_coming())
             for block in self.blocks:
                 block.grads_left = {id(p) for p in block.params() if p.requires_grad}
                 block.early_unsafe = False
@@ -179,8 +174,10 @@ class Executor(EngineOps):
     def _next_backward(self, block: Block) -> None:
         with self.recorder.waiting(f"B {block.name}"):
             self._close_backward()
-            self.heap.check(self._gradients_coming(block))
+            self.make_room(block)
             self._reach(Phase.BACKWARD, block)
+            if block.index == next((i for i in self._seen if not self.blocks[i].spec.pinned), None):
+                self.give_way(block)
             # A ticket holds its gradients until it has been seen to be done.
             self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
             self._backward_block = block
@@ -188,18 +185,16 @@ class Executor(EngineOps):
             if torch.is_grad_enabled():
                 self.hold(block)
 
-    def _gradients_coming(self, block: Block) -> int:
-        """What backward may allocate for gradients until it reaches the next block; those of pinned blocks come at any time."""
-        return sum(b.gradient_bytes for i, b in enumerate(self.model.blocks) if b.pinned or i == block.index)
-
     def _close_backward(self) -> None:
         if self._backward_block is not None:
             block, self._backward_block = self._backward_block, None
             self.shut(block)
 
-    def backward_starts(self) -> None:
-        """Backward writes gradients: whatever still reads those of the last step must be over."""
+    def backward_starts(self, loss: Tensor | None = None) -> None:
+        """Backward, from ``loss``, writes gradients: whatever still reads those of the last step must be over."""
         self._in_backward = True
+        if loss is not None:
+            self.learn_sums(loss)
         with self.recorder.waiting("backward"):
             self._wait_in_flight()
             self.heap.backward_begins()
@@ -358,6 +353,7 @@ class Executor(EngineOps):
         """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
         self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
         self._schedules.adopt(plan, model, capacity_bytes)
+        self.speculation.worth.forget()
 
     @contextmanager
     def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:

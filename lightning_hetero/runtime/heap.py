@@ -22,7 +22,9 @@ import psutil
 from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, heap_size
 from lightning_hetero.units import GIB, MIB
 
-_WORTH_IT = 32 * MIB
+WORTH_IT = 32 * MIB
+"""Memory that is worth the time that giving it back takes."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2 * GIB - 1  # mallopt takes an int
 _USUAL = 32 * MIB  # where glibc's own adjustment of its thresholds ends
@@ -78,10 +80,10 @@ class Heap:
             self._mallopt(_M_MMAP_THRESHOLD, num_bytes)
             self._mallopt(_M_TRIM_THRESHOLD, num_bytes)
 
-    def forward_begins(self) -> None:
-        """A training step begins."""
+    def forward_begins(self, coming_bytes: int = 0) -> None:
+        """A training step begins, in whose forward so much of the budget is filled that malloc does not give out."""
         if self._trim is not None:
-            self.check()
+            self.check(coming_bytes)
             self._before_forward = self._allocated()
 
     def backward_begins(self) -> None:
@@ -98,11 +100,15 @@ class Heap:
         resident = self._resident()
         if self._trim is None or resident + coming_bytes <= self._limit + self._activations:
             return
-        if abs(resident - self._in_vain) < _WORTH_IT:  # something else has the memory: do not look for it at every anchor
+        if abs(resident - self._in_vain) < WORTH_IT:  # something else has the memory: do not look for it at every anchor
             return
         self._trim(0)
         left = self._resident()
-        self._in_vain = left if resident - left < _WORTH_IT else 0
+        self._in_vain = left if resident - left < WORTH_IT else 0
+
+    def lacking(self, coming_bytes: int) -> int:
+        """Bytes by which the process is beyond budget and activations once so much has been allocated; 0 if it is not."""
+        return max(0, self._resident() + coming_bytes - self._limit - self._activations)
 
     def _resident(self) -> int:
         resident = int(self._process.memory_info().rss)

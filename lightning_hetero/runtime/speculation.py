@@ -34,11 +34,9 @@ from lightning_hetero._native import READY, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.updates import DueUpdate
+from lightning_hetero.runtime.worth import Worth
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.tiers import TierStore
-
-_MEMORY = 16  # steps that the share of discards remembers
-_BREAK_EVEN = 0.25
 
 Unscale = Callable[[Any, Tensor, Tensor, bool], dict[torch.device, Tensor]]  # GradScaler._unscale_grads_
 
@@ -68,8 +66,7 @@ class Speculation:
         enabled: Nothing but the verdict stands between a block's gradients and its update.
         trying: The step under way may try.
         discarded: Its verdict was to discard.
-        discard_rate: Share of the latest verdicts that discarded, or would have.
-        break_even: The rate up to which trying takes no longer than waiting; see ``planners.speculation``.
+        worth: Whether to try at all.
         scaler: The ``GradScaler`` of the loss, if there is one.
         unscale: Its function for all gradients.
         turn: Held while the store is used, where lanes use it too.
@@ -79,8 +76,7 @@ class Speculation:
         self.enabled = False
         self.trying = False
         self.discarded = False
-        self.discard_rate = 0.0
-        self.break_even = _BREAK_EVEN
+        self.worth = Worth()
         self.scaler: torch.amp.GradScaler | None = None
         self.unscale: Unscale | None = None
         self.turn: AbstractContextManager[Any] = nullcontext()
@@ -97,7 +93,7 @@ class Speculation:
         self._norms.clear()
         self._unscaled.clear()
         self._found.clear()
-        self.trying = training and self.enabled and self.discard_rate <= self.break_even
+        self.trying = training and self.enabled and self.worth.tries
         if self.trying and self.scaler is not None:
             self._loss_scale = self.scaler.get_scale()
 
@@ -252,7 +248,8 @@ class Speculation:
 
     def observe(self, discarded: bool) -> None:
         """One more verdict, whether anything was tried or not."""
-        self.discard_rate += (discarded - self.discard_rate) / _MEMORY
+        if self.enabled:
+            self.worth.verdict(tried=self.trying, discarded=discarded)
 
 
 def _with_state(parts: Iterable[Part]) -> list[Part]:

@@ -295,7 +295,7 @@ class Autoplan:
         self.plan = plan = session.replan(plan)
         if session.executor.speculation.enabled:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
-                session.executor.speculation.break_even = speculation(plan, self.model, self.machine).break_even
+                session.executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
         self.moved_s = time.monotonic() - begin - self.planned_s
         changed = plan.blocks != before.blocks or plan.predicted is None
         if self._reason and not changed and self._times:

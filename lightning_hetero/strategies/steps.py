@@ -83,7 +83,7 @@ class Steps(Core):
             self.pre_backward(closure_loss)
             closure_loss = plugin.pre_backward(closure_loss, module)
             if executor is not None:
-                executor.backward_starts()
+                executor.backward_starts(closure_loss)
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if executor is not None:
                 executor.backward_ends()

@@ -140,10 +140,10 @@ def in_child(call: Callable[[], object]) -> bool:
 
 def strategy_of(root: Path, case: Case) -> Any:
     from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
-    from lightning_hetero.runtime import speculation
+    from lightning_hetero.runtime.worth import Worth
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    speculation._BREAK_EVEN = 1.0  # every step tries
+    Worth.fixed = 1.0  # every step tries
     rows = (BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK))
     mixed = Plan(name="mixed", blocks=rows)
     plan = mixed if case.plan == "mixed" else case.plan

@@ -14,6 +14,7 @@ from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 from lightning_hetero.callbacks import _names, show
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -64,6 +65,26 @@ def test_before_each_block_s_backward_there_is_room_for_its_gradients(tmp_path: 
     run(Recipe(steps=2), strategy, tmp_path, callbacks=[Looks()])
     assert expected
     assert {c for c in coming if c} == expected
+
+
+def test_before_each_forward_there_is_room_for_the_weights_that_it_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is filled again: what malloc has kept of gradients would come on top of it."""
+    strategy, coming, expected = HeteroOffloadStrategy("disk", host_memory="1GiB"), list[int](), list[int]()
+    monkeypatch.setattr(Heap, "check", lambda heap, coming_bytes=0: coming.append(coming_bytes))
+    monkeypatch.setattr(Executor, "make_room", lambda executor, block: None)
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            assert strategy.session is not None
+            executor = strategy.session.executor
+            away = [b for b in executor.blocks if b.weights_on_disk and b.resident][: len(expected)]
+            for block in away:
+                executor.release(block)
+            expected.append(sum(executor.model.blocks[b.index].weight_bytes for b in away))
+
+    run(Recipe(steps=3), strategy, tmp_path, callbacks=[Looks()])
+    assert coming == expected
+    assert expected[0] == 0 < expected[1] < expected[2]
 
 
 PREDICTED = Prediction(

@@ -14,6 +14,7 @@ from support.verdicts import counted_verdicts, divided, fused, norms, run_scaled
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.runtime import speculation
 from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.runtime.worth import Worth
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
@@ -114,19 +115,41 @@ def test_what_awaits_its_verdict_when_a_batch_fails_is_taken_back(verdicts: Coun
     assert verdicts["skipped"] > 0
 
 
-def test_a_rate_of_discards_decides_whether_to_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_steps_take_decides_whether_to_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Half of the steps clip. By a clock on which discards are cheap they go on trying once that is known, else they wait."""
     tried: list[bool] = []
-    begin = Speculation.begin
+    begin, verdict = Speculation.begin, Worth.verdict
 
     def seen(self: Speculation, *, training: bool) -> None:
         begin(self, training=training)
         tried.append(self.trying)
 
+    class Clock:
+        now, redone_s = 0.0, 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    def ended(self: Worth, *, tried: bool, discarded: bool) -> None:
+        verdict(self, tried=tried, discarded=discarded)
+        clock.now += 1.5 if not tried else clock.redone_s if discarded else 1.0  # what follows this verdict
+
+    class Alternates(LitModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.gradient_clip_val = 0.01 if batch_idx % 2 else 1e6
+
+    clock = Clock()
     monkeypatch.setattr(Speculation, "begin", seen)
-    monkeypatch.setattr(speculation, "_MEMORY", 4)
-    recipe = Recipe(steps=5, clip=0.01)
-    assert_same(run(recipe, HeteroOffloadStrategy(plan="disk"), tmp_path), run(recipe, "auto", tmp_path))
-    assert tried == [True, True, False, False, False]  # 0, 1/4, 7/16 and more of the verdicts so far
+    monkeypatch.setattr(Worth, "verdict", ended)
+    monkeypatch.setattr(speculation, "Worth", lambda: Worth(clock))
+    recipe = Recipe(steps=32, clip=1e6)
+    expected = run(recipe, "auto", tmp_path, module_class=Alternates)
+    for redone_s, last in ((1.6, True), (3.0, False)):
+        tried.clear()
+        clock.redone_s = redone_s
+        assert_same(run(recipe, HeteroOffloadStrategy(plan="disk"), tmp_path, module_class=Alternates), expected)
+        assert tried[:4] == [True] * 4
+        assert tried[-8:] == [last] * 8, tried
 
 
 def test_a_budget_without_room_for_copies_waits_for_the_verdict(verdicts: Counter[str], tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_hetero.runtime import speculation
 from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.runtime.worth import Worth
 from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer, run
 
 
 def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts how many blocks are tried, kept, updated again, and skipped; from now on every step tries."""
     seen: Counter[str] = Counter()
-    monkeypatch.setattr(speculation, "_BREAK_EVEN", 1.0)
+    monkeypatch.setattr(Worth, "fixed", 1.0)
 
     def counted(name: str, what: str) -> None:
         original = getattr(Speculation, name)

@@ -10,9 +10,10 @@ from support.machines import MB, ROOMY
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.ir.speculation import StepSeconds
 from lightning_hetero.lowering.needs import Purpose, needs_of
 from lightning_hetero.planners.judge import simulation
-from lightning_hetero.planners.speculation import Speculation, speculation
+from lightning_hetero.planners.speculation import speculation
 
 OWN_CPU = replace(ROOMY, name="cpu", shared_memory=True, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9)
 LAYERS, PARAMS = 8, 5 * MB
@@ -72,7 +73,7 @@ def test_gradients_of_what_was_tried_stay_on_the_host_until_the_verdict() -> Non
 
 @pytest.mark.parametrize(("kept", "redone", "expected"), [(3.0, 4.0, 0.0), (1.0, 2.0, 1.0), (1.0, 5.0, 0.25)])
 def test_the_break_even_is_a_share_of_steps(kept: float, redone: float, expected: float) -> None:
-    assert Speculation(waiting_s=2.0, kept_s=kept, redone_s=redone).break_even == expected
+    assert StepSeconds(waiting_s=2.0, kept_s=kept, redone_s=redone).break_even == expected
 
 
 @pytest.mark.parametrize(("plan", "spare"), [(DISK, 0), (STATE_ON_DISK, LAYERS * PARAMS * 4)], ids=["disk", "state"])

@@ -99,7 +99,7 @@ class DeviceExecutor(DeviceOps):
         self._saved[block.index].leave(output)
         super().forward_ends(block, output)
 
-    def backward_starts(self) -> None:
+    def backward_starts(self, loss: torch.Tensor | None = None) -> None:
         """As for :class:`Executor`: gradients of a batch before that are still shown become ordinary ones of this one."""
         self.side.gradients.conceal()
         self._at = None

@@ -1,0 +1,99 @@
+"""Gradients that autograd adds up: counted before they come, and cached weights give way to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.models import data, quiet_trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetero.runtime import sums
+from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.sums import gradients_added, largest_sum
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+
+class Tied(nn.Module):
+    """The embedding is also the head."""
+
+    def __init__(self, width: int = 8, words: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width)) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+def test_gradients_of_a_parameter_that_is_used_twice_are_counted() -> None:
+    model = Tied()
+    words = torch.arange(6).view(1, 6)
+    tied = model(words).sum()
+    assert gradients_added(tied)[id(model.embed.weight)] == 2
+    assert gradients_added(tied)[id(model.norm.weight)] == 1
+    assert largest_sum(tied, model.parameters()) == model.embed.weight.nbytes
+    assert largest_sum(model.embed(words).sum(), model.parameters()) == 0
+    assert largest_sum(torch.ones(()), model.parameters()) == 0
+
+
+class LitTied(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Tied()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        words = torch.arange(6).view(1, 6) + batch_idx
+        loss = F.cross_entropy(self.model(words).flatten(0, 1), (words.flatten() + 1) % 16)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["in-backward", "tried"])
+def test_cached_weights_give_way_to_gradients_that_are_added_up(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are lacking, before the last block's backward; and the bits are those of plain Lightning."""
+    asked: list[int] = []
+    left: list[list[int]] = []
+    monkeypatch.setattr(sums, "WORTH_IT", 1)
+    monkeypatch.setattr(Heap, "lacking", lambda heap, coming: asked.append(coming) or 10**9)
+    give_way = sums.RoomForGradients.give_way
+
+    def looked_at(self: Any, block: Any) -> None:
+        before = [b.index for b in self.blocks if b.resident and b.weights_on_disk]
+        give_way(self, block)
+        after = [b.index for b in self.blocks if b.resident and b.weights_on_disk]
+        left.append([block.index, len(before), len(after), self._sum_bytes])
+
+    monkeypatch.setattr(sums.RoomForGradients, "give_way", looked_at)
+
+    def trained(strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+        module = LitTied()
+        trainer = quiet_trainer(strategy=strategy, max_steps=4, default_root_dir=tmp_path, gradient_clip_val=clip)
+        trainer.fit(module, data())
+        return module.losses, {k: v.detach().clone() for k, v in module.state_dict().items()}
+
+    plain_losses, plain = trained("auto")
+    losses, weights = trained(HeteroOffloadStrategy("disk", host_memory="64MiB"))
+    assert losses == plain_losses
+    assert all(torch.equal(weights[k], v) for k, v in plain.items())
+    tied = LitTied().model.embed.weight.nbytes
+    block = sum(p.nbytes for p in LitTied().model.layers[0].parameters())
+    assert {index for index, *_ in left} == {1}, "the lowest block that is not pinned"
+    gone = {before - after for _, before, after, _ in left}
+    assert gone == {min(3, -(-2 * tied // block))}, "no more than the gradients that the budget does not count"
+    assert all(coming >= 2 * tied + block for coming in asked)
