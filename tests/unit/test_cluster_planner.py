@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,6 +269,41 @@ def test_too_little_memory_is_refused_with_bytes_device_and_remedy() -> None:
     assert caught.value.shortfall_bytes > 0
     richer = small_cluster((2 + 4 * int(number.group(1)), 1.0), memory=15 * 10**7)
     assert plan(model, richer, micro_batches=8).micro_batches == 8
+
+
+def test_more_stages_than_layers_are_no_remedy() -> None:
+    model = small_model(2)
+    with pytest.raises(PlanError, match=r"with 2 stages of 1 devices.*Remedy: tensor parallelism in larger nodes"):
+        plan(model, small_cluster((1, 1.0), (1, 1.0), (1, 1.0), memory=9 * 10**7), micro_batches=4)
+    assert plan(model, small_cluster((4, 1.0), memory=9 * 10**7), micro_batches=4).tensor_parallel > 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options"),
+    [([(3, 1.0)], {"planner": "megatron", "tensor_parallel": [2], "micro_batches": 4}), ([(3, 1.0)], {"planner": "whale"})],
+)
+def test_what_only_a_baseline_cannot_do_is_said(nodes: list[tuple[int, float]], options: dict[str, Any]) -> None:
+    model, machines = small_model(1), small_cluster(*nodes)
+    settings = {"micro_batches": 2, "tensor_parallel": [1]} | options
+    with pytest.raises(
+        PlanError, match=rf"planner '{options['planner']}' has no plan.*memory holds the model.*use the planner 'asymm"
+    ):
+        plan(model, machines, **settings)
+    assert plan(model, machines, micro_batches=2).groups
+
+
+@pytest.mark.parametrize(("nodes", "count"), [((), 0), ((Node(name="a", device="d1", count=10**9),), 10**9)])
+def test_no_devices_and_too_many_are_refused(nodes: tuple[Node, ...], count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"has {count} devices; allowed: 1 to 1024"):
+        plan(small_model(2), replace(small_cluster((1, 1.0)), nodes=nodes), micro_batches=2)
+    with pytest.raises(ConfigError, match="has 999999999 devices"):
+        cluster("999999999xa100-80")
+
+
+def test_a_device_with_less_memory_than_every_device_needs_is_named() -> None:
+    model = replace(small_model(2), constant_device_bytes=10**9)
+    with pytest.raises(PlanError, match=r"lacks .*d1 has 95.4 MiB, of which 953.7 MiB are taken before. Remedy: take a smaller"):
+        plan(model, small_cluster((2, 1.0), memory=10**8), micro_batches=4)
 
 
 def test_more_stages_than_micro_batches_are_refused_with_the_remedy() -> None:

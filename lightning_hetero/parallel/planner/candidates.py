@@ -13,8 +13,16 @@ from lightning_hetero.ir.cluster import Cluster
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.parallel.planner.balancing import balance, share_out
-from lightning_hetero.parallel.planner.clusters import Kind, kinds
-from lightning_hetero.parallel.planner.equations import Place, Workload, most_layers, pipeline_s, stage_bytes, stage_s
+from lightning_hetero.parallel.planner.clusters import Kind, check_devices, kinds
+from lightning_hetero.parallel.planner.equations import (
+    Place,
+    Workload,
+    besides_s,
+    layers_s,
+    most_layers,
+    pipeline_s,
+    stage_bytes,
+)
 from lightning_hetero.parallel.planner.grouping import Counts
 
 Layout = tuple[tuple[int, ...], ...]  # for each group the node of each stage, by its index in the cluster
@@ -22,7 +30,7 @@ Layout = tuple[tuple[int, ...], ...]  # for each group the node of each stage, b
 _ROUNDS = 4  # of balancing layers for given micro-batches, and micro-batches for given layers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """What all candidates of one degree of tensor parallelism share.
 
@@ -37,6 +45,7 @@ class Setting:
     cluster: Cluster
     kinds: Mapping[str, Kind]
     micro_batches: int
+    _layers: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _tables: dict[tuple[str, Place, float], tuple[float, ...]] = field(default_factory=dict)
     _cuts: dict[tuple[tuple[str, float], ...], dict[int, tuple[int, ...] | None]] = field(default_factory=dict)
 
@@ -56,6 +65,11 @@ class Setting:
             total[node.device] += entities
         return tuple(total[name] for name in self.kinds)
 
+    @cached_property
+    def power(self) -> float:
+        """Of all entities: the FLOP/s of one device of each."""
+        return sum(n * kind.flop_per_s for n, kind in zip(self.counts(), self.kinds.values(), strict=True))
+
     def kind(self, node: int) -> Kind:
         """The devices of a node."""
         return self.kinds[self.cluster.nodes[node].device]
@@ -64,10 +78,11 @@ class Setting:
         """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds."""
         key = kind, place, link_bytes_per_s
         if key not in self._tables:
-            device = self.kinds[kind]
-            held = most_layers(self.work, device.memory_bytes, place)
-            times = (stage_s(self.work, device, n, place, link_bytes_per_s) for n in range(held + 1))
-            self._tables[key] = tuple(times)
+            device, work = self.kinds[kind], self.work
+            if kind not in self._layers:
+                self._layers[kind] = tuple(layers_s(work, device, n) for n in range(work.num_layers + 1))
+            held, besides = most_layers(work, device.memory_bytes, place), besides_s(work, device, place, link_bytes_per_s)
+            self._tables[key] = tuple(seconds + besides for seconds in self._layers[kind][: held + 1])
         return self._tables[key]
 
     def tables(self, stages: Sequence[tuple[str, float]]) -> list[tuple[float, ...]]:
@@ -195,10 +210,11 @@ def settings_of(
     """One setting for each degree of tensor parallelism; by default all powers of two up to the largest node.
 
     Raises:
-        ConfigError: A degree or the number of micro-batches is out of range, the cluster names an unknown device.
+        ConfigError: A degree, the number of devices or of micro-batches is out of range, the cluster names an unknown device.
     """
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(f"micro_batches={micro_batches!r}; allowed: a whole number of at least 1.")
+    check_devices(cluster.name, sum(node.count for node in cluster.nodes))
     largest = max(node.count for node in cluster.nodes)
     powers = [2**k for k in range(largest.bit_length())]
     degrees = sorted(set(powers if tensor_parallel is None else tensor_parallel))
@@ -210,8 +226,7 @@ def settings_of(
 
 def expected_micro_batches(setting: Setting, power: float, stages: int) -> int:
     """The micro-batches that a group of this power will take if all devices work."""
-    total = sum(n * kind.flop_per_s for n, kind in zip(setting.counts(), setting.kinds.values(), strict=True))
-    return min(max(round(setting.micro_batches * power / total), stages, 1), setting.micro_batches)
+    return min(max(round(setting.micro_batches * power / setting.power), stages, 1), setting.micro_batches)
 
 
 def balanced_candidate(name: str, setting: Setting, nodes: Layout, *, equal: bool = False) -> Candidate | None:

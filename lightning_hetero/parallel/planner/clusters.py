@@ -16,6 +16,7 @@ from lightning_hetero.profiling.presets.devices import LINKS
 from lightning_hetero.profiling.presets.devices import device as device_named
 from lightning_hetero.profiling.presets.figures import find
 
+MOST_DEVICES = 1024  # of a cluster: 256 take ten seconds to plan for, 1024 many minutes
 NODE_DEVICES = 8  # of one node, where a line of text only says how many there are
 NETWORK_BYTES_PER_S = 50e9  # AutoHet, section V: 400 Gbps RoCEv2
 
@@ -71,10 +72,23 @@ def cluster(text: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> C
             find("cluster", PAPER_CLUSTERS, text)  # raises, with near names
         assert match is not None
         left, kind = int(match.group(1)), device_named(match.group(2)).name
+        check_devices(text, left + sum(node.count for node in nodes))
         while left:
             nodes.append(Node(name=f"node{len(nodes)}", device=kind, count=min(left, NODE_DEVICES)))
             left -= nodes[-1].count
     return Cluster(name=text, network_bytes_per_s=network_bytes_per_s, nodes=tuple(nodes))
+
+
+def check_devices(name: str, count: int) -> None:
+    """Refuses a cluster of so many devices where there are none, or too many to plan for.
+
+    Raises:
+        ConfigError: As it says.
+    """
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(
+            f"cluster {name!r} has {count} devices; allowed: 1 to {MOST_DEVICES}. Plan for a part of a larger one that repeats."
+        )
 
 
 def load_cluster(path: str | Path) -> Cluster:

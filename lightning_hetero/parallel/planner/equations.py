@@ -171,19 +171,18 @@ def _part_s(part: Part, kind: Kind) -> float:
     return part.flop / kind.flop_per_s + part.sent_bytes / kind.peer_bytes_per_s
 
 
-def stage_s(work: Workload, kind: Kind, num_layers: int, place: Place, link_bytes_per_s: float) -> float:
-    """t[s, j]: seconds of forward and backward of one micro-batch on a stage, traffic with the next stage included.
+def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float) -> float:
+    """What t[s, j] has besides :func:`layers_s`: seconds of the model's ends and of traffic with the next stage.
 
     Args:
         work: The model.
         kind: The stage's devices.
-        num_layers: Its layers.
         place: Where it stands.
         link_bytes_per_s: To the next stage.
     """
     ends = _part_s(work.first, kind) * place.is_first + _part_s(work.last, kind) * place.is_last
     handed = 0.0 if place.is_last else 2 * work.boundary_bytes / link_bytes_per_s
-    return layers_s(work, kind, num_layers) + ends + handed
+    return ends + handed
 
 
 def stage_bytes(work: Workload, num_layers: int, place: Place) -> int:

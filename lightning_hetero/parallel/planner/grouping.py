@@ -7,7 +7,6 @@ programme in cvxpy, solved by HiGHS. Property tests hold them against each other
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -43,6 +42,16 @@ class Problem:
         """G_j (equation 2) of a group, one of so many that share the micro-batches equally."""
         total = sum(n * g for n, g in zip(group, self.powers, strict=True))
         return effective_power(total, sum(group), self.micro_batches / groups)
+
+    def powers_by_counts(self, groups: int, most: int) -> Any:
+        """:meth:`power` of all groups of up to so many devices that hold the model, by their counts; others have -inf."""
+        counts = np.indices([n + 1 for n in self.counts])
+        zeros: Any
+        sizes, zeros = counts.sum(axis=0), np.zeros(counts.shape[1:])
+        held = sum((n * m for n, m in zip(counts, self.memories, strict=True)), start=zeros)
+        total = sum((n * g for n, g in zip(counts, self.powers, strict=True)), start=zeros)
+        power = effective_power(total, np.maximum(sizes, 1), self.micro_batches / groups)  # as power() adds and multiplies
+        return np.where((sizes > 0) & (sizes <= most) & (held >= self.least_bytes), power, -np.inf)
 
     def holds(self, group: Counts) -> bool:
         """Equation 3b."""
@@ -110,13 +119,13 @@ def grouping(problem: Problem, groups: int) -> tuple[float, list[Counts]] | None
         Z, FLOP/s, and the groups; ``None`` if no D groups hold the model.
     """
     most = min(problem.most_stages, problem.micro_batches // groups)  # 1F1B needs as many micro-batches as stages
-    possible = [(v, problem.power(v, groups)) for v in vectors(problem.counts, most) if problem.holds(v)]
-    thresholds = sorted({power for _, power in possible})
+    powers = problem.powers_by_counts(groups, most)
+    thresholds = np.unique(powers[np.isfinite(powers)]).tolist()
     best: tuple[float, list[Counts]] | None = None
     low, high = 0, len(thresholds) - 1
     while low <= high:
         middle = (low + high) // 2
-        found = _packed(problem.counts, [v for v, power in possible if power >= thresholds[middle]], groups)
+        found = _packed(problem.counts, powers >= thresholds[middle], groups)
         if len(found) >= groups:
             best, low = (thresholds[middle], found[:groups]), middle + 1
         else:
@@ -124,14 +133,19 @@ def grouping(problem: Problem, groups: int) -> tuple[float, list[Counts]] | None
     return best
 
 
-def _packed(counts: Counts, candidates: Sequence[Counts], enough: int) -> list[Counts]:
-    """The most disjoint groups out of the candidates."""
+def _packed(counts: Counts, possible: Any, enough: int) -> list[Counts]:
+    """The most disjoint groups out of the possible ones. One that a smaller one is part of adds nothing."""
+    holds_one, holds_smaller = possible, np.zeros_like(possible)
+    for axis in range(possible.ndim):
+        holds_one = np.logical_or.accumulate(holds_one, axis=axis)
+    for axis in range(possible.ndim):
+        after, before = np.moveaxis(holds_smaller, axis, 0), np.moveaxis(holds_one, axis, 0)
+        after[1:] |= before[:-1]
     packing = Packing(counts)
-    for group in candidates:  # fewest devices first: what a smaller one is part of adds nothing
-        if packing.worth(group) == 0:
-            packing.add(group, 1)
-            if packing.worth(counts) >= enough:
-                break
+    for group in sorted(map(tuple, np.argwhere(possible & ~holds_smaller).tolist()), key=lambda v: (sum(v), v)):
+        packing.add(group, 1)
+        if packing.worth(counts) >= enough:
+            break
     return packing.best()
 
 

@@ -12,8 +12,12 @@ from lightning_hetero.parallel.planner.mapping import stages_of
 from lightning_hetero.units import format_bytes
 
 
-def refuse(settings: Sequence[Setting]) -> NoReturn:
+def refuse(settings: Sequence[Setting], planner: str) -> NoReturn:
     """Says what is missing in the pipeline of all devices that comes closest to holding the model.
+
+    Args:
+        settings: What was tried.
+        planner: Whose candidates.
 
     Raises:
         PlanError: Always.
@@ -29,12 +33,21 @@ def refuse(settings: Sequence[Setting]) -> NoReturn:
         ((_missing(s, d), s, d) for s in settings for d in range(1, _deepest(s) + 1)), key=lambda found: found[0]
     )
     work, t = setting.work, setting.tensor_parallel
+    if not short:
+        raise PlanError(
+            f"planner {planner!r} has no plan for the cluster {setting.cluster.name!r} with {setting.micro_batches} micro-batches "
+            "a step, though its memory holds the model: baselines use all devices in pipelines of equal depth, tensor "
+            "parallelism has to divide every node, and a pipeline takes at least as many micro-batches as it has stages. "
+            "Raise --micro-batches, change --tensor-parallel, or use the planner 'asymmetric'."
+        )
     largest = max(setting.kinds.values(), key=lambda k: k.memory_bytes)
     tightest = min(setting.kinds.values(), key=lambda k: k.memory_bytes)
     place = Place(stage=0, depth=1)
     one = stage_bytes(work, 1, place) - stage_bytes(work, 0, place)
     held = most_layers(work, largest.memory_bytes, Place(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
     more = f"add at least {t * -(-short // (held * one * t))} {largest.name}, " if held > 0 else ""
+    if depth == work.num_layers:
+        more = "tensor parallelism in larger nodes (a pipeline has no more stages than layers), "
     raise PlanError(
         f"the model does not fit the cluster {setting.cluster.name!r}: the best pipeline, with {depth} stages of {t} devices, "
         f"lacks {format_bytes(short)} ({short} bytes). One layer takes {format_bytes(one)} of a device; {tightest.name} has "

@@ -58,7 +58,7 @@ def plan(
                 found[candidate.key()] = candidate
     ranked = sorted(found.values(), key=lambda c: c.iteration_s)
     if not ranked:
-        refuse(settings)
+        refuse(settings, planner)
     return ranked[0].plan(ranked[1 : 1 + _RUNNER_UPS])
 
 
