@@ -4,8 +4,8 @@
 Lightning asks the checkpoint IO of rank 0 alone, or, where weights are sharded, none at all. Here every rank writes what it
 holds. So as a strategy gets this checkpoint IO, its class becomes a subclass of itself (:class:`_EveryRank`) that saves and loads
 on all ranks. A checkpoint IO is not told that a strategy gets it; the setter of Lightning's ``Strategy.checkpoint_io`` does that,
-from the first ``LocalFirst`` on. A strategy that gathers its state otherwise sees ``saves_own`` and gives each rank's part, and says
-with ``places()`` where a rank reads the tensors to that it holds.
+from the first ``LocalFirst`` on. A strategy that gathers its state otherwise sees ``saves_own`` and gives each rank's part; it
+says with ``places()`` where a rank reads the tensors to that it holds.
 
 [Note: Names]
 Optimizer state is saved by the names of parameters, as ``torch.distributed.checkpoint.state_dict`` has it, not by their numbers: so
