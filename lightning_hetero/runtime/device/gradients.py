@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import READY
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.device.held import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
 from lightning_hetero.store.blocks import Block, Part
 
@@ -70,56 +68,7 @@ class BufferPool:
             self._free.clear()
 
 
-@dataclass(eq=False, slots=True)
-class _Buffer:
-    """One part's gradients of one dtype.
-
-    Attributes:
-        memory: Where they are.
-        holds: How many of them.
-        readers: Updates that may still read it.
-    """
-
-    memory: Tensor
-    holds: int = 0
-    readers: list[Ticket] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class _Held:
-    """One parameter's gradient.
-
-    Attributes:
-        part: The part that holds the parameter.
-        index: The parameter's position in it.
-        dtype: The gradient's dtype.
-        norm: Its order and its norm, computed on the device; none once the gradient has changed.
-        buffer: The memory; none until the gradient arrives.
-        exposed: ``param.grad`` has shown it since the last backward.
-        claimed: An update that keeps it has been issued, and not yet been handed it.
-        dropped: It has been forgotten meanwhile: its memory is that update's.
-    """
-
-    part: Part
-    index: int
-    dtype: torch.dtype
-    norm: tuple[float, Tensor] | None = None
-    buffer: _Buffer | None = None
-    exposed: bool = False
-    claimed: bool = False
-    dropped: bool = False
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.part.params[self.index]
-
-    def value(self) -> Tensor:
-        """The gradient in host memory."""
-        assert self.buffer is not None, "its GRAD has ended"
-        return self.part.shaped(self.index, _run(self.part, self.index, self.buffer.memory.view(self.dtype)))
-
-
-_Arrivals = list[tuple[_Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
+_Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
 
 
 class HostGradients:
@@ -137,9 +86,9 @@ class HostGradients:
         self.norm_type = norm_type
         self.pool = BufferPool(lanes.host_buffer)
         self._lanes = lanes
-        self._held: dict[int, _Held] = {}  # by the parameter's id
-        self._buffers: dict[tuple[Part, torch.dtype], _Buffer] = {}
-        self._leaving: list[_Buffer] = []  # of updates that were not READY yet when last looked at
+        self._held: dict[int, Held] = {}  # by the parameter's id
+        self._buffers: dict[tuple[Part, torch.dtype], Buffer] = {}
+        self._leaving: list[Buffer] = []  # of updates that were not READY yet when last looked at
         self._sent: dict[int, Event] = {}  # by the block's index: its last GRAD
         self._lock = Lock()
 
@@ -186,7 +135,7 @@ class HostGradients:
                 held.norm = None
             else:
                 known = None if norm is None or self.norm_type is None else (self.norm_type, norm)
-                held = self._held[id(param)] = _Held(part, index, grad.dtype, known)
+                held = self._held[id(param)] = Held(part, index, grad.dtype, known)
             arrivals.append((held, _flat(param, grad)))
         return arrivals
 
@@ -198,30 +147,30 @@ class HostGradients:
             for held, grad in rows:
                 if held.buffer is None:
                     held.buffer = self._buffer(part, dtype)
-                    self._lanes.copy(_run(part, held.index, held.buffer.memory.view(dtype)), grad)
+                    self._lanes.copy(run_of(part, held.index, held.buffer.memory.view(dtype)), grad)
             if more:
                 self._add(part, dtype, more)
         arrivals.clear()  # the gradients on the device are the copies' now
         return []
 
-    def _buffer(self, part: Part, dtype: torch.dtype) -> _Buffer:
+    def _buffer(self, part: Part, dtype: torch.dtype) -> Buffer:
         with self._lock:
             buffer = self._buffers.get((part, dtype))
             if buffer is None:
-                buffer = self._buffers[part, dtype] = _Buffer(self.pool.take(part.num_elements * dtype.itemsize))
+                buffer = self._buffers[part, dtype] = Buffer(self.pool.take(part.num_elements * dtype.itemsize))
             buffer.holds += 1
         return buffer
 
     def _add(self, part: Part, dtype: torch.dtype, rows: _Arrivals) -> None:
         """Adds another micro-batch's gradients, through one more buffer for as long as that takes."""
         passing = self.pool.take(part.num_elements * dtype.itemsize)
-        values = [_run(part, held.index, passing.view(dtype)) for held, _ in rows]
+        values = [run_of(part, held.index, passing.view(dtype)) for held, _ in rows]
         for value, (_, grad) in zip(values, rows, strict=True):
             self._lanes.copy(value, grad)
         self._lanes.catch_up()  # it is the host that adds
         for value, (held, _) in zip(values, rows, strict=True):
             assert held.buffer is not None
-            _run(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)
+            run_of(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)
         self.pool.give(passing)
 
     # ---- the update ---------------------------------------------------------------------------------------------------------
@@ -252,7 +201,7 @@ class HostGradients:
                     one.param.grad = None
         return Claim(self, held)
 
-    def _used(self, held: Iterable[_Held], ticket: Ticket | None) -> None:
+    def _used(self, held: Iterable[Held], ticket: Ticket | None) -> None:
         for one in held:
             buffer = one.buffer
             assert buffer is not None, "its GRAD has ended"
@@ -264,20 +213,20 @@ class HostGradients:
                     self._release(one, buffer)
         self._collect()
 
-    def _give_up(self, held: Iterable[_Held]) -> None:
+    def _give_up(self, held: Iterable[Held]) -> None:
         for one in held:
             with self._lock:
                 was_claimed, one.claimed = one.claimed, False
                 if was_claimed and one.dropped and one.buffer is not None:
                     self._release(one, one.buffer)
 
-    def _release(self, held: _Held, buffer: _Buffer) -> None:
+    def _release(self, held: Held, buffer: Buffer) -> None:
         buffer.holds -= 1
         if not buffer.holds:
             del self._buffers[held.part, held.dtype]
             self._leaving.append(buffer)
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, held: Held) -> None:
         """Forgets one gradient; an update that has claimed it has its memory until it is through."""
         if held.buffer is None and not held.claimed:
             self.wait(held.part.block)
@@ -304,7 +253,9 @@ class HostGradients:
         """Backward has ended, or a verdict: ``param.grad`` shows what is on the host, to clipping, scalers and callbacks."""
         for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
             if held.param.grad is None:
-                held.param.grad = HostGradient(_GradientSource(self, held), stride=held.param.stride(), device=held.param.device)
+                held.param.grad = HostGradient(
+                    GradientSource(held, self.wait), stride=held.param.stride(), device=held.param.device
+                )
                 held.exposed = True
 
     @torch.no_grad()
@@ -350,7 +301,7 @@ class HostGradients:
 class Claim:
     """Gradients that belong to one update. Thread-safe."""
 
-    def __init__(self, gradients: HostGradients, held: Sequence[_Held]) -> None:
+    def __init__(self, gradients: HostGradients, held: Sequence[Held]) -> None:
         self._gradients, self._held = gradients, {id(h.param): h for h in held}
 
     def __contains__(self, param: object) -> bool:
@@ -368,102 +319,6 @@ class Claim:
     def give_up(self) -> None:
         """The update will not come, if it has not yet; gradients that can be looked at after it stay until they are dropped."""
         self._gradients._give_up(self._held.values())
-
-
-class _GradientSource:
-    """A held gradient as the door reads and writes it (``runtime.handles.Source``)."""
-
-    def __init__(self, gradients: HostGradients, held: _Held) -> None:
-        self.held = held
-        self.name = f"{held.part.names[held.index]}.grad"
-        self.shape, self.dtype = held.param.shape, held.dtype
-        self._gradients = gradients
-
-    @property
-    def address(self) -> None:
-        """None: it may not have arrived yet."""
-
-    def live(self) -> Tensor:
-        """The host memory itself, once the gradient is there."""
-        self._gradients.wait(self.held.part.block)
-        return self.held.value()
-
-    def read(self) -> Tensor:
-        """A fresh tensor with the gradient."""
-        return torch.empty_strided(self.shape, self.held.param.stride(), dtype=self.dtype).copy_(self.live())
-
-    def write(self, value: Tensor) -> None:
-        """Replaces the gradient."""
-        self.live().copy_(value)
-        self.held.norm = None
-
-
-class HostGradient(OffloadedTensor):
-    """``param.grad`` while the gradient is in host memory; see [Note: Gradients on the host].
-
-    It reports the parameter's device. Clipping and loss scaling run in host memory; other operators see a copy on the device.
-    """
-
-    source: _GradientSource
-
-    @classmethod
-    def _act(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        aten = torch.ops.aten
-        first: Any = args[0] if args else None
-        some = list(first) if isinstance(first, (list, tuple)) else [first]
-        plain = not kwargs and not any(isinstance(a, OffloadedTensor) for a in args[1:])
-        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return _unscale(*args)
-        if plain and all(isinstance(g, HostGradient) for g in some):
-            if func is aten.linalg_vector_norm.default and len(args) <= 2:
-                return _norm(*args)
-            if func is aten._foreach_norm.Scalar:
-                return [_norm(gradient, *args[1:]) for gradient in some]
-            if func in _host_functions():
-                for gradient in some:
-                    gradient.source.held.norm = None
-                lives = [gradient.source.live() for gradient in some]
-                others = [a.cpu() if isinstance(a, Tensor) else a for a in args[1:]]
-                if first is not some[0]:
-                    return func(lives, *others)
-                func(lives[0], *others)
-                return first
-        return OffloadedTensor.__torch_dispatch__(func, types, args, kwargs)
-
-    __torch_dispatch__: Any = _act
-
-
-@cache
-def _host_functions() -> frozenset[Any]:
-    """In-place functions that clipping by norm and by value, averaging and ``zero_grad`` use, of one gradient and of many."""
-    aten = torch.ops.aten
-    of_one = [aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default, aten.clamp_.default]
-    of_many = [aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar]
-    of_many += [aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar, aten._foreach_zero_.default]
-    return frozenset(of_one + of_many)
-
-
-def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
-    """The norm that the device computed, or one of what is in host memory, on the device."""
-    known = gradient.source.held.norm
-    if known is not None and known[0] == float(order):
-        return known[1].clone()
-    norm: Tensor = torch.linalg.vector_norm(gradient.source.live(), order)
-    return norm.to(gradient.device)
-
-
-def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """``GradScaler``'s one pass over all gradients: multiplies them, and says in ``found_inf`` whether one was not finite."""
-    here = [g.source for g in gradients if isinstance(g, HostGradient)]
-    others = [g for g in gradients if not isinstance(g, HostGradient)]
-    if others:
-        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
-    found, inverse = torch.zeros_like(found_inf, device="cpu"), inverse_scale.cpu()
-    torch._amp_foreach_non_finite_check_and_unscale_([source.live() for source in here], found, inverse)
-    found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-    if float(inverse) != 1.0:
-        for source in here:
-            source.held.norm = None
 
 
 def check_dense(name: str, grad: Tensor) -> None:
@@ -488,9 +343,3 @@ def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
     if grad.stride() != param.stride():
         grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
     return grad.as_strided((grad.numel(),), (1,))
-
-
-def _run(part: Part, index: int, flat: Tensor) -> Tensor:
-    """Parameter ``index``'s run of a flat tensor with the part's layout."""
-    start = part.offsets[index]
-    return flat[start : start + part.params[index].numel()]

@@ -1,0 +1,171 @@
+"""One gradient in host memory, and what stands for it as ``param.grad``; [Note: Gradients on the host] is in ``gradients``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.lanes.base import Ticket
+from lightning_hetero.store.blocks import Block, Part
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """One part's gradients of one dtype.
+
+    Attributes:
+        memory: Where they are.
+        holds: How many of them.
+        readers: Updates that may still read it.
+    """
+
+    memory: Tensor
+    holds: int = 0
+    readers: list[Ticket] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One parameter's gradient.
+
+    Attributes:
+        part: The part that holds the parameter.
+        index: The parameter's position in it.
+        dtype: The gradient's dtype.
+        norm: Its order and its norm, computed on the device; none once the gradient has changed.
+        buffer: The memory; none until the gradient arrives.
+        exposed: ``param.grad`` has shown it since the last backward.
+        claimed: An update that keeps it has been issued, and not yet been handed it.
+        dropped: It has been forgotten meanwhile: its memory is that update's.
+    """
+
+    part: Part
+    index: int
+    dtype: torch.dtype
+    norm: tuple[float, Tensor] | None = None
+    buffer: Buffer | None = None
+    exposed: bool = False
+    claimed: bool = False
+    dropped: bool = False
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter."""
+        return self.part.params[self.index]
+
+    def value(self) -> Tensor:
+        """The gradient in host memory."""
+        assert self.buffer is not None, "its GRAD has ended"
+        return self.part.shaped(self.index, run_of(self.part, self.index, self.buffer.memory.view(self.dtype)))
+
+
+class GradientSource:
+    """A held gradient as the door reads and writes it (``runtime.handles.Source``).
+
+    Args:
+        held: The gradient.
+        wait: Waits until a block's gradients are in host memory, and no update is reading them.
+    """
+
+    def __init__(self, held: Held, wait: Callable[[Block], None]) -> None:
+        self.held, self._wait = held, wait
+        self.name = f"{held.part.names[held.index]}.grad"
+        self.shape, self.dtype = held.param.shape, held.dtype
+
+    @property
+    def address(self) -> None:
+        """None: it may not have arrived yet."""
+
+    def live(self) -> Tensor:
+        """The host memory itself, once the gradient is there."""
+        self._wait(self.held.part.block)
+        return self.held.value()
+
+    def read(self) -> Tensor:
+        """A fresh tensor with the gradient."""
+        return torch.empty_strided(self.shape, self.held.param.stride(), dtype=self.dtype).copy_(self.live())
+
+    def write(self, value: Tensor) -> None:
+        """Replaces the gradient."""
+        self.live().copy_(value)
+        self.held.norm = None
+
+
+class HostGradient(OffloadedTensor):
+    """``param.grad`` while the gradient is in host memory; see [Note: Gradients on the host].
+
+    It reports the parameter's device. Clipping and loss scaling run in host memory; other operators see a copy on the device.
+    """
+
+    source: GradientSource
+
+    @classmethod
+    def _act(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        aten = torch.ops.aten
+        first: Any = args[0] if args else None
+        some = list(first) if isinstance(first, (list, tuple)) else [first]
+        plain = not kwargs and not any(isinstance(a, OffloadedTensor) for a in args[1:])
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        if plain and all(isinstance(g, HostGradient) for g in some):
+            if func is aten.linalg_vector_norm.default and len(args) <= 2:
+                return _norm(*args)
+            if func is aten._foreach_norm.Scalar:
+                return [_norm(gradient, *args[1:]) for gradient in some]
+            if func in _host_functions():
+                for gradient in some:
+                    gradient.source.held.norm = None
+                lives = [gradient.source.live() for gradient in some]
+                others = [a.cpu() if isinstance(a, Tensor) else a for a in args[1:]]
+                if first is not some[0]:
+                    return func(lives, *others)
+                func(lives[0], *others)
+                return first
+        return OffloadedTensor.__torch_dispatch__(func, types, args, kwargs)
+
+    __torch_dispatch__: Any = _act
+
+
+@cache
+def _host_functions() -> frozenset[Any]:
+    """In-place functions that clipping by norm and by value, averaging and ``zero_grad`` use, of one gradient and of many."""
+    aten = torch.ops.aten
+    of_one = [aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default, aten.clamp_.default]
+    of_many = [aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar]
+    of_many += [aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar, aten._foreach_zero_.default]
+    return frozenset(of_one + of_many)
+
+
+def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
+    """The norm that the device computed, or one of what is in host memory, on the device."""
+    known = gradient.source.held.norm
+    if known is not None and known[0] == float(order):
+        return known[1].clone()
+    norm: Tensor = torch.linalg.vector_norm(gradient.source.live(), order)
+    return norm.to(gradient.device)
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """``GradScaler``'s one pass over all gradients: multiplies them, and says in ``found_inf`` whether one was not finite."""
+    here = [g.source for g in gradients if isinstance(g, HostGradient)]
+    others = [g for g in gradients if not isinstance(g, HostGradient)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    found, inverse = torch.zeros_like(found_inf, device="cpu"), inverse_scale.cpu()
+    torch._amp_foreach_non_finite_check_and_unscale_([source.live() for source in here], found, inverse)
+    found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    if float(inverse) != 1.0:
+        for source in here:
+            source.held.norm = None
+
+
+def run_of(part: Part, index: int, flat: Tensor) -> Tensor:
+    """Parameter ``index``'s run of a flat tensor with the part's layout."""
+    start = part.offsets[index]
+    return flat[start : start + part.params[index].numel()]
