@@ -14,20 +14,19 @@ class MetricStates:
     """Copies of the states of all metrics (``torchmetrics.Metric``) in a module, which are no buffers.
 
     Args:
-        root: The module.
+        root: The module; metrics that it gets later are not known.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._metric: Any = importlib.import_module("torchmetrics").Metric
+        metric: Any = importlib.import_module("torchmetrics").Metric
+        self._metrics = [module for module in root.modules() if isinstance(module, metric)]
         self._before: list[tuple[Any, dict[str, Any]]] = []
 
     def remember(self) -> None:
         """A step begins."""
         self._before = [
             (metric, {name: _copy(vars(metric)[name]) for name in (*metric._defaults, *_BOOKS) if name in vars(metric)})
-            for metric in self._root.modules()
-            if isinstance(metric, self._metric)
+            for metric in self._metrics
         ]
 
     def restore(self) -> None:

@@ -39,6 +39,8 @@ _MOST = 16  # demotions of one step
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
+_eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
+
 log = logging.getLogger(__name__)
 
 
@@ -260,7 +262,7 @@ def _final(error: BaseException, why: str) -> HeteroError:
 class _Log:
     """Stands in for ``log`` while a batch runs: what an earlier attempt has logged is left out.
 
-    It is one object for the whole fit, so that compiled code which calls it stays compiled.
+    It is one object for the whole fit, and compiled code leaves its graph for it, so that it stays compiled.
 
     Args:
         module: The LightningModule.
@@ -290,6 +292,7 @@ class _Log:
             if outer is not None:
                 attributes["log"] = outer
 
+    @_eager
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """As ``LightningModule.log``."""
         assert self._batch is not None, "a batch is under way"
