@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.strategies.hetero_parallel import HeteroParallel
 
@@ -22,45 +19,21 @@ class HeteroParallelFsdp(HeteroParallel):
     Speeds are those of forward alone, of the innermost sharded modules: everything else waits for other ranks.
 
     Args:
-        speeds: As in :class:`HeteroParallel`, one for each data-parallel part.
-        rebalance_every: The same.
-        rebalance_drift: The same.
-        global_batch_size: The same.
-        elastic: The same.
         data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
         tensor_parallel_size: Ranks of one part.
-        model_parallel: Everything else is given to Lightning's ``ModelParallelStrategy``.
+        options: Those of :class:`HeteroParallel`, ``speeds`` one for each part. Everything else is given to Lightning's
+            ``ModelParallelStrategy``.
     """
 
     strategy_name = "hetero_parallel_fsdp"
 
-    def __init__(
-        self,
-        *,
-        speeds: Sequence[float] | Mapping[str, float] | None = None,
-        rebalance_every: int = 20,
-        rebalance_drift: float = 0.05,
-        global_batch_size: int | None = None,
-        elastic: str | os.PathLike[str] | Elastic | None = None,
-        data_parallel_size: int | str = "auto",
-        tensor_parallel_size: int = 1,
-        **model_parallel: Any,
-    ) -> None:
-        if "offload" in model_parallel:
+    def __init__(self, *, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, **options: Any) -> None:
+        if "offload" in options:
             raise UnsupportedError(
-                f"{self.strategy_name!r} got offload={model_parallel['offload']!r}; weights that are sharded have no tiers. "
+                f"{self.strategy_name!r} got offload={options['offload']!r}; weights that are sharded have no tiers. "
                 f"Use HeteroParallelStrategy(offload=...), whose ranks hold the whole model, or leave offload out."
             )
-        super().__init__(
-            speeds=speeds,
-            rebalance_every=rebalance_every,
-            rebalance_drift=rebalance_drift,
-            global_batch_size=global_batch_size,
-            elastic=elastic,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            **model_parallel,
-        )
+        super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **options)
         self._mesh_sizes = data_parallel_size, tensor_parallel_size
 
     def setup_environment(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
+from lightning_hetero import strategies
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.parallel import stopwatch
 from lightning_hetero.parallel.shares import SharedBatches, cut
@@ -162,3 +164,17 @@ def test_data_that_cannot_be_cut_is_refused(loader: Any, reason: str) -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         HeteroParallelStrategy(**options)
+
+
+@pytest.mark.parametrize("name", ["HeteroParallelFsdpStrategy", "PytorchLightningHeteroParallelFsdpStrategy"])
+def test_configurations_see_the_options_of_every_class_of_a_strategy(name: str) -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    own = {key.partition(".")[2] for key in parser.add_class_arguments(getattr(strategies, name), "strategy")}
+    assert {"speeds", "rebalance_every", "global_batch_size", "elastic"} <= own  # those of hetero_parallel
+    assert {"data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint", "timeout"} <= own
+    options = {"speeds": [1, 2], "elastic": "steps", "tensor_parallel_size": 2, "save_distributed_checkpoint": False}
+    made = parser.instantiate(parser.parse_object({"strategy": options})).strategy
+    assert (made._speeds, made._elastic.path, made._mesh_sizes) == ([1, 2], "steps", ("auto", 2))
+    assert not made._save_distributed_checkpoint
+    with pytest.raises(jsonargparse.ArgumentError, match="rebalance_every"):
+        parser.parse_object({"strategy": {"rebalance_every": "often"}})
