@@ -73,7 +73,16 @@ def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
     accumulate: int,
     verdicts: Counter[str],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    skip = Speculation.skip
+
+    def skips(self: Speculation) -> None:
+        parts = [one.part for tried in self._tried.values() for one in tried.due.parts]
+        skip(self)
+        assert all(p.last_write is None or p.last_write.poll() for p in parts), "an UPLOAD does not know what restores weights"
+
+    monkeypatch.setattr(Speculation, "skip", skips)
     recipe = Recipe(steps=5, optimizer=factory, clip=clip, shape=SHAPE, accumulate=accumulate)
     expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset(overflows))
     got, ours = run_scaled(recipe, strategy_of(PLANS[plan], seed=5), tmp_path, frozenset(overflows))
