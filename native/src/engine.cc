@@ -130,7 +130,7 @@ void Engine::AddEdges(Task* task, const hetero_task& order) {
   if (store == nullptr) return;
   if (task->rewrites()) {
     task->write_edges += AddEdge(store->last_commit, &Task::writes, task) ? 1 : 0;
-    task->block()->rewriter = task->ticket;
+    ++task->block()->rewrites;
     store->writers.push_back(task->ticket);
   }
   if (task->takes_back() != 0) store->writers.push_back(task->ticket);  // it changes what a record says of the block
@@ -138,7 +138,7 @@ void Engine::AddEdges(Task* task, const hetero_task& order) {
     task->start_edges += AddEdge(store->last_commit, &Task::starts, task) ? 1 : 0;
     for (const int64_t writer : store->writers) task->start_edges += AddEdge(writer, &Task::starts, task) ? 1 : 0;
     for (Block* block : store->blocks()) {
-      if (block != nullptr) block->rewriter = 0;
+      if (block != nullptr) block->rewrites = 0;
     }
     store->writers.clear();
     store->last_commit = task->ticket;
@@ -170,7 +170,7 @@ Status Engine::Cancel(int64_t ticket) {
   HETERO_RETURN_IF_ERROR(Find(ticket, &task));
   if (task->armed || task->cancelled)
     return Fail(HETERO_ESTATE, "ticket %lld is no update that waits to be armed", static_cast<long long>(ticket));
-  if (task->block()->rewriter == ticket) task->block()->rewriter = 0;
+  task->block()->ForgetRewrite(ticket);
   if (task->block()->speculation == ticket) task->block()->speculation = 0;
   Stop(task);
   Schedule();

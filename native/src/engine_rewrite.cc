@@ -23,11 +23,6 @@ RewriteTask::RewriteTask(Block* block, bool weights_from_memory)
 Status RewriteTask::Admit() {
   if (block()->speculation != 0)
     return Fail(HETERO_ESTATE, "block %d has an update that awaits its verdict; keep or discard it first", block()->id());
-  if (rewrites() && block()->layout().geometry().num_slots == 2 && block()->rewriter != 0)
-    return Fail(HETERO_ESTATE,
-                "block %d was rewritten since the last commit; a second rewrite would destroy the committed slot. Submit a "
-                "commit first",
-                block()->id());
   return Status::Ok();
 }
 
@@ -36,8 +31,11 @@ Status RewriteTask::Start(int64_t* num_units) {
   *num_units = layout.num_chunks();
   has_state_ = state_staged_ && block()->stored() && block()->newest().has_state;
   if (!layout.has_file()) return Status::Ok();
-  HETERO_RETURN_IF_ERROR(block()->Unlink(block()->target_slot()));
-  target_ = block()->store()->NextRewrite(block()->id(), block()->target_slot(), 0);
+  const int32_t slot = block()->target_slot(write_edges > 0);
+  // A slot that is written again before its commit has no other names, and chunks of it are still to be read.
+  const bool again = layout.geometry().num_slots == 2 && slot == block()->newest().rewrite.slot;
+  if (!again) HETERO_RETURN_IF_ERROR(block()->Unlink(slot));
+  target_ = block()->store()->NextRewrite(block()->id(), slot, 0);
   if (layout.weights_in_file() && block()->store()->digests()) weight_digests_.resize(static_cast<size_t>(layout.num_chunks()));
   return AllocatePages(layout.head_bytes(), &head_);
 }
@@ -150,6 +148,11 @@ Status UpdateTask::Admit() {
                 "block %d: its fp32 master (state array 0) was never stored; submit a store with patches of array 0 first",
                 block()->id());
   HETERO_RETURN_IF_ERROR(RewriteTask::Admit());
+  if (speculative_ && block()->rewrites > 0)
+    return Fail(HETERO_ESTATE,
+                "block %d was rewritten since the last commit; another update of it could not be taken back. Submit a commit "
+                "first, or an update that needs no verdict",
+                block()->id());
   if (speculative_) {
     HETERO_RETURN_IF_ERROR(block()->ReserveSpare());
     block()->content_promised_before = block()->content_promised;
@@ -226,7 +229,7 @@ Status DiscardTask::Admit() {
   Block* b = block();
   if (b->speculation == 0) return Fail(HETERO_ESTATE, "block %d has no update that awaits its verdict", b->id());
   update_ = std::exchange(b->speculation, 0);
-  if (b->rewriter == update_) b->rewriter = 0;
+  b->ForgetRewrite(update_);
   b->content_promised = b->content_promised_before;
   b->state_promised = b->state_promised_before;
   return Status::Ok();

@@ -260,7 +260,18 @@ void Block::TakeBack(int64_t update) {
   replaced_by_ = 0;
 }
 
-int32_t Block::target_slot() const { return layout_.geometry().num_slots == 1 || newest_.rewrite.slot != 0 ? 0 : 1; }
+void Block::ForgetRewrite(int64_t ticket) {
+  if (store_ != nullptr && ticket > store_->last_commit && rewrites > 0) --rewrites;
+}
+
+int32_t Block::target_slot(bool record_pending) const {
+  const int32_t newest = newest_.rewrite.slot;
+  if (layout_.geometry().num_slots == 1) return 0;
+  if (record_pending) return newest == 0 ? 1 : 0;
+  const int32_t committed = store_->has_record() ? store_->committed().blocks[static_cast<size_t>(id())].slot : -1;
+  if (committed >= 0) return 1 - committed;
+  return newest < 0 ? 0 : newest;
+}
 
 void Block::SetNewest(SlotContent content) {
   const std::lock_guard<std::mutex> lock(newest_mutex_);

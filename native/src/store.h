@@ -8,9 +8,9 @@
 // [Note: Two slots]
 // A rewrite goes to the slot that is not the committed one, so the committed step survives whatever happens meanwhile. When all
 // of it has been written that slot is the block's *newest*; a commit record makes the newest slots of all blocks the
-// committed ones. A second rewrite before that would need a third slot: it is refused, unless the first one is taken back
-// ([Note: Speculation] in api.h). Blocks with one slot (never updated) are written in place: store them before the first
-// commit.
+// committed ones. A second rewrite before that goes to the same slot, chunk by chunk in place: which slot is written depends on
+// the record alone, not on how often the block was written since. Blocks with one slot (never updated) are always written in
+// place: store them before the first commit.
 #ifndef HETERO_STORE_H_
 #define HETERO_STORE_H_
 
@@ -103,7 +103,8 @@ class Block {
   // Stable while a task of the block runs.
   [[nodiscard]] const SlotContent& newest() const { return newest_; }
   [[nodiscard]] bool stored() const { return newest_.rewrite.slot >= 0; }
-  [[nodiscard]] int32_t target_slot() const;
+  // The slot for a rewrite: not the one that the last record names or, while one is pending, will name.
+  [[nodiscard]] int32_t target_slot(bool record_pending) const;
   // Before a slot is written: one whose file has other names, as checkpoints by hard links have them, gets a fresh file.
   Status Unlink(int32_t slot);
   void SetNewest(SlotContent content);
@@ -123,10 +124,12 @@ class Block {
   void Replace(int64_t update, SlotContent content);
   // Undoes that; nothing if this update never came so far.
   void TakeBack(int64_t update);
+  // A submitted rewrite will not be.
+  void ForgetRewrite(int64_t ticket);
 
   // The engine's, under its mutex.
   int64_t last_task = 0;          // the ticket that the next task of this block follows
-  int64_t rewriter = 0;           // the ticket that rewrites a slot since the last commit was submitted; 0: none
+  int64_t rewrites = 0;           // submitted since the last commit was, and not taken back
   bool content_promised = false;  // a submitted task stores, or something is stored
   bool state_promised = false;
   int64_t speculation = 0;               // the update that awaits its verdict; 0: none

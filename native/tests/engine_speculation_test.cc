@@ -157,7 +157,11 @@ TEST(a_block_that_awaits_its_verdict_is_neither_rewritten_nor_committed) {
     ApplyToModel(gradients, b);
     CHECK(run.Holds(*b));
   }
-  CHECK_EQ(run.OpenUpdate(block, true), HETERO_ESTATE);  // as after every rewrite: a commit comes first
+  // What it was before the first update is in no slot that a second one leaves alone: only a commit makes that so.
+  CHECK_EQ(hetero_open_speculative_update(run.engine, block.handle, 1, &task), HETERO_ESTATE);
+  const int64_t again = run.OpenUpdate(block, true);
+  CHECK_EQ(hetero_cancel_update(run.engine, again), 0);
+  CHECK_EQ(hetero_open_speculative_update(run.engine, block.handle, 1, &task), HETERO_ESTATE);
   CHECK_EQ(run.Complete(run.Commit(2)), 0);
   CHECK_EQ(run.StopEngine(), 0);
   for (TestBlock* b : {&block, &in_memory}) b->Close();

@@ -19,8 +19,11 @@ inline hetero_block_geometry BlockGeometry(int32_t i) {
   return Geometry(i, i == 0 ? HETERO_F32 : HETERO_BF16, kElements[i], true, true);
 }
 
-inline TestGradients GradientsOf(int64_t step, int32_t block) {
-  std::mt19937 random(static_cast<uint32_t>(step * kBlocks + block));
+// A step that updates every block a second time before its commit, as two optimizers with common blocks do.
+inline bool IsTwofold(int64_t step) { return step % 2 == 0; }
+
+inline TestGradients GradientsOf(int64_t step, int32_t block, bool second = false) {
+  std::mt19937 random(static_cast<uint32_t>((second ? step + 2000 : step) * kBlocks + block));
   return RandomGradients(kElements[block], step, &random);
 }
 
@@ -38,7 +41,10 @@ struct Training {
   void AdvanceModel(int64_t step) {
     if (model_step < 0 || model_step > step) ResetModel();
     for (; model_step < step; ++model_step) {
-      for (int32_t i = 0; i < kBlocks; ++i) ApplyToModel(GradientsOf(model_step + 1, i), &blocks[i]);
+      for (int32_t i = 0; i < kBlocks; ++i) {
+        ApplyToModel(GradientsOf(model_step + 1, i), &blocks[i]);
+        if (IsTwofold(model_step + 1)) ApplyToModel(GradientsOf(model_step + 1, i, true), &blocks[i]);
+      }
     }
   }
   bool Open(const TempDirectory& directory, hetero_store_options options, bool create,
@@ -74,10 +80,11 @@ struct Training {
     return CompleteAll(tickets, n);
   }
   // One step; the second block's weights are resident, so that fetches take part. Every third step's updates are speculative
-  // and kept, every third one's are tried with other gradients, taken back and done again. The first error.
+  // and kept, every third one's are tried with other gradients, taken back and done again. The first error. Every second step
+  // is twofold.
   int32_t Step(int64_t step) {
-    TestGradients gradients[kBlocks], wrong[kBlocks];
-    int64_t tickets[4 * kBlocks + 2];
+    TestGradients gradients[kBlocks], wrong[kBlocks], second[kBlocks];
+    int64_t tickets[5 * kBlocks + 2];
     int32_t n = 0;
     const hetero_task task{};
     tickets[n++] = run.Fetch(blocks[1]);
@@ -100,6 +107,11 @@ struct Training {
       Arm(tickets[first + i], gradients[i], step, i);
     }
     for (int32_t i = 0; step % 3 == 1 && i < kBlocks; ++i) (void)hetero_keep_update(run.engine, blocks[i].handle);
+    for (int32_t i = 0; IsTwofold(step) && i < kBlocks; ++i) {
+      second[i] = GradientsOf(step, i, true);
+      tickets[n] = run.OpenUpdate(blocks[i], i == 1);
+      Arm(tickets[n++], second[i], step, i);
+    }
     tickets[n++] = run.Commit(step);
     return CompleteAll(tickets, n);
   }

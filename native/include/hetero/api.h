@@ -29,7 +29,7 @@ enum {
   HETERO_ENOMEM = -4,         // memory could not be reserved
   HETERO_ECORRUPT = -5,       // a header, footer or digest does not match: block, chunk, file, offset
   HETERO_EBUSY = -6,          // another process holds the store (flock)
-  HETERO_ESTATE = -7,         // the call breaks the protocol (two writes between commits, unknown ticket)
+  HETERO_ESTATE = -7,         // the call breaks the protocol (a commit before a verdict, unknown ticket)
   HETERO_EPOISONED = -8,      // an earlier error stopped the engine; its text is repeated
   HETERO_ETIMEDOUT = -9,      // hetero_wait's time ran out; the task goes on
   HETERO_EUNSUPPORTED = -10,  // this machine cannot do it (io_uring denied, O_DIRECT refused); the text names the option
@@ -203,8 +203,9 @@ HETERO_API int64_t hetero_submit_release(hetero_engine* engine, hetero_block* bl
 //   weights_resident 1: the weight memory holds the current weights and receives the new ones in place; READY = they are all
 //   there. 0: weights are read from the file's section, and the new ones only written there.
 //   step: the stamp of the slot written.
-// ESTATE: the block was rewritten since the last commit was submitted (its committed slot would be overwritten); or weights, or
-// the fp32 master of 16-bit weights, were never stored. Reading may run ahead of a commit, computing waits for it.
+// It writes the slot that the last record does not name; if the block was rewritten since then, that slot again, in place.
+// ESTATE: weights, or the fp32 master of 16-bit weights, were never stored. Reading may run ahead of a commit, computing waits
+// for it.
 HETERO_API int64_t hetero_open_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
                                       const hetero_task* task);
 // Elements outside every segment keep weights and state. Segments are copied; sorted by offset, disjoint. `priority` replaces
@@ -222,7 +223,8 @@ HETERO_API int32_t hetero_cancel_update(hetero_engine* engine, int64_t ticket);
 // The verdict is hetero_keep_update or hetero_submit_discard. Until it is given the block can neither be rewritten nor
 // committed (ESTATE), and fetches and reads see what the update has made so far.
 //
-// As hetero_open_update. ENOMEM: no address space for the spare copy.
+// As hetero_open_update. ENOMEM: no address space for the spare copy. ESTATE, too: the block has files and was rewritten since the
+// last commit was submitted, so what the update replaces would be nowhere.
 HETERO_API int64_t hetero_open_speculative_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
                                                   const hetero_task* task);
 // The update holds; it goes on if it is not over. ESTATE when none awaits a verdict, or when it was not armed.
@@ -239,11 +241,11 @@ typedef struct hetero_patch {
   const void* data;
   int32_t array;
 } hetero_patch;
-// Writes patches (and everything else as it was; zeros where nothing was yet) into the block's other slot, or in place in RAM.
+// Writes patches (and everything else as it was; zeros where nothing was yet) into the slot that the last record does not name
+// (blocks with one slot: into that), or in place in RAM.
 // weights_from_memory 1: the weights section is taken whole from the weight memory.
 // step 0 without patches of state on disk means "state is all zeros": no state is written, it reads as zeros. State in RAM
-// changes only where it is patched. ESTATE as for updates: one rewrite between commits (blocks with one slot: any number, in
-// place).
+// changes only where it is patched.
 HETERO_API int64_t hetero_submit_store(hetero_engine* engine, hetero_block* block, const hetero_patch* patches,
                                        int32_t num_patches, int32_t weights_from_memory, int64_t step, const hetero_task* task);
 // Reads runs of arrays from the newest slot (or RAM) into `data` of each patch (written to in spite of const).

@@ -1,0 +1,90 @@
+// A store with one block that was stored and committed, and what is done to its files.
+#ifndef HETERO_TESTS_TRAINED_FIXTURE_H_
+#define HETERO_TESTS_TRAINED_FIXTURE_H_
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine_fixture.h"
+
+namespace fixture {
+
+constexpr int64_t kTrainedElements = 4096 * 3 + 32;
+
+// A store with one F32 block on disk, stored and committed as step 1.
+struct Trained {
+  TempDirectory directory;
+  std::mt19937 random{42};
+  TestBlock block;
+  Run run;
+
+  bool Begin(hetero_store_options options = StoreOptions(1),
+             hetero_block_geometry g = Geometry(0, HETERO_F32, kTrainedElements, true, true)) {
+    return run.OpenStore(directory, options) && block.Open(run.store, g, &random) &&
+           run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)) && run.StoreModel(block, 1) == 0 &&
+           run.Complete(run.Commit(1, "one")) == 0;
+  }
+  int32_t Update(int64_t step) {
+    const TestGradients gradients = RandomGradients(block.geometry.num_elements, step, &random);
+    const int64_t ticket = run.OpenUpdate(block, false);
+    if (ticket < 0) return static_cast<int32_t>(ticket);
+    const int32_t armed = run.Arm(ticket, gradients, step);
+    if (armed != 0) return armed;
+    ApplyToModel(gradients, &block);
+    return run.Complete(ticket);
+  }
+  void End() {
+    run.StopEngine();
+    block.Close();
+    run.CloseStore();
+  }
+  // Opens what is on disk again; the code of recover (or of the open that failed).
+  int64_t Reopen(int64_t* step, hetero_store_options options = StoreOptions(1)) {
+    options.create = 0;
+    if (!run.OpenStore(directory, options)) return -100;
+    const hetero_block_geometry g = block.geometry;
+    if (!block.Open(run.store, g, &random)) return -101;
+    if (!run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2))) return -102;
+    char user[64];
+    return hetero_store_recover(run.store, step, user, sizeof(user));
+  }
+};
+
+inline void EditFile(const std::string& path, int64_t offset, const std::function<void(uint8_t*)>& edit, int64_t bytes = 1) {
+  const int fd = open(path.c_str(), O_RDWR);
+  REQUIRE(fd >= 0);
+  std::vector<uint8_t> content(static_cast<size_t>(bytes));
+  CHECK_EQ(pread(fd, content.data(), content.size(), offset), bytes);
+  edit(content.data());
+  CHECK_EQ(pwrite(fd, content.data(), content.size(), offset), bytes);
+  close(fd);
+}
+
+inline std::vector<uint8_t> Content(const std::string& path) {
+  struct stat info{};
+  const int fd = open(path.c_str(), O_RDONLY);
+  if (fd < 0 || fstat(fd, &info) != 0) return {};
+  std::vector<uint8_t> content(static_cast<size_t>(info.st_size));
+  CHECK_EQ(pread(fd, content.data(), content.size(), 0), static_cast<ssize_t>(content.size()));
+  close(fd);
+  return content;
+}
+
+// Reads the whole block; the code.
+inline int32_t ReadAll(const Trained& t) {
+  std::vector<float> out(static_cast<size_t>(kTrainedElements));
+  const std::vector<hetero_patch> patches{
+      {0, kTrainedElements, out.data(), -1}, {0, kTrainedElements, out.data(), 0}, {0, kTrainedElements, out.data(), 1}};
+  const hetero_task task{};
+  return t.run.Complete(hetero_submit_read(t.run.engine, t.block.handle, patches.data(), 3, &task));
+}
+
+}  // namespace fixture
+
+#endif  // HETERO_TESTS_TRAINED_FIXTURE_H_
