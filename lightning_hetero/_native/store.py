@@ -32,6 +32,7 @@ _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _UUID_BYTES = 16
 _PAGE = 4096
+_SLOTS = 2
 
 
 class Handle:
@@ -305,6 +306,19 @@ class Block(Handle):
         """
         check(functions()["block_discard"](self.pointer))
         self._finalizer.detach()
+
+    def retire(self) -> None:
+        """Records that are submitted from now on do not name the block; :meth:`discard` it once one of them is there."""
+        check(functions()["block_retire"](self.pointer))
+
+    def committed_slot(self) -> int | None:
+        """The slot (0 or 1) that the last record names; ``None`` if that does not name the block.
+
+        Raises:
+            HeteroError: A record is being written.
+        """
+        slot = check(functions()["block_committed_slot"](self.pointer))
+        return slot if slot < _SLOTS else None
 
     def slot(self) -> tuple[int, int]:
         """The newest slot (0 or 1) and the step that wrote it; step 0: only weights, state reads as zeros."""

@@ -392,6 +392,7 @@ class Executor(RoomForGradients):
         for block in self.blocks:
             for part in block.parts:
                 self.settle(part)
+                self.free(part)
         self._wait_in_flight()
 
     def describe(self) -> dict[str, Any]:

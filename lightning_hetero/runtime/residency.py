@@ -1,4 +1,11 @@
-"""Where the weights of blocks are, and who may use them: fetched and released, in use or behind the door."""
+"""Where the weights of blocks are, and who may use them: fetched and released, in use or behind the door.
+
+[Note: Memory that is being written to the disk]
+The end of a step that is kept writes weights to the disk from where they lie, while the next batch runs. Reading them meanwhile is
+no harm, but a change would reach the disk as a part of the step before. So parameters stay behind the door while their memory is
+read, and whoever touches them outside their block's forward and backward waits. Inside they are ordinary tensors: a block that
+changes its own weights there (``max_norm`` of an embedding) is waited for before it begins, once that is known.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.mirrors import readers_of
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 
@@ -43,6 +51,7 @@ class Access:
         if not self._part.block.resident:
             self._blocks.store.check_open(self._part, self.name)
         self._blocks.settle(self._part)
+        self._blocks.free(self._part)
 
     def source(self) -> WeightSource:
         """Where the weights are."""
@@ -86,12 +95,16 @@ class ResidentBlocks:
         self._poison = poison
         self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
         self._held: set[int] = set()
+        self._changing = {b.index for b in blocks if any(map(_renorms, b.spec.module.modules()))}
         self._releases: list[Ticket] = []
 
     # ---- use --------------------------------------------------------------------------------------------------------------
 
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary ones until :meth:`shut`."""
+        if block.index in self._changing:
+            for part in block.parts:
+                self.free(part)
         block.uses += 1
         for param in block.params():
             if type(param) is OffloadedParameter:
@@ -115,10 +128,28 @@ class ResidentBlocks:
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
         block.uses = max(0, block.uses - 1)
-        if block.uses == 0 and block.weights_on_disk:
-            for part in block.parts:
-                part.dirty |= part.versions != sum(p._version for p in part.params)
+        if block.uses:
+            return
+        changed = [part for part in block.parts if part.versions != sum(p._version for p in part.params)]
+        if changed:
+            self._changing.add(block.index)
+        if block.weights_on_disk:
+            for part in changed:
+                part.dirty = True
             self.hide(block)
+        else:
+            self.guard(block)
+
+    def guard(self, block: Block) -> None:
+        """Puts the door before weights in memory that are being written to the disk."""
+        if not block.uses and any(readers_of(part) for part in block.parts):
+            self.hide(block)
+
+    def free(self, part: Part) -> None:
+        """Waits until nothing reads the part's weight memory any more; parameters that live in memory become ordinary again."""
+        for ticket in readers_of(part):
+            ticket.wait()
+        self._restore(part)
 
     def hold(self, block: Block) -> None:
         """Keeps the block open for the rest of the batch: a graph that no anchor announces holds its weights.
@@ -224,7 +255,15 @@ class ResidentBlocks:
         if part.last_write is not None:
             part.last_write.wait(READY)
             part.last_write = None
+        if not readers_of(part):
+            self._restore(part)
+
+    def _restore(self, part: Part) -> None:
         if not self.is_released(part.block):
             for param in part.params:
                 if type(param) is OffloadedParameter:
                     restore(param)
+
+
+def _renorms(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

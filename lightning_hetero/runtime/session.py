@@ -37,7 +37,6 @@ from lightning_hetero.runtime.steps import KeptSteps, commit_ring, part_names
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import peak_resident_bytes
-from lightning_hetero.store.keeping import committed_slots
 from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
@@ -274,6 +273,8 @@ class Session(Budgets):
         try:
             for block in blocks:
                 self.executor.provide(block)
+                for part in block.parts:
+                    self.executor.free(part)
                 self.executor.open(block)
                 opened.append(block)
                 if torch.is_grad_enabled():
@@ -322,7 +323,7 @@ class Session(Budgets):
         """
         assert self.store is not None
         assert self.store.files.directory is not None
-        snapshot(self.store.files.directory.path, path, committed_slots(self.store, self.blocks))
+        snapshot(self.store.files.directory.path, path, self.store.files.committed())
 
     def keep_step(self, state: Callable[[], str], *, last: bool) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.

@@ -5,7 +5,8 @@ A fit keeps its steps if it has a store with a name (``disk_path``), a ``durabil
 that update part by part. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
 mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows. With ``keep_every``
 above 1 only every so many steps pay it: the others commit what they write to the disk, in records that stand for no step, and the
-last one that was kept is pinned (``store.pins``).
+last one that was kept is pinned (``store.pins``). So is the last step of any run before a record that comes in the middle of a
+step: parameters have joined an optimizer, a checkpoint was loaded, blocks move although something was written since.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.placement import SessionOptions
 from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.keeping import adopt, arrange_mirrors, committed_slots, write_mirrors
+from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.pins import pin, pins, unpin
 from lightning_hetero.store.tiers import TierStore
@@ -37,9 +38,7 @@ log = logging.getLogger(__name__)
 
 _NO_STEP = "no step has been committed yet"
 _BETWEEN = "its last step was not to be kept (keep_every)"
-_TWICE = (
-    "its last step was interrupted after a block had been written a second time, or its weights were loaded and no step followed"
-)
+_CHANGED = "it was changed after its last step, whose pin is gone, and no other step followed"
 
 
 class KeptSteps:
@@ -198,6 +197,8 @@ class KeptSteps:
             self._why = "its training state could not be kept (the log says why)"
         blobs = executor.updater.blobs
         retired = [*self._retired, *blobs.retired]
+        for native in retired:
+            native.retire()
         executor.commit(always=whole or bool(retired))
         self._retired, blobs.retired = [], []
         for native in retired:
@@ -212,7 +213,8 @@ class KeptSteps:
         """Gives the slots of the last record to a pin."""
         assert self._store is not None
         assert self._store.files.directory is not None
-        pin(self._store.files.directory.path, self._store.files.step, committed_slots(self._store, self._blocks))
+        slots = self._store.files.committed()
+        pin(self._store.files.directory.path, self._store.files.step, slots)
         self._has_pins = True
 
     def _unpin(self) -> None:
@@ -239,11 +241,13 @@ class KeptSteps:
                     if part.mirrors or part.native is not None:
                         self._entries[part] = self._entry(part)
             executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
+            executor.guard(block)
 
     def _describe(self) -> bytes:
         assert self._store is not None
-        if self._store.written:
-            self._state, self._why = "", _TWICE if self._why != _NO_STEP else _NO_STEP
+        if self._store.written and self._state:
+            self._pin()
+            self._state, self._why = "", _CHANGED
         return record.compose([self._entries.get(part, _NOWHERE) for part in self._parts], self._state, self._why)
 
 

@@ -57,14 +57,14 @@ class Part:
         last_write: The fetch or update that last wrote the weight memory; compute waits until it is READY.
         opened: An update whose state already streams towards the host.
         dirty: The weight memory was changed outside an update; the file has older weights.
-        uncommitted: The file was rewritten since the last commit.
+        uncommitted: Rewrites of the file since the last commit.
         on_disk: The native block has files.
         stepped: The state is no longer all zeros.
         versions: Sum of the parameters' version counters when the block's use began, or an update in Python ended.
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
         state_home: Who has the state arrays, if not the engine.
-        updated: The latest rewrite of memory by the engine.
+        updated: The latest rewrite by the engine: of memory, or of the file from memory.
         mirrors: Slots on disk for what lives in memory, in a store that keeps every step.
         mirrored_versions: Sum of the version counters when the mirrors were last written; -1: anything may have changed.
     """
@@ -80,7 +80,7 @@ class Part:
     last_write: Ticket | None = None
     opened: Ticket | None = None
     dirty: bool = False
-    uncommitted: bool = False
+    uncommitted: int = 0
     on_disk: bool = False
     stepped: bool = False
     versions: int = 0

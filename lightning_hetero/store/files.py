@@ -42,6 +42,7 @@ class BlockFiles:
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
         self._store: Store | None = None
         self._ids: set[int] = set()
+        self._natives: dict[int, NativeBlock] = {}  # those with files that are open, by number
         self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
         self._free_ids: set[int] = set()
         if directory is not None:
@@ -84,9 +85,11 @@ class BlockFiles:
         store.close()
         directory.close()
         self._ids, self._closed_ids, self._free_ids = set(), set(), set()
+        self._natives.clear()
 
     def close(self, *, remove: bool | None = None) -> None:
         """Closes all; ``remove``: the files go too; ``None``: they do if the directory is temporary."""
+        self._natives.clear()
         if self._store is not None:
             self._store.close()
         if self.directory is not None:
@@ -115,6 +118,7 @@ class BlockFiles:
         native = NativeBlock(self._store if has_file(geometry) else None, geometry, address)
         if has_file(geometry):  # the numbers of others mean nothing
             self._ids.add(geometry.id)
+            self._natives[geometry.id] = native
             self._free_ids.discard(geometry.id)
         return native
 
@@ -123,8 +127,15 @@ class BlockFiles:
         self.wait_for_commit()
         native.discard()
         if self.directory is not None and has_file(native.geometry):
+            del self._natives[native.geometry.id]
             self._closed_ids.add(native.geometry.id)
             self.directory.remove_block(native.geometry.id)
+
+    def committed(self) -> list[str]:
+        """Names of the slot files that the last record names; they stay as they are until there is another one."""
+        self.wait_for_commit()
+        slots = {number: native.committed_slot() for number, native in self._natives.items()}
+        return [f"block-{number:05d}.{'ab'[slot]}" for number, slot in slots.items() if slot is not None]
 
     # ---- records ----------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.store import mirrors
-from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.geometry import has_file, versions
 from lightning_hetero.store.record import PartEntry
 from lightning_hetero.store.tiers import TierStore
@@ -58,21 +56,6 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:
             part.mirrors[kind] = mirrors.Mirror(store.files.open_block(geometry, address), part.native)
             part.mirrored_versions = -1
     return [m.native for m in gone.values()]
-
-
-def committed_slots(store: TierStore, blocks: Sequence[Block]) -> list[str]:
-    """Names of the slot files that the last record names, once it is written; nothing was written since."""
-    store.files.wait_for_commit()
-    natives = [part.native for b in blocks for part in b.parts if part.native is not None and part.on_disk]
-    natives += [
-        mirror.native
-        for b in blocks
-        for part in b.parts
-        for kind, mirror in part.mirrors.items()
-        if kind == mirrors.WEIGHTS or mirror.ticket or part.stepped  # state that is all zeros was never written
-    ]
-    natives += [blob.native for blob in store.blobs if blob.native is not None and blob.on_disk]
-    return [f"block-{native.geometry.id:05d}.{'ab'[native.slot()[0]]}" for native in natives]
 
 
 def write_mirrors(store: TierStore, part: Part) -> list[Ticket]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hetero._native import U8, BlockGeometry, Ticket
+from lightning_hetero._native import DONE, U8, BlockGeometry, Ticket
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.store.blocks import PAGE, Part
 from lightning_hetero.store.record import BlobEntry, PartEntry
@@ -76,6 +76,14 @@ def entry_of(part: Part, blobs: tuple[BlobEntry, ...] = ()) -> PartEntry:
     mirrors = {kind: mirror.native.geometry for kind, mirror in part.mirrors.items()}
     home = None if part.native is None else part.native.geometry
     return PartEntry(home, part.stepped, mirrors.get(WEIGHTS), mirrors.get(STATE), blobs)
+
+
+def readers_of(part: Part) -> list[Ticket]:
+    """What still reads the part's weight memory, to bring the last step to the disk: whoever else writes there waits for it."""
+    tickets = [mirror.ticket for kind, mirror in part.mirrors.items() if kind == WEIGHTS]
+    if part.native is not None and part.native.geometry.weights_on_disk_file:
+        tickets.append(part.updated)
+    return [ticket for ticket in tickets if ticket is not None and ticket.poll() != DONE]
 
 
 def writes_of(part: Part) -> list[Ticket]:

@@ -44,9 +44,11 @@ def move(
     with store.moving():
         old = _exchange(store, part, geometry)
         store.barrier(part)
-        gone = settle(part)
+        gone = [n for n in (*settle(part), old) if n is not None]  # mirrors lie over the old home's memory
+        for native in gone:
+            native.retire()
         store.commit()
-        for native in [n for n in (*gone, old) if n is not None]:  # mirrors lie over the old home's memory
+        for native in gone:
             store.files.close_block(native)
 
 

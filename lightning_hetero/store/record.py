@@ -3,7 +3,7 @@
 [Note: Resumable records]
 A record stands for a step if it has a ``state``: the training loop's, written at the end of the batch that made the step. Moves
 of a part between tiers commit too; the contents do not change, so they repeat the last state. Any other commit (weights were
-loaded, nothing was trained yet, a batch wrote the same block twice) has no state, and says ``why``.
+loaded, nothing was trained yet, blocks move in the middle of a step) has no state, and says ``why``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Host and disk differ only in a block's geometry: which of its arrays have a sect
 included, goes through the same engine (native/include/hetero/api.h).
 
 [Note: Commits]
-A rewrite of a part goes to the slot that the last commit record does not name; a commit makes the newest slots the valid ones.
-Between two commits a part is rewritten at most once, so whoever wants to write an ``uncommitted`` part commits first.
+A rewrite of a part goes to the slot that the last commit record does not name, the second one before the next record as well; a
+commit makes the newest slots the valid ones. So a step may write a part as often as it likes, and its end alone needs a record.
 
 [Note: Verdicts]
 A speculative update awaits :meth:`TierStore.keep` or :meth:`TierStore.revoke`. Who needs the part as it was, or commits, before
@@ -72,7 +72,7 @@ class TierStore:
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
         self._moving = False
-        self._uncommitted: list[Part] = []
+        self._uncommitted: set[Part] = set()
         self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back
         self._tried: dict[Part, bool] = {}  # parts with a speculative update; whether they had state before
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
@@ -133,7 +133,8 @@ class TierStore:
         """The part has no native block any more."""
         part.native = part.last_write = part.opened = part.updated = None
         part.mirrored_versions = -1
-        part.on_disk = part.stepped = part.dirty = part.uncommitted = False
+        part.on_disk = part.stepped = part.dirty = False
+        part.uncommitted = 0
         part.patches.clear()
         self._patched.pop(part, None)
         self._opened.discard(part)
@@ -284,9 +285,7 @@ class TierStore:
         part.last_write = part.updated = ticket
         if weights_on_file(part):
             part.last_write = self.engine.fetch(part.native) if part.block.resident else None
-        if part.uncommitted:
-            part.uncommitted = False
-            self._uncommitted.remove(part)
+        self._undo_write(part)
 
     def cancel_update(self, part: Part) -> None:
         """Takes back an update that was opened but not armed."""
@@ -295,9 +294,7 @@ class TierStore:
             part.opened = None
             self._opened.discard(part)
             self._tried.pop(part, None)
-            if part.uncommitted:  # by this update alone: opening commits what was written before
-                part.uncommitted = False
-                self._uncommitted.remove(part)
+            self._undo_write(part)
 
     # ---- state ----------------------------------------------------------------------------------------------------------
 
@@ -350,7 +347,7 @@ class TierStore:
             return None
         self.mirrored = False
         for part in self._uncommitted:
-            part.uncommitted = False
+            part.uncommitted = 0
         self._uncommitted.clear()
         return self.files.commit(self.engine, self.describe())
 
@@ -367,10 +364,14 @@ class TierStore:
             self._moving = before
 
     def _begin_write(self, part: Part) -> None:
+        part.uncommitted += 1
+        self._uncommitted.add(part)
+
+    def _undo_write(self, part: Part) -> None:
         if part.uncommitted:
-            self.commit()
-        part.uncommitted = True
-        self._uncommitted.append(part)
+            part.uncommitted -= 1
+        if not part.uncommitted:
+            self._uncommitted.discard(part)
 
     def rewrite(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
         """Writes runs ``(array, first element, flat values)``, and the rest as it was.
@@ -398,8 +399,9 @@ class TierStore:
         ticket = self.engine.store(
             part.native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, after=after, keep=keep
         )
+        part.updated = ticket
         if not part.on_disk:
-            part.updated, part.mirrored_versions = ticket, -1
+            part.mirrored_versions = -1
         return ticket
 
     def _run(self, part: Part, offset: int, value: Tensor) -> tuple[int, int]:

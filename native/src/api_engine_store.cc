@@ -85,6 +85,12 @@ int32_t hetero_block_discard(hetero_block* handle) {
   return 0;
 }
 
+int32_t hetero_block_retire(hetero_block* handle) {
+  if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "block is null"));
+  FromHandle(handle)->retired = true;
+  return 0;
+}
+
 int32_t hetero_block_bind(hetero_block* handle, void* weights) {
   if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "block is null"));
   Block* block = FromHandle(handle);
@@ -121,6 +127,15 @@ int32_t hetero_block_slot(hetero_block* handle, int64_t* step) {
   if (slot >= 0) return slot;
   if (!block->layout().has_file()) return 0;
   return Report(Fail(HETERO_ESTATE, "block %d: nothing was stored yet", block->id()));
+}
+
+int32_t hetero_block_committed_slot(hetero_block* handle) {
+  if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "block is null"));
+  const Block* block = FromHandle(handle);
+  if (block->store() != nullptr && block->store()->pending > 0)
+    return Report(Fail(HETERO_ESTATE, "block %d: a commit of its store is not DONE; wait for it first", block->id()));
+  const int32_t slot = block->committed_slot();
+  return slot >= 0 ? slot : 2;
 }
 
 int64_t hetero_store_recover(hetero_store* store, int64_t* step, void* user, int64_t user_capacity) {

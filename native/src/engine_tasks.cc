@@ -159,6 +159,7 @@ Status CommitTask::Admit() {
     if (block != nullptr && block->speculation != 0)
       return Fail(HETERO_ESTATE, "block %d has an update that awaits its verdict; keep or discard it before the commit",
                   block->id());
+    if (block != nullptr && block->retired) retired_.push_back(block->id());
   }
   return Status::Ok();
 }
@@ -193,6 +194,7 @@ Status CommitTask::Compute(Unit*) {
     record_.blocks[static_cast<size_t>(block->id())] = {newest.rewrite.step, newest.rewrite.write_id, newest.rewrite.slot,
                                                         newest.has_state ? 1 : 0};
   }
+  for (const int32_t id : retired_) record_.blocks[static_cast<size_t>(id)] = CommittedBlock{};
   EncodeRecord(record_, num_bytes_, bytes_.get());
   return Status::Ok();
 }

@@ -76,6 +76,7 @@ class CommitTask final : public Task {
   int64_t step_;
   std::string user_;
   CommitRecord record_;
+  std::vector<int32_t> retired_;  // ids of blocks that it leaves out
   int64_t num_bytes_ = 0;
   Pages bytes_;
 };

@@ -268,9 +268,14 @@ int32_t Block::target_slot(bool record_pending) const {
   const int32_t newest = newest_.rewrite.slot;
   if (layout_.geometry().num_slots == 1) return 0;
   if (record_pending) return newest == 0 ? 1 : 0;
-  const int32_t committed = store_->has_record() ? store_->committed().blocks[static_cast<size_t>(id())].slot : -1;
+  const int32_t committed = committed_slot();
   if (committed >= 0) return 1 - committed;
   return newest < 0 ? 0 : newest;
+}
+
+int32_t Block::committed_slot() const {
+  if (store_ == nullptr || !store_->has_record()) return -1;
+  return store_->committed().blocks[static_cast<size_t>(id())].slot;
 }
 
 void Block::SetNewest(SlotContent content) {

@@ -110,6 +110,8 @@ class Block {
   void SetNewest(SlotContent content);
   // Slot and step for other threads; slot -1 when nothing was stored.
   void Newest(int32_t* slot, int64_t* step) const;
+  // The slot that the last record names; -1: none.
+  [[nodiscard]] int32_t committed_slot() const;
   // Reads and checks the head of the slot that a record names.
   Status Apply(const CommittedBlock& committed);
 
@@ -136,7 +138,8 @@ class Block {
   bool content_promised_before = false;  // before that update
   bool state_promised_before = false;
   bool unsynced[2] = {false, false};
-  std::atomic<int64_t> pending{0};  // tasks not DONE
+  std::atomic<int64_t> pending{0};    // tasks not DONE
+  std::atomic<bool> retired = false;  // commits submitted later do not name it
 
  private:
   Block() = default;

@@ -169,3 +169,27 @@ TEST(a_slot_with_other_names_is_never_written) {
   CHECK(t.run.Holds(t.block));
   t.End();
 }
+
+TEST(a_retired_block_is_in_no_later_record) {
+  Trained t;
+  REQUIRE(t.Begin());
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 0);
+  CHECK_EQ(t.Update(2), 0);
+  CHECK_EQ(t.Update(2), 0);
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 0);
+  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 1);
+  CHECK_EQ(hetero_block_retire(t.block.handle), 0);
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 1);  // the last record still does
+  CHECK_EQ(t.run.Complete(t.run.Commit(3)), 0);
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 2);
+  CHECK_EQ(hetero_block_retire(nullptr), HETERO_EINVAL);
+  CHECK_EQ(hetero_block_committed_slot(nullptr), HETERO_EINVAL);
+  t.End();
+  int64_t step = 0;
+  CHECK_GE(t.Reopen(&step), 0);
+  CHECK_EQ(step, 3);
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 2);
+  CHECK_EQ(hetero_block_slot(t.block.handle, &step), HETERO_ESTATE);
+  t.End();
+}

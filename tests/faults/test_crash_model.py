@@ -56,6 +56,7 @@ class Protocol:
     every: int = 1  # one of so many steps is kept
     third_slot: bool = True  # for the blocks of the step that was kept last
     sync_pin: bool = True
+    same_slot: bool = True  # for a block that a step writes a second time
 
 
 def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
@@ -71,20 +72,23 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
     acknowledged = 0
     for step in range(1, STEPS):
         touched = [b for b in range(BLOCKS) if draw.random() < 0.8]
-        writes = [(block, chunk) for block in touched for chunk in range(CHUNKS)]
-        draw.shuffle(writes)
+        again = [b for b in touched if draw.random() < 0.3]  # two optimizers have it, or a callback changes it
+        writes = _shuffled(touched, draw) + _shuffled(again, draw)
+        first = len(touched) * CHUNKS
         spares = protocol.every > 1 and protocol.third_slot
         used = {b: {newest[b][0], pinned[b]} if spares else {newest[b][0]} for b in touched}
         target = {b: min({0, 1, 2} - used[b]) if protocol.two_slots else 0 for b in touched}
+        second = {b: target[b] if protocol.same_slot else newest[b][0] for b in again}
         kept = step % protocol.every == 0
-        after = {**newest, **{b: (target[b], step) for b in touched}}
+        after = {**newest, **{b: ({**target, **second}[b], step) for b in touched}}
         # A record is two sectors; without a checksum the first of them alone makes it count.
         record = [(("COMMIT", step % protocol.ring, half), (step, dict(after), kept)) for half in (0, 1)]
         if not protocol.record_after_data:
             for write in record:
                 disk.write(*write)
         for number, (block, chunk) in enumerate(writes):
-            disk.write(((block, target[block]), chunk), step)
+            is_last = number >= first or block not in again
+            disk.write(((block, (second if number >= first else target)[block]), chunk), step if is_last else -step)
             if pending and number == len(writes) // 2:  # the last step's record follows data of this one
                 for write in pending:
                     disk.write(*write)
@@ -93,7 +97,7 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
             yield acknowledged
         if protocol.sync_data:
             for block in touched:
-                disk.flush((block, target[block]))
+                disk.flush((block, after[block][0]))
         yield acknowledged
         if not protocol.next_after_record:
             pending = record
@@ -114,6 +118,12 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
                 disk.flush("PIN")
             pinned = {block: slot for block, (slot, _) in newest.items()}
         yield acknowledged
+
+
+def _shuffled(blocks: list[int], draw: random.Random) -> list[tuple[int, int]]:
+    writes = [(block, chunk) for block in blocks for chunk in range(CHUNKS)]
+    draw.shuffle(writes)
+    return writes
 
 
 def newest_of(content: dict[Any, Any], file: str, places: int, *, checksum: bool) -> tuple[int, dict[int, tuple[int, int]], bool]:
@@ -170,6 +180,7 @@ MUTANTS = {
     "a single record": {"ring": 1},
     "few kept, no third slot": {"every": 3, "third_slot": False},
     "few kept, no sync of the pin": {"every": 3, "sync_pin": False},
+    "another slot for a second write": {"same_slot": False},
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.children import in_child
 from support.scripts import run_script
 
 STEPS = 6
@@ -113,26 +114,6 @@ def main(root: Path) -> None:
         report[case.name] = {"killed": killed, "tried": tried, **json.loads(file.read_text())}
         shutil.rmtree(root / "store")
     print(json.dumps(report))
-
-
-def in_child(call: Callable[[], object]) -> bool:
-    """Forks and runs ``call`` there; whether that killed itself."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            call()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "see above"
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
 # ---- what children do -------------------------------------------------------------------------------------------------------

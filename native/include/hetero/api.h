@@ -137,6 +137,9 @@ HETERO_API int32_t hetero_block_close(hetero_block* block);
 // Closes a block whose files the caller removes: later commit records do not name it, and once the next one is there (and the
 // files are gone) another block may have its id.
 HETERO_API int32_t hetero_block_discard(hetero_block* block);
+// No commit that is submitted from now on names the block, which is to be discarded once one of them is DONE: so no record ever
+// names files that are gone.
+HETERO_API int32_t hetero_block_retire(hetero_block* block);
 // From now on the weights appear at `weights`: for files whose content passes through memory that is lent from use to use. The
 // rules for the address are those of hetero_block_open; it need not come from hetero_reserve, where nothing is released to
 // the system. EINVAL for weights that live in RAM. ESTATE while a task of the block is not DONE.
@@ -150,6 +153,9 @@ HETERO_API int64_t hetero_block_staged_bytes(const hetero_block_geometry* geomet
 // Newest slot (0/1) and the step that wrote it; step 0: only weights were stored, state reads as zeros. ESTATE when nothing
 // was stored yet. Blocks without file sections: 0 and the last step.
 HETERO_API int32_t hetero_block_slot(hetero_block* block, int64_t* step);
+// The slot that the last record names (0/1), which is as it was then, whatever was written since; 2: the record names none. ESTATE
+// while a commit is not DONE.
+HETERO_API int32_t hetero_block_committed_slot(hetero_block* block);
 
 // Commit records: the newest valid one. Its slots are applied to the open blocks, whose heads are read and checked, and to
 // blocks opened later. Before any task. Returns the user blob's length, or

@@ -1,0 +1,201 @@
+"""``kill -9`` where a batch writes the same blocks several times: between two writes, after them, while the record is written.
+
+Two optimizers share every block, and hooks change weights after both and at the end of an epoch. The process dies with everything
+that was submitted so far on the disk, so that nothing but the slots that were chosen decides; only a record that is being written
+is left to itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.children import in_child
+from support.scripts import run_script
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a run dies.
+
+    Attributes:
+        point: What of the batch that dies is on the disk: ``once``, the first optimizer's updates; ``twice``, the second one's too;
+            ``changed``, what a hook has changed as well, all but the record; ``recording``, the record, maybe;
+            ``unfrozen``, parameters have joined an optimizer in the middle of it, and their block got new files; ``epoch``, a
+            hook has changed everything after the record.
+        plan: The plan.
+        at: Batches before the one that dies.
+        every: One of so many steps is kept.
+        durability: How much a kept step survives.
+    """
+
+    point: str
+    plan: str = "disk"
+    at: int = 1
+    every: int = 1
+    durability: str = "process"
+
+    @property
+    def resumes(self) -> tuple[int, ...]:
+        """Batches that the resume may find to be over."""
+        if self.every > 1:
+            return (self.at // self.every * self.every,)
+        over = self.at + 1
+        return {"recording": (self.at, over), "epoch": (over,)}.get(self.point, (self.at,))
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "-".join((self.plan, self.point, *([f"every{self.every}"] if self.every > 1 else []), self.durability))
+
+
+CASES = [
+    Case("once"),
+    Case("twice"),
+    Case("changed"),
+    Case("recording"),
+    Case("epoch", at=2),
+    Case("twice", plan="mixed", durability="power"),
+    Case("epoch", plan="mixed", at=2),
+    Case("unfrozen", plan="mixed", at=3),
+    Case("twice", plan="mixed", at=3, every=2),
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All kills run in one process that forks."""
+    folder = tmp_path_factory.mktemp("rewrites")
+    done = run_script(Path(__file__), folder, cwd=folder)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
+    found = report[case.name]
+    assert found["killed"], "the point was never reached"
+    assert found["resumed_at"] in case.resumes
+    assert found["same_bits"]
+
+
+def main(root: Path) -> None:
+    """Every case; an assertion that fails ends the process."""
+    import support.twofold  # noqa: F401  once for all children
+    import torch
+
+    import lightning_hetero.strategies  # noqa: F401
+
+    for unfreezes in (False, True):
+        in_child(lambda unfreezes=unfreezes: torch.save(train(root, "auto", unfreezes=unfreezes), root / f"{unfreezes}.pt"))
+    report, file = {}, root / "case.json"
+    for case in CASES:
+        killed = in_child(partial(die_at, root, case))
+        in_child(partial(resume, root, file, case))
+        report[case.name] = {"killed": killed, **json.loads(file.read_text())}
+        shutil.rmtree(root / "store")
+    print(json.dumps(report))
+
+
+# ---- what children do -------------------------------------------------------------------------------------------------------
+
+
+def strategy_of(root: Path, case: Case) -> Any:
+    from lightning_hetero import BlockPlan, Plan, Tier
+    from lightning_hetero.strategies import HeteroOffloadStrategy
+
+    rows = (BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK))
+    plan = Plan(name="mixed", blocks=rows) if case.plan == "mixed" else case.plan
+    return HeteroOffloadStrategy(
+        plan=plan, disk_path=root / "store", verify_digests=True, keep_every=case.every, durability=case.durability
+    )
+
+
+def train(root: Path, strategy: Any, *, unfreezes: bool, **options: Any) -> Any:
+    """Trains to the end; losses, and weights and state as the last step leaves them."""
+    from support.models import Recipe, Shape
+    from support.twofold import train_twofold
+
+    recipe = Recipe(shape=Shape(layers=3, frozen=(1,) if unfreezes else ()), steps=STEPS)
+    found = train_twofold(root, strategy, recipe, unfreezes=BATCHES_BEFORE_UNFREEZING if unfreezes else None, **options)
+    return found.losses, found.weights, found.state
+
+
+BATCHES_BEFORE_UNFREEZING = 3
+
+
+def die_at(root: Path, case: Case) -> None:
+    """Trains until the point, and kills itself."""
+    from support.twofold import Twofold
+
+    from lightning_hetero._native import DONE
+    from lightning_hetero.runtime import session
+    from lightning_hetero.runtime.executor import Executor
+    from lightning_hetero.store.files import BlockFiles
+
+    strategy = strategy_of(root, case)
+    batch, handovers = [0], [0]
+
+    def die(where: str) -> None:
+        if (where, batch[0]) != (case.point, case.at):
+            return
+        executor = strategy.session.executor
+        if where != "recording":
+            for part in [part for block in executor.blocks for part in block.parts]:
+                for ticket in filter(None, [part.last_write, part.updated, *(m.ticket for m in part.mirrors.values())]):
+                    ticket.wait(DONE)
+            for ticket in [*executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
+                ticket.wait(DONE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrapped(owner: Any, name: str, before: str = "", after: str = "") -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            die(before)
+            result = original(*args, **kwargs)
+            if name == "handover":
+                handovers[0] += 1
+                die("once" if handovers[0] % 2 else "twice")
+            die(after)
+            return result
+
+        setattr(owner, name, call)
+
+    wrapped(Executor, "handover")
+    wrapped(BlockFiles, "commit", before="changed", after="recording")
+    wrapped(session, "reopen", after="unfrozen")
+    wrapped(Twofold, "on_train_epoch_end", after="epoch")
+    train(root, strategy, unfreezes=case.point == "unfrozen", begins=lambda now: batch.__setitem__(0, now))
+
+
+def resume(root: Path, file: Path, case: Case) -> None:
+    """Goes on from the store, and compares with a run under plain Lightning that nobody killed."""
+    import torch
+
+    unfreezes = case.point == "unfrozen"
+    begun: list[int] = []
+    losses, weights, state = train(root, strategy_of(root, case), unfreezes=unfreezes, store=root / "store", begins=begun.append)
+    expected = torch.load(root / f"{unfreezes}.pt")
+    same = len(losses) == 2 * (STEPS - begun[0])
+    same &= all(torch.equal(a, b) for a, b in zip(losses, expected[0][2 * begun[0] :], strict=True))
+    same &= all(torch.equal(weights[name], value) for name, value in expected[1].items())
+    for number in (0, 1):
+        for key, entry in expected[2][number]["state"].items():
+            same &= all(torch.equal(state[number]["state"][key][name], value) for name, value in entry.items())
+    file.write_text(json.dumps({"resumed_at": begun[0], "same_bits": bool(same)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

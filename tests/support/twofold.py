@@ -1,0 +1,86 @@
+"""A training whose batches write every block several times: two optimizers that share all blocks, and hooks that change weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer
+
+BATCHES = 3  # of an epoch
+
+
+class Twofold(LitModel):
+    """Each optimizer has every other parameter, so both have some of each block; they step one after the other."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        params = [p for p in self.parameters() if p.requires_grad]
+        return [self.recipe.optimizer(params[::2]), torch.optim.Adam(params[1::2], lr=2e-3, fused=True)], []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach().clone())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.model.blocks[0].up.weight.clamp_(-0.2, 0.2)
+            self.model.head.weight.mul_(0.999)
+
+    def on_train_epoch_end(self) -> None:
+        """After the epoch's last step was kept, while it may still be on its way to the disk."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(0.98)
+
+
+def batches_done(trainer: Any) -> int:
+    """Batches whose steps are over; each has two."""
+    return int(trainer.global_step) // 2
+
+
+class AtBatch(pl.Callback):
+    """Calls ``begins`` with the number of batches that are over, as each one begins; the second block joins at ``unfreezes``."""
+
+    def __init__(self, begins: Callable[[int], object], unfreezes: int | None) -> None:
+        self.begins, self.unfreezes = begins, unfreezes
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.begins(batches_done(trainer))
+        if batches_done(trainer) == self.unfreezes:
+            joins = list(module.model.blocks[1].requires_grad_(True).parameters())
+            trainer.optimizers[1].add_param_group({"params": joins})
+
+
+def train_twofold(
+    root: Path,
+    strategy: Any,
+    recipe: Recipe,
+    *,
+    store: Path | None = None,
+    begins: Callable[[int], object] = id,
+    unfreezes: int | None = None,
+) -> Outcome:
+    """One fit of ``recipe.steps`` batches, from the beginning or from ``store``."""
+    torch.manual_seed(7)
+    module = Twofold(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=2 * recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
+        callbacks=[AtBatch(begins, unfreezes)],
+    )  # fmt: skip
+    trainer.fit(module, data(BATCHES), ckpt_path=None if store is None else str(store))
+    return outcome(trainer, module)
