@@ -27,17 +27,19 @@ class Twofold(LitModel):
         return [self.recipe.optimizer(params[::2]), torch.optim.Adam(params[1::2], lr=2e-3, fused=True)], []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer in self.optimizers():
+        for point, optimizer in zip(("once", "twice"), self.optimizers(), strict=True):
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
             optimizer.step()
             self.losses.append(loss.detach().clone())
+            self.reached(point)
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             self.model.blocks[0].up.weight.clamp_(-0.2, 0.2)
             self.model.head.weight.mul_(0.999)
+        self.reached("changed")
 
     def on_train_epoch_end(self) -> None:
         """After the epoch's last step was kept, while it may still be on its way to the disk."""
@@ -45,6 +47,10 @@ class Twofold(LitModel):
             for parameter in self.parameters():
                 if parameter.requires_grad:
                     parameter.mul_(0.98)
+        self.reached("epoch")
+
+    def reached(self, point: str) -> None:
+        """What of the batch is over: the step of the first optimizer, of both, the hook after them, or that after the epoch."""
 
 
 def batches_done(trainer: Any) -> int:
@@ -73,10 +79,11 @@ def train_twofold(
     store: Path | None = None,
     begins: Callable[[int], object] = id,
     unfreezes: int | None = None,
+    module_class: type[Twofold] = Twofold,
 ) -> Outcome:
     """One fit of ``recipe.steps`` batches, from the beginning or from ``store``."""
     torch.manual_seed(7)
-    module = Twofold(recipe)
+    module = module_class(recipe)
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, max_steps=2 * recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
