@@ -23,6 +23,7 @@ from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
+from lightning_hetero.store.blocks import PAGE
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 NEAR = 0.75
@@ -70,6 +71,7 @@ def test_memory_is_as_predicted(plan: Plan) -> None:
     # What is on its way at the peak depends on whose turn it was.
     assert NEAR * (predicted - unseen) <= peaks.device_bytes <= predicted + rounded
     assert predicted <= total_bytes(needs.device) + sum(needs.device_caches)
-    # The session's account and the planners' differ by the process itself, and by how parts are padded.
+    # The session's account and the planners' differ by the process itself, and by how parts are padded: weights, gradients and
+    # both moments to pages, which shows where little is on the host.
     planned = total_bytes(needs.host) + max(needs.host_caches, default=0) - model.constant_host_bytes
-    assert peaks.host_bytes == pytest.approx(planned, rel=0.03)
+    assert peaks.host_bytes == pytest.approx(planned, rel=0.03, abs=4 * PAGE)
