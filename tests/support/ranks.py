@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from support.scripts import run_script, start_server
 
 
 def port() -> int:
-    """A free one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free one, and none that the system gives to whoever asks for any before it is listened on."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            found = random.SystemRandom().randrange(lowest // 2, lowest)
+            probe.bind(("127.0.0.1", found))
+            return found
 
 
 def start(
