@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import socket
 from typing import Any
 
 import torch
 from contestants import Baton
 from gpt2 import RandomTokens, Size, Transformer
+from scratch import free_port
 from torch import Tensor, nn
 
 PRECISIONS: dict[str, dict[str, Any]] = {"32-true": {}, "bf16-true": {"bf16": {"enabled": True}}}
@@ -33,9 +33,7 @@ class Loss(nn.Module):
 
 def deepspeed_peer(baton: Baton, args: argparse.Namespace, name: str) -> None:
     """Trains under ZeRO-3 with the optimizer offloaded to memory (``deepspeed_cpu``) or to the disk (``deepspeed_nvme``)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ |= {
         "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import socket
 from typing import Any
 
 import torch
 from contestants import Baton
 from gpt2 import RandomTokens, Transformer
+from scratch import free_port
 
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
@@ -78,9 +78,7 @@ def fsdp2(baton: Baton, args: argparse.Namespace) -> dict[str, Any]:
 
 def alone() -> None:
     """A process group of this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 

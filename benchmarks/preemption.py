@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from scratch import scratch
+from scratch import free_port, scratch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -181,9 +180,7 @@ class Drill:
     def __init__(self, folder: Path, *, pipelines: bool) -> None:
         self.folder = folder
         self.steps = CommittedSteps(folder / "steps")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         script = [__file__, "--worker", str(folder), *(["--pipelines"] if pipelines else [])]
         least = 2 if pipelines else 1
         self.lines = launch_lines(_plan(), script, rendezvous=f"127.0.0.1:{port}", least_nodes=least, run_id="drill")

@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import struct
 import sys
 import tempfile
@@ -39,7 +38,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from scratch import scratch
+from scratch import free_port, scratch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -334,9 +333,7 @@ def run_rank(rank: int, world: int, port: int, folder: Path, quick: bool, scenar
 def run(folder: Path, quick: bool, scenario: str | None) -> list[dict[str, Any]]:
     """All ranks of a save or of a scenario; what each of them found."""
     world = len(nodes_of(scenario))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     outs = [folder / f"{scenario}-{rank}.json" for rank in range(world)]
     ranks = [context.Process(target=run_rank, args=(r, world, port, folder, quick, scenario, outs[r])) for r in range(world)]

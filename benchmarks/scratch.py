@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ def scratch(parent: Path) -> Iterator[Path]:
             yield Path(directory)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def free_port() -> int:
+    """A free port of this machine, and none that the system gives to whoever asks for any before it is listened on."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            found = random.SystemRandom().randrange(lowest // 2, lowest)
+            probe.bind(("127.0.0.1", found))
+            return found
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

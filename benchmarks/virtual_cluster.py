@@ -17,7 +17,6 @@ import json
 import logging
 import multiprocessing
 import os
-import socket
 import time
 import warnings
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from scratch import free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -214,9 +214,7 @@ def measure(nodes: tuple[Devices, ...], plans: list[ClusterPlan], *, layer_s: fl
     """Seconds of a step under each plan: of the fastest one, since whatever else runs on this machine only adds to it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning.pytorch", "lightning_hetero.strategies"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     ranks = [(i, local, node) for i, node in enumerate(nodes) for local in range(node.count)]
     out = context.Queue()
     processes = []
