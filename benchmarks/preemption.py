@@ -17,6 +17,7 @@ drill that fails leaves its notes and logs in a folder below ``--dir``.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -234,9 +235,19 @@ class Drill:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > deadline:
+                self._stacks()
                 logs = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in self.folder.glob("*.log"))
                 raise TimeoutError(f"{what}: not after {PATIENCE_S:.0f} s. Committed: {self.committed()}.\n{logs}")
             time.sleep(0.02)
+
+    def _stacks(self) -> None:
+        """Workers write to their logs what they are at."""
+        import psutil
+
+        for agent in self.processes.values():
+            for worker in psutil.Process(agent.pid).children() if agent.poll() is None else ():
+                worker.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
     def changed(self, cause: Callable[[], None], nodes: set[str], what: str) -> dict[str, Any]:
         """From a cause to the first step that is trained by these nodes alone.
@@ -379,6 +390,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
+        faulthandler.register(signal.SIGUSR1)
         train(arguments.worker, elastic=True, pipelines=arguments.pipelines)
         return
     with scratch(arguments.dir) as folder, notes_kept(folder, arguments.dir) as result:

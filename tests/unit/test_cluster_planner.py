@@ -80,6 +80,17 @@ def small_cluster(*nodes: tuple[int, float], memory: int = 10**12, network: floa
 # ---- equations ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seconds", [(2.0, 1.0, 4.0), (3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
+def test_measured_times_that_fall_are_planned_with(seconds: tuple[float, ...]) -> None:
+    """Noise, or what a run costs however many layers it has: two layers that took less than one."""
+    own = small_cluster((2, 1.0), (1, 2.0))
+    times = (LayerTimes(tensor_parallel=1, seconds=seconds),)
+    own = replace(own, devices=tuple(replace(d, layer_times=times) for d in own.devices))
+    found = plan(small_model(7), own, micro_batches=6, tensor_parallel=[1])
+    assert {sum(s.layers for s in g.stages) for g in found.groups} == {7}
+    assert sum(g.micro_batches for g in found.groups) == 6
+
+
 def test_a_pipeline_takes_what_equation_1_says() -> None:
     assert pipeline_s([1.0, 3.0, 2.0], 4) == 1 + 3 + 2 + 3 * 3
     assert pipeline_s([2.0], 5) == 10

@@ -93,6 +93,7 @@ def _least_sum(times: Sequence[Sequence[float]], num_layers: int, bound: float) 
     while left:
         step, s = heap[0]
         table, n = times[s], layers[s]
+        n, left = n + 1, left - 1
         # Layers that cost the same go together.
         while left and n < held[s] and table[n + 1] - table[n] <= step * (1 + 1e-9):
             n, left = n + 1, left - 1

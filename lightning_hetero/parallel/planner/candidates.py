@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster import Cluster
@@ -80,7 +80,9 @@ class Setting:
         if key not in self._tables:
             device, work = self.kinds[kind], self.work
             if kind not in self._layers:
-                self._layers[kind] = tuple(layers_s(work, device, n) for n in range(work.num_layers + 1))
+                seconds = (layers_s(work, device, n) for n in reversed(range(work.num_layers + 1)))
+                # Sums of measured runs (equation 5) may fall from one number of layers to the next; fewer never take longer.
+                self._layers[kind] = tuple(accumulate(seconds, min))[::-1]
             held, besides = most_layers(work, device.memory_bytes, place), besides_s(work, device, place, link_bytes_per_s)
             self._tables[key] = tuple(seconds + besides for seconds in self._layers[kind][: held + 1])
         return self._tables[key]
