@@ -163,6 +163,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "block_file_bytes": (_I64, (POINTER(CBlockGeometry),)),
     "block_slot": (_I32, (_PTR, POINTER(_I64))),
     "block_committed_slot": (_I32, (_PTR,)),
+    "store_names": (_I32, (_PTR, _I32)),
     "engine_create": (_PTR, (POINTER(CEngineOptions),)),
     "engine_destroy": (_I32, (_PTR,)),
     "engine_io_backend": (_I32, (_PTR,)),

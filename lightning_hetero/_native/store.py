@@ -171,6 +171,15 @@ class Store(Handle):
         length = check(functions()["store_recover"](self.pointer, ctypes.byref(step), user, self.user_bytes))
         return step.value, user.raw[:length]
 
+    def names(self, identifier: int) -> bool:
+        """Whether the last record names files of the block with this number.
+
+        Raises:
+            ConfigError: The store has no room for such a number.
+            HeteroError: A record is being written.
+        """
+        return bool(check(functions()["store_names"](self.pointer, identifier)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:

@@ -107,8 +107,14 @@ class BlockFiles:
         return wanted if wanted not in self._ids else self.next_id()
 
     def reserve_ids(self, identifiers: Iterable[int]) -> None:
-        """Numbers of files that a record names; their blocks are not open yet."""
+        """Numbers of files that the last record names; their blocks are not open yet. Numbers in between are free.
+
+        A run that dies soon after its parts have moved leaves gaps below; without them the record's places would run out.
+        """
         self._ids.update(identifiers)
+        if self._store is not None:
+            between = set(range(max(self._ids, default=0))) - self._ids
+            self._free_ids |= {number for number in between if not self._store.names(number)}
         if self.directory is not None:
             self.directory.remove_blocks_but(self._ids)
 

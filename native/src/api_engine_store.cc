@@ -58,6 +58,16 @@ int32_t hetero_store_close(hetero_store* handle) {
   return 0;
 }
 
+int32_t hetero_store_names(hetero_store* handle, int32_t id) {
+  if (handle == nullptr) return Report(Fail(HETERO_EINVAL, "store is null"));
+  const Store* store = FromHandle(handle);
+  if (id < 0 || id >= store->options().num_blocks)
+    return Report(Fail(HETERO_EINVAL, "id is %d; allowed: 0 to %d (options.num_blocks)", id, store->options().num_blocks - 1));
+  const int32_t code = Report(NoCommitPending(FromHandle(handle)));
+  if (code != 0) return code;
+  return store->has_record() && store->committed().blocks[static_cast<size_t>(id)].slot >= 0 ? 1 : 0;
+}
+
 hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights) {
   std::unique_ptr<Block> block;
   const Status status = Guarded([&] {

@@ -181,10 +181,14 @@ TEST(a_retired_block_is_in_no_later_record) {
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 1);
   CHECK_EQ(hetero_block_retire(t.block.handle), 0);
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 1);  // the last record still does
+  CHECK_EQ(hetero_store_names(t.run.store, 0), 1);
   CHECK_EQ(t.run.Complete(t.run.Commit(3)), 0);
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 2);
   CHECK_EQ(hetero_block_retire(nullptr), HETERO_EINVAL);
   CHECK_EQ(hetero_block_committed_slot(nullptr), HETERO_EINVAL);
+  CHECK_EQ(hetero_store_names(nullptr, 0), HETERO_EINVAL);
+  CHECK_EQ(hetero_store_names(t.run.store, 0), 0);
+  CHECK_EQ(hetero_store_names(t.run.store, -1), HETERO_EINVAL);
   t.End();
   int64_t step = 0;
   CHECK_GE(t.Reopen(&step), 0);

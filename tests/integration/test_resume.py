@@ -78,6 +78,21 @@ def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:
     assert len(train(tmp_path, offload("disk", store), RECIPE, store=store).losses) == 0  # all steps are done
 
 
+def test_numbers_of_files_are_used_again(tmp_path: Path, plain: Outcome) -> None:
+    """A record has so many places: a store that moves with every resume must not run out of them."""
+    store, largest = tmp_path / "store", list[int]()
+    before: dict[str, Path] = {}
+    for stop, plan in enumerate(("host", "disk", MIXED) * 3, 2):
+        train(tmp_path, offload(plan, store), RECIPE, stop=stop, **before)
+        before = {"store": store}
+        with StoreFiles(store) as files:
+            assert files.record is not None
+            largest.append(max(int(block.file.partition("-")[2][:5]) for block in files.record.blocks))
+    assert max(largest[6:]) <= max(largest[3:6])
+    got = train(tmp_path, offload("disk", store), RECIPE, **before)
+    assert_same(got, after(plain, len(got.losses)))
+
+
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_steps": -1, "max_epochs": 2}], ids=str)
 def test_it_goes_on_at_every_step_around_the_end_of_an_epoch_without_validation(tmp_path: Path, limits: dict[str, int]) -> None:
     recipe, store = Recipe(shape=Shape(layers=1, dropout=0.1)), tmp_path / "store"

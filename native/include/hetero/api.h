@@ -161,6 +161,8 @@ HETERO_API int32_t hetero_block_committed_slot(hetero_block* block);
 // blocks opened later. Before any task. Returns the user blob's length, or
 // HETERO_ECORRUPT / HETERO_ESTATE when there is none.
 HETERO_API int64_t hetero_store_recover(hetero_store* store, int64_t* step, void* user, int64_t user_capacity);
+// 1 if the last record names files of the block with this number, else 0. ESTATE while a commit is not DONE.
+HETERO_API int32_t hetero_store_names(hetero_store* store, int32_t id);
 
 // ---- engine -----------------------------------------------------------------------------------------------------------
 enum { HETERO_IO_AUTO = 0, HETERO_IO_URING = 1, HETERO_IO_POOL = 2, HETERO_IO_SYNTHETIC = 3 };
