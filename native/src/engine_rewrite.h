@@ -4,9 +4,10 @@
 //
 // [Note: Rewrites]
 // Chunk by chunk: what the new chunk needs of the newest slot is read into staging, changed there, stamped and written to the
-// slot that no record names from the same memory; the second time between two commits that is the slot it was read from. Arrays in RAM, and weights that are resident, are changed in place; resident
-// weights are written straight from the weight memory. When all chunks have been computed the head is written; when all
-// of it is written the slot becomes the newest. Reading may run ahead of a pending commit, computing and writing may not.
+// slot that no record names from the same memory; the second time between two commits that is the slot it was read from. Arrays
+// in RAM, and weights that are resident, are changed in place; resident weights are written straight from the weight memory.
+// When all chunks have been computed the head is written; when all of it is written the slot becomes the newest. Reading may
+// run ahead of a pending commit, computing and writing may not.
 #ifndef HETERO_ENGINE_REWRITE_H_
 #define HETERO_ENGINE_REWRITE_H_
 

@@ -1,9 +1,10 @@
 // The layout of slot files, stamps, and commit records.
+#include "store_layout.h"
+
 #include <random>
 
 #include "engine_fixture.h"
 #include "store_commit.h"
-#include "store_layout.h"
 
 using fixture::Geometry;
 using hetero::kPageBytes;

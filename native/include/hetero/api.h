@@ -153,8 +153,8 @@ HETERO_API int64_t hetero_block_staged_bytes(const hetero_block_geometry* geomet
 // Newest slot (0/1) and the step that wrote it; step 0: only weights were stored, state reads as zeros. ESTATE when nothing
 // was stored yet. Blocks without file sections: 0 and the last step.
 HETERO_API int32_t hetero_block_slot(hetero_block* block, int64_t* step);
-// The slot that the last record names (0/1), which is as it was then, whatever was written since; 2: the record names none. ESTATE
-// while a commit is not DONE.
+// The slot that the last record names (0/1), which is as it was then, whatever was written since; 2: the record names none.
+// ESTATE while a commit is not DONE.
 HETERO_API int32_t hetero_block_committed_slot(hetero_block* block);
 
 // Commit records: the newest valid one. Its slots are applied to the open blocks, whose heads are read and checked, and to
@@ -231,8 +231,8 @@ HETERO_API int32_t hetero_cancel_update(hetero_engine* engine, int64_t ticket);
 // The verdict is hetero_keep_update or hetero_submit_discard. Until it is given the block can neither be rewritten nor
 // committed (ESTATE), and fetches and reads see what the update has made so far.
 //
-// As hetero_open_update. ENOMEM: no address space for the spare copy. ESTATE, too: the block has files and was rewritten since the
-// last commit was submitted, so what the update replaces would be nowhere.
+// As hetero_open_update. ENOMEM: no address space for the spare copy. ESTATE, too: the block has files and was rewritten since
+// the last commit was submitted, so what the update replaces would be nowhere.
 HETERO_API int64_t hetero_open_speculative_update(hetero_engine* engine, hetero_block* block, int32_t weights_resident,
                                                   const hetero_task* task);
 // The update holds; it goes on if it is not over. ESTATE when none awaits a verdict, or when it was not armed.
