@@ -10,8 +10,8 @@ A GPT-2 trains under the plan ``disk`` in one process for each of these:
 * ``plain``: Lightning without us, with everything in memory.
 
 In every turn a set share of the steps clips: its threshold is far below any norm, that of the others far above. A ratio is the
-mean of a turn's steps over that of ``unclipped`` in the same round; figures are medians over rounds. All that clip have to end
-with the same weights and optimizer state, bit for bit: ``same_bits``.
+mean of a turn's steps over that of ``unclipped`` in the same round; figures are medians over rounds, and ``intervals`` bound them
+19 times of 20. All that clip have to end with the same weights and optimizer state, bit for bit: ``same_bits``.
 
 Prints one line of JSON last. ``speculative_vs_unclipped`` is the largest of its ratios at rates up to 10 %.
 
@@ -33,7 +33,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contestants import Baton, Contestant, Turn
+from contestants import Baton, Contestant, Turn, interval
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
 from scratch import scratch
 from step import TakesTurns, show_trace
@@ -153,12 +153,14 @@ def compete(args: argparse.Namespace) -> tuple[dict[float, dict[str, list[Turn]]
 def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
     """The figures of one rate; both parts of a ratio come from one round."""
     seconds = {name: [statistics.mean(turn.seconds) for turn in of_name] for name, of_name in turns.items()}
+    ratios = {
+        name: [a / b for a, b in zip(values, seconds["unclipped"], strict=True)]
+        for name, values in seconds.items()
+        if name != "unclipped"
+    }
     return {
-        "vs_unclipped": {
-            name: statistics.median(a / b for a, b in zip(values, seconds["unclipped"], strict=True))
-            for name, values in seconds.items()
-            if name != "unclipped"
-        },
+        "vs_unclipped": {name: statistics.median(values) for name, values in ratios.items()},
+        "intervals": {name: interval(values) for name, values in ratios.items()},
         "seconds_per_step": {name: statistics.median(values) for name, values in seconds.items()},
         "bytes_per_step": {name: round(statistics.median(t.num_bytes for t in turns[name])) for name in turns if name != "plain"},
     }

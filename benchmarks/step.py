@@ -28,7 +28,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -39,7 +38,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contestants import Baton, Contestant, Turn
+from contestants import Baton, Contestant, Turn, interval
 from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
 from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
@@ -218,14 +217,6 @@ def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, 
                     print(f"round {number}, {name}: {statistics.median(turn.seconds):.4f} s/step", flush=True)
         results = {name: process.finish() for name, process in processes.items()}
     return turns, results
-
-
-def interval(values: list[float]) -> list[float]:
-    """Bounds of the median, 19 times of 20, whatever the distribution: the values that a sign test does not reject."""
-    ordered, n = sorted(values), len(values)
-    tails = (sum(math.comb(n, j) for j in range(k + 1)) / 2**n for k in range(n))  # at most k of n fall below the median
-    left_out = max(0, sum(tail <= 0.025 for tail in tails) - 1)
-    return [ordered[left_out], ordered[n - 1 - left_out]]
 
 
 def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
