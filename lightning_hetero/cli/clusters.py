@@ -87,10 +87,13 @@ def print_plan(screen: Console, plan: ClusterPlan, cluster: Cluster) -> None:
 
 def summary(plan: ClusterPlan, cluster: Cluster) -> dict[str, str]:
     """A step in numbers; costs where the cluster file has all prices."""
+    from lightning_hetero.parallel.planner.schedule import step_s
+
     devices = Counter({n.name: n.count for n in cluster.nodes})
     idle = ", ".join(f"{k} on {node}" for node, k in plan.idle.items()) or "none"
     rows = {
         "step": f"{seconds(plan.iteration_s)}, {count(plan.tokens / plan.iteration_s, 'tokens/s')}",
+        "played through": f"{seconds(step_s(plan))}, as 1F1B overlaps",
         "synchronisation": f"{seconds(plan.sync_s)}, {percent(plan.sync_s / plan.iteration_s)} of the step",
         "utilisation": f"{percent(plan.utilisation)} of the cluster's FLOP/s",
         "tensor parallelism": str(plan.tensor_parallel),
@@ -139,8 +142,11 @@ def rivals(title: str, plans: list[RunnerUp], reference_s: float) -> Table:
 
 def to_json(plan: ClusterPlan) -> dict[str, Any]:
     """A plan as ``--json`` prints it."""
+    from lightning_hetero.parallel.planner.schedule import step_s
+
     bare = replace(plan, origin={})
     return {f.name: getattr(bare, f.name) for f in fields(bare) if f.name != "origin"} | {
+        "schedule_s": step_s(plan),
         "micro_batches": plan.micro_batches,
         "world_size": plan.world_size,
     }

@@ -12,6 +12,7 @@ from support.properties import examples
 from lightning_hetero.parallel.planner.balancing import balance, share_out
 from lightning_hetero.parallel.planner.equations import pipeline_s
 from lightning_hetero.parallel.planner.grouping import Packing, Problem, grouping, reference, vectors
+from lightning_hetero.parallel.planner.schedule import one_f_one_b_s
 
 
 @st.composite
@@ -83,6 +84,14 @@ def test_balancing_finds_the_fastest_cut(convex: bool, data: st.DataObject, num_
     if found is not None:
         seconds = {c: pipeline_s([t[n] for t, n in zip(times, c, strict=True)], micro_batches) for c in cuts}
         assert seconds[found] == pytest.approx(min(seconds.values()))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 9))
+def test_equation_1_bounds_what_1f1b_takes(stages: list[int], micro_batches: int) -> None:
+    played = one_f_one_b_s(stages, micro_batches)
+    assert max(micro_batches * max(stages), sum(stages)) - 1e-9 <= played <= pipeline_s(stages, micro_batches) + 1e-9
+    if len(set(stages)) == 1 or micro_batches == 1 or stages[-1] == max(stages):
+        assert played == pytest.approx(pipeline_s(stages, micro_batches))
 
 
 @given(

@@ -30,11 +30,12 @@ def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
     shown = invoke("plan-cluster", CLUSTER, *MODEL, "--out", path).stdout
     written = ClusterPlan.load(path)
     assert f"Wrote the plan to {path}." in shown.replace("\n", "")
-    for word in ("node0 2x a100-80, node1 1x h800", "utilisation", "Pipelines", "Runner-ups", "micro-batches"):
+    for word in ("node0 2x a100-80, node1 1x h800", "played through", "utilisation", "Pipelines", "Runner-ups", "micro-batches"):
         assert word in shown
     assert written.micro_batches == 6
     got = parsed("plan-cluster", CLUSTER, *MODEL)
     assert got["iteration_s"] == written.iteration_s
+    assert 0 < got["schedule_s"] <= written.iteration_s * (1 + 1e-9)
     assert [g["micro_batches"] for g in got["groups"]] == [g.micro_batches for g in written.groups]
     assert got["world_size"] == written.world_size
     assert got["runner_ups"]

@@ -29,6 +29,7 @@ from lightning_hetero.parallel.planner.equations import (
     stage_bytes,
 )
 from lightning_hetero.parallel.planner.mapping import place
+from lightning_hetero.parallel.planner.schedule import one_f_one_b_s
 from lightning_hetero.profiling import presets
 from lightning_hetero.units import GIB
 
@@ -94,6 +95,12 @@ def test_measured_times_that_fall_are_planned_with(seconds: tuple[float, ...]) -
 def test_a_pipeline_takes_what_equation_1_says() -> None:
     assert pipeline_s([1.0, 3.0, 2.0], 4) == 1 + 3 + 2 + 3 * 3
     assert pipeline_s([2.0], 5) == 10
+
+
+def test_a_slow_early_stage_goes_on_while_later_ones_compute() -> None:
+    # stage 0: F0 0-2, F1 2-4, B0 5-9, B1 9-13; stage 1: F0 2-3, B0 3-5, F1 5-6, B1 6-8
+    assert one_f_one_b_s([6.0, 3.0], 2) == pytest.approx(13)
+    assert pipeline_s([6.0, 3.0], 2) == 6 + 3 + 6
 
 
 def test_effective_power_is_power_less_the_bubble() -> None:
