@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 import struct
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.store.blocks import PAGE, memory_of
-from lightning_hetero.store.manifest import MANIFEST, VERSION, lock_manifest, read_manifest
+from lightning_hetero.store.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
 from lightning_hetero.units import round_up
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -130,7 +129,7 @@ class StoreFiles:
                 raise ConfigError(
                     f"{str(self.path)!r} is a store of version {self.manifest.get('version')!r}; this package reads {VERSION}."
                 )
-            self._uuid = _uuid(self.path, self.manifest)
+            self._uuid = identity_of(self.path, self.manifest).bytes
             self._read_ring()
         except BaseException:
             self.close()
@@ -406,15 +405,6 @@ class SlotFile:
 
     def _corrupt(self, offset: int, what: str) -> _CorruptSlotError:
         return _CorruptSlotError(self._store.path, self._fault(offset, what))
-
-
-def _uuid(path: Path, manifest: dict[str, Any]) -> bytes:
-    try:
-        return uuid.UUID(hex=manifest["uuid"]).bytes
-    except (KeyError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{str(path / MANIFEST)!r} has uuid {manifest.get('uuid')!r}; it was written by another program."
-        ) from error
 
 
 def _crc_table() -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def identity_of(path: Path, manifest: dict[str, Any]) -> uuid.UUID:
     Raises:
         ConfigError: There is none.
     """
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
+    with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
         return uuid.UUID(hex=manifest["uuid"])
     raise ConfigError(f"{str(path / MANIFEST)!r} has uuid {manifest.get('uuid')!r}; allowed: 32 hexadecimal digits.")
 

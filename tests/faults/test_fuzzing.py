@@ -16,7 +16,8 @@ from lightning_hetero.errors import HeteroError
 
 each = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 ODD = (0, 1, 0x7F, 0x80, 0xFF)
-VALUES: tuple[Any, ...] = (None, True, -1, 0, 2**64, 10**400, 1e308, "", "x", [], [[]], {}, {"$": ["none"]})
+ABSENT = object()
+VALUES: tuple[Any, ...] = (ABSENT, None, True, -1, 0, 2**64, 10**400, 1e308, "", "x", [], [[]], {}, {"$": ["none"]})
 
 
 @each
@@ -53,7 +54,7 @@ def _paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", ["plan", "cluster", "cluster-plan", "hardware-profile", "model-profile", "manifest", "record"])
-def test_json_with_any_value_in_any_place_is_read_or_refused(name: str) -> None:
+def test_json_with_any_value_or_none_in_any_place_is_read_or_refused(name: str) -> None:
     target = TARGETS[name]
     whole = target.examples()[0]
     for path in _paths(json.loads(whole))[:60]:
@@ -62,8 +63,11 @@ def test_json_with_any_value_in_any_place_is_read_or_refused(name: str) -> None:
             place: Any = changed
             for key in ("root", *path)[:-1]:
                 place = place[key]
-            place[("root", *path)[-1]] = value
-            target(json.dumps(changed["root"]).encode())
+            if value is ABSENT:
+                del place[("root", *path)[-1]]
+            else:
+                place[("root", *path)[-1]] = value
+            target(json.dumps(changed.get("root")).encode())
 
 
 @pytest.mark.parametrize("name", [n for n in TARGETS if n not in ("commit-ring", "slot-file")])

@@ -3,7 +3,7 @@
     python tests/fuzz/python.py TARGET [--corpus DIR] [-- libFuzzer's options, such as -max_total_time=60 -runs=100000]
 
 TARGET is one of those in ``tests/support/fuzzing.py``. What an input raises beside this package's errors is a fault; libFuzzer
-writes the input to ``crash-…`` in the current directory.
+writes the input to ``crash-…`` in a directory of its own under the temporary ones, and says where.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def main() -> None:
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
     target = TARGETS[arguments.target]
-    corpus = arguments.corpus or Path(tempfile.mkdtemp(prefix="hetero-fuzz-"))
+    found = Path(tempfile.mkdtemp(prefix="hetero-fuzz-"))
+    corpus = arguments.corpus or found / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     for number, example in enumerate(target.examples()):
         (corpus / f"example-{number}").write_bytes(example)
-    atheris.Setup([sys.argv[0], str(corpus), *arguments.options], target)
+    atheris.Setup([sys.argv[0], f"-artifact_prefix={found}/", str(corpus), *arguments.options], target)
     atheris.Fuzz()
 
 

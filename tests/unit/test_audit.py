@@ -163,7 +163,7 @@ def _another_uuid(store: Path) -> None:
     [
         (_no_manifest, "not a store"),
         (_another_version, "version"),
-        (_another_uuid, "another program"),
+        (_another_uuid, "32 hexadecimal digits"),
         (shutil.rmtree, "cannot be opened"),
     ],
 )
