@@ -1,9 +1,13 @@
-"""Saves and loads ``torch.save`` files one tensor at a time.
+"""Saves and loads ``torch.save`` files tensor by tensor.
 
 [Note: Streaming save]
 A ``torch.save`` file is a zip archive: ``data.pkl`` names storages by key, ``data/<key>`` holds the bytes of each. The
 pickle needs only shapes, so it is written first; then each offloaded tensor is read, written as its record and dropped.
 The records, their order and the pickle are those that ``torch.save`` would write for the materialized object.
+
+[Note: Reading ahead]
+Reading small tensors one by one from a slow disk is waiting for most of the time. So the next ones are on their way meanwhile, as
+many as together take no more memory than the largest one, which has to be there alone in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import os
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +28,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.runtime.door import OffloadedParameter, materialize
-from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.door import OffloadedParameter
+from lightning_hetero.runtime.handles import OffloadedTensor, begin_contents
 
 _PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
 _MADV_DONTNEED = 4
@@ -32,7 +37,7 @@ _Location = Any  # what torch.load takes as map_location
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Saves ``checkpoint`` like ``torch.save``, with at most one offloaded tensor in memory at a time.
+    """Saves ``checkpoint`` like ``torch.save``; offloaded tensors take no more memory than the largest of them.
 
     A local file appears complete or not at all: it is written beside its final name, synced and renamed. Other
     file systems are written as a stream through fsspec. Missing directories are made.
@@ -144,11 +149,16 @@ class _Deferred:
         """Whether the file names the storage without a dtype: dtypes younger than the typed storages."""
         return self.tensor.dtype in torch.storage._new_dtypes()
 
-    def storage(self) -> torch.UntypedStorage:
-        content = materialize(self.tensor)
-        if content.stride() != self.stride or content.untyped_storage().nbytes() != content.nbytes:
-            content = torch.empty_strided(self.shape, self.stride, dtype=content.dtype).copy_(content)
-        return content.untyped_storage()
+    def begin(self) -> Callable[[], torch.UntypedStorage]:
+        contents = begin_contents(self.tensor)
+
+        def storage() -> torch.UntypedStorage:
+            content = contents()
+            if content.stride() != self.stride or content.untyped_storage().nbytes() != content.nbytes:
+                content = torch.empty_strided(self.shape, self.stride, dtype=content.dtype).copy_(content)
+            return content.untyped_storage()
+
+        return storage
 
 
 class _Pickler(pickle.Pickler):
@@ -250,10 +260,26 @@ def _write_records(archive: Any, pickled: bytes, storages: dict[str, torch.Untyp
         ("byteorder", sys.byteorder),
     ):
         archive.write_record(name, text, len(text))
-    for key, entry in storages.items():
-        storage: Any = entry.storage() if isinstance(entry, _Deferred) else entry
+    for key, storage in _in_turn(storages):
         archive.write_record(f"data/{key}", storage if storage.device.type == "cpu" else storage.cpu(), storage.nbytes())
-        del storage  # before the next one is read
+        del storage  # before the next ones are read
+
+
+def _in_turn(storages: dict[str, torch.UntypedStorage | _Deferred]) -> Iterator[tuple[str, Any]]:
+    """Storages in their order, by key; see [Note: Reading ahead]."""
+    ahead = deque(entry for entry in storages.values() if isinstance(entry, _Deferred))
+    most = max((entry.tensor.nbytes for entry in ahead), default=0)
+    begun: deque[Callable[[], torch.UntypedStorage]] = deque()
+    held = 0  # bytes of what was begun, and not yet written
+    for key, entry in storages.items():
+        if not isinstance(entry, _Deferred):
+            yield key, entry
+            continue
+        while ahead and held + ahead[0].tensor.nbytes <= most:
+            held += ahead[0].tensor.nbytes
+            begun.append(ahead.popleft().begin())
+        yield key, begun.popleft()()
+        held -= entry.tensor.nbytes
 
 
 def _storage_type(dtype: torch.dtype) -> type:

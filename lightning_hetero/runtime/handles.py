@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,14 @@ class Source(Protocol):
 
     def write(self, value: Tensor) -> None:
         """Stores ``value`` (CPU, this shape and dtype, any strides) and keeps no reference to it."""
+
+
+@runtime_checkable
+class Begins(Protocol):
+    """A source that can be read ahead."""
+
+    def begin(self) -> Callable[[], Tensor]:
+        """Begins to read the content as it is now; what it returns is called once, waits, and gives what ``read`` gives."""
 
 
 _CPU = torch.device("cpu")
@@ -284,9 +292,18 @@ def _refuse_memory(tensor: OffloadedTensor) -> NoReturn:
 
 def contents_of(tensor: Tensor) -> Tensor:
     """What a handle stands for: a fresh detached dense CPU tensor. An ordinary tensor is its own content."""
-    if not isinstance(tensor, OffloadedTensor):
-        return tensor
-    found = tensor.source.read()
-    if isinstance(tensor.source, _ViewSource) or found.stride() == tensor.stride():
-        return found
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(found)
+    return begin_contents(tensor)() if isinstance(tensor, OffloadedTensor) else tensor
+
+
+def begin_contents(tensor: OffloadedTensor) -> Callable[[], Tensor]:
+    """Begins to read what a handle stands for, where its source can; the result is called once, and gives :func:`contents_of`."""
+    source = tensor.source
+    read = source.begin() if isinstance(source, Begins) else source.read
+
+    def contents() -> Tensor:
+        found = read()
+        if isinstance(source, _ViewSource) or found.stride() == tensor.stride():
+            return found
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(found)
+
+    return contents

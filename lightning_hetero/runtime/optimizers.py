@@ -19,7 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.runtime.handles import OffloadedTensor
-from lightning_hetero.runtime.sources import StateSource, write_state
+from lightning_hetero.runtime.sources import StateSource, take_all, write_state
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.tiers import TierStore
 
@@ -111,10 +111,9 @@ class OptimizerBinding:
             else:
                 setattr(self.optimizer, name, previous)
         if read:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, OffloadedTensor):
-                        state[key] = value.source.take() if isinstance(value.source, StateSource) else value.clone()
+            away = [(s, k, v) for s in self.optimizer.state.values() for k, v in s.items() if isinstance(v, OffloadedTensor)]
+            for (state, key, _), content in zip(away, take_all([value for _, _, value in away]), strict=True):
+                state[key] = content
 
     def books(self) -> dict[str, Any]:
         """What a commit record says of the optimizer: its groups, and each parameter's step count, or all of its state but tensors.

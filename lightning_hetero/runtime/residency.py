@@ -235,11 +235,12 @@ class ResidentBlocks:
         used = sum(sizes[b.index].weight_bytes for b in self.blocks if b.resident and b.weights_on_disk)
         return used + sizes[block.index].weight_bytes <= self.capacity_bytes
 
-    def bring(self, block: Block, *, force: bool = False) -> None:
-        """Weights into memory, now; ``force`` goes beyond the budget."""
-        if not block.resident:
-            self._fetch(block, [] if force else self._make_room(block))
-        for part in block.parts:
+    def bring(self, *blocks: Block, force: bool = False) -> None:
+        """Weights into memory, now, and all at the same time; ``force`` goes beyond the budget."""
+        for block in blocks:
+            if not block.resident:
+                self._fetch(block, [] if force else self._make_room(block))
+        for part in [part for block in blocks for part in block.parts]:
             self.settle(part)
 
     def provide(self, block: Block) -> None:

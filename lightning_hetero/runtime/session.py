@@ -359,9 +359,8 @@ class Session(Budgets):
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
+        self.executor.bring(*(b for b in self.blocks if self._started or self._arrival.had_memory(b)), force=True)
         for block in self.blocks:
-            if self._started or self._arrival.had_memory(block):
-                self.executor.bring(block, force=True)
             self._arrival.restore(block)
         for binding in self.bindings:
             binding.unbind()

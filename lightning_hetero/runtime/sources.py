@@ -1,4 +1,9 @@
-"""What the door reads and writes: weights, native state and state blobs, wherever they live at that moment."""
+"""What the door reads and writes: weights, native state and state blobs, wherever they live at that moment.
+
+[Note: Reads under way]
+A read can be begun and waited for later, so that several are on their way from the disk at the same time. It gives the content as
+it was when it was begun.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.optim.adam import MASTER
+from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.store.blocks import Part, own_memory, tensor_at
 from lightning_hetero.store.geometry import WEIGHTS, versions
 from lightning_hetero.store.mirrors import writes_of
@@ -71,17 +78,21 @@ class WeightSource:
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
+        return self.begin()()
+
+    def begin(self) -> Callable[[], Tensor]:
+        """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.settle(self.part)
         newest = None if self.device is None else self.device.newest(self.part, self.index)
         if newest is not None:
-            return newest
+            return lambda: newest
+        flat = own_memory(self.part.params[self.index].numel(), self.dtype)
+        content = self.part.shaped(self.index, flat)
         if self.part.block.resident:
-            memory = self.part.memory(self.index)
-            return self.part.shaped(self.index, own_memory(memory.numel(), self.dtype)).copy_(memory)
+            content.copy_(self.part.memory(self.index))
+            return lambda: content
         self.store.check_open(self.part, self.name)
-        out = own_memory(self.part.params[self.index].numel(), self.dtype)
-        self.store.read(self.part, WEIGHTS, self.index, out)
-        return self.part.shaped(self.index, out)
+        return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
@@ -133,14 +144,24 @@ class StateSource:
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
+        return self.begin()()
+
+    def begin(self) -> Callable[[], Tensor]:
+        """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
         if self.part.state_home is not None:
-            return self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
-        out = own_memory(self.part.params[self.index].numel(), torch.float32)
+            newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
+            return lambda: newest
+        flat, content = self.room()
         if self._is_outdated:
-            return self.part.shaped(self.index, out).copy_(self.part.memory(self.index))
-        self.store.read(self.part, self.array, self.index, out)
-        return self.part.shaped(self.index, out)
+            content.copy_(self.part.memory(self.index))
+            return lambda: content
+        return _once_read(self.store.begin_read(self.part, [(self.array, self.index, flat)]), content)
+
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content, as the engine fills it and as it is seen."""
+        flat = own_memory(self.part.params[self.index].numel(), torch.float32)
+        return flat, self.part.shaped(self.index, flat)
 
     @property
     def _is_outdated(self) -> bool:
@@ -152,6 +173,13 @@ class StateSource:
         self.store.check_open(self.part, self.name)
         write_state(self.store, self.part, [(self.array, self.index, self.part.flat(self.index, value, torch.float32))])
 
+    @property
+    def is_in_file(self) -> bool:
+        """Whether a read of it goes to the disk."""
+        native = self.part.native
+        in_file = native is not None and native.geometry.state_on_disk_file
+        return in_file and self.part.state_home is None and not self._is_outdated
+
     def take(self) -> Tensor:
         """The content as an ordinary tensor that outlives the store; where it is in memory it is not copied."""
         native = self.part.native
@@ -161,6 +189,36 @@ class StateSource:
             return self.read()
         start = address + 4 * self.part.offsets[self.index]
         return self.part.shaped(self.index, tensor_at(native, start, self.part.params[self.index].numel(), torch.float32))
+
+
+def _once_read(ticket: Ticket, content: Tensor) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        ticket.wait()
+        return content
+
+    return wait
+
+
+def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
+    """What handles of optimizer state stand for, as ordinary tensors that outlive the store.
+
+    What lies in files is read at the same time, and every chunk of them once, whatever number of tensors lies in it.
+    """
+    found: list[Tensor] = []
+    runs: dict[tuple[TierStore, Part], list[tuple[int, int, Tensor]]] = {}
+    for tensor in tensors:
+        source = tensor.source
+        if isinstance(source, BlobSource) or (isinstance(source, StateSource) and source.is_in_file):
+            source.store.check_open(source.part, source.name)
+            array = source.array if isinstance(source, StateSource) else WEIGHTS
+            flat, content = source.room()
+            runs.setdefault((source.store, source.part), []).append((array, source.index, flat))
+            found.append(content)
+        else:
+            found.append(source.take() if isinstance(source, StateSource) else tensor.clone())
+    for ticket in [store.begin_read(part, of_part) for (store, part), of_part in runs.items()]:
+        ticket.wait()
+    return found
 
 
 def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
@@ -194,10 +252,18 @@ class BlobSource:
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
+        return self.begin()()
+
+    def begin(self) -> Callable[[], Tensor]:
+        """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
-        out = own_memory(self.shape.numel(), self.dtype)
-        self.store.read(self.part, WEIGHTS, self.index, out.view(torch.uint8))
-        return out.view(self.shape)
+        flat, content = self.room()
+        return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
+
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content, as the engine fills it and as it is seen."""
+        own = own_memory(self.shape.numel(), self.dtype)
+        return own.view(torch.uint8), own.view(self.shape)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""

@@ -298,15 +298,20 @@ class TierStore:
 
     # ---- state ----------------------------------------------------------------------------------------------------------
 
-    def read(self, part: Part, array: int, index: int, out: Tensor) -> None:
-        """Reads parameter ``index``'s run of an array into ``out``, a flat contiguous tensor; waits for it."""
+    def begin_read(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> Ticket:
+        """Begins to read runs ``(array, index, flat contiguous tensor)``: parameter ``index``'s values of an array go there.
+
+        What lies in one chunk of the file comes in one transfer.
+        """
         assert part.native is not None
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
-        offset, numel = self._run(part, part.offsets[index], out)
-        patch = Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array)
-        self.engine.read(part.native, [patch], keep=[out]).wait()
+        patches = []
+        for array, index, out in runs:
+            offset, numel = self._run(part, part.offsets[index], out)
+            patches.append(Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array))
+        return self.engine.read(part.native, patches, keep=[out for _, _, out in runs])
 
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ class MeteredSource:
         weakref.finalize(storage, self._freed, num_bytes)
         return out
 
-    @classmethod
-    def _freed(cls, num_bytes: int) -> None:
-        cls.live_bytes -= num_bytes
+    @staticmethod
+    def _freed(num_bytes: int) -> None:
+        MeteredSource.live_bytes -= num_bytes
 
     def write(self, value: Tensor) -> None:
         self.content = value.detach().clone()
@@ -133,6 +134,38 @@ def test_peak_is_one_tensor(tmp_path: Path) -> None:
     assert [source.reads for source in sources] == [1] * 20
     loaded = load(tmp_path / "a.ckpt", weights_only=True)
     assert all(torch.equal(loaded[str(i)], source.content) for i, source in enumerate(sources))
+
+
+class AheadSource(MeteredSource):
+    """One that can be read ahead."""
+
+    under_way = most_under_way = 0
+
+    def begin(self) -> Callable[[], Tensor]:
+        taken = [self.read()]
+        AheadSource.under_way += 1
+        AheadSource.most_under_way = max(AheadSource.under_way, AheadSource.most_under_way)
+
+        def wait() -> Tensor:
+            AheadSource.under_way -= 1
+            return taken.pop()
+
+        return wait
+
+
+def test_what_comes_next_is_read_ahead_in_the_memory_of_the_largest_tensor(tmp_path: Path) -> None:
+    sizes = [100, 300, 50, 900, 400, 1000, 0, 20, 30, 40, 500, 600, 10]
+    sources = [AheadSource(torch.full((size,), float(i))) for i, size in enumerate(sizes)]
+    tensors = {str(i): OffloadedTensor(source) for i, source in enumerate(sources)} | {"here": torch.ones(2)}
+    AheadSource.under_way = AheadSource.most_under_way = MeteredSource.live_bytes = MeteredSource.peak_bytes = 0
+    save(tensors, tmp_path / "ours.ckpt")
+    gc.collect()
+    assert AheadSource.most_under_way == 5  # those of 0, 20, 30, 40 and 500
+    assert MeteredSource.peak_bytes == 4 * max(sizes)
+    assert MeteredSource.live_bytes == AheadSource.under_way == 0
+    assert [source.reads for source in sources] == [1] * len(sizes)
+    torch.save({name: t if name == "here" else sources[int(name)].content for name, t in tensors.items()}, tmp_path / "torchs.ckpt")
+    assert records(tmp_path / "ours.ckpt") == records(tmp_path / "torchs.ckpt")
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:

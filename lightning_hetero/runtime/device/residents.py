@@ -85,10 +85,10 @@ class DeviceResidents(Executor):
         if not self.is_away(part.block) and self.weights.holds(part.block):
             self.weights.bind(part.block)
 
-    def bring(self, block: Block, *, force: bool = False) -> None:
+    def bring(self, *blocks: Block, force: bool = False) -> None:
         """Weights into host memory, now."""
         self.lanes.drain()
-        super().bring(block, force=force)
+        super().bring(*blocks, force=force)
 
     def provide(self, block: Block) -> None:
         """Weights onto the device, now."""
