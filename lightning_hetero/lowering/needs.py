@@ -21,6 +21,8 @@ that lives there; the gradients of the ``gradient_depth`` largest blocks where u
 on their way to the disk; staging for what streams from disk; where updates speculate, a copy of the weights of blocks with only
 their state on disk; and the cache: at least the largest block whose weights live on disk.
 
+Ranks average their gradients when backward has ended, beside all of them, through buckets on the device or the host.
+
 Where the device is the host's own CPU the two are one pool, and nothing is there twice. There, gradients that an update after the
 verdict has used stay until the next backward, as plain Lightning leaves them.
 """
@@ -56,6 +58,7 @@ class Purpose(StrEnum):
     GRADIENTS = "gradients"
     MOVING = "state on its way"
     STAGING = "staging for what streams from disk"
+    BUCKETS = "buckets in which ranks average gradients"
     SPARE = "copies of weights until the verdict"
     CACHE = "the cache for weights from below"
     MIRRORS = "copies of what lives in memory, so that steps are kept"
@@ -66,13 +69,13 @@ Rows = Mapping[Purpose, int]
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Bytes that no plan changes: the process itself, buffers, inputs."""
+    """Bytes that no plan changes: the process itself, the model's buffers, inputs; or those in which ranks average gradients."""
 
     device_bytes: int = 0
     host_bytes: int = 0
 
 
-_NOTHING = Constant()
+NOTHING = Constant()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,14 @@ def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: U
 
 
 def needs_of_shape(
-    plan: Plan, model: ModelShape, *, shared_memory: bool, updates: Updates, staging_bytes: int, constant: Constant = _NOTHING
+    plan: Plan,
+    model: ModelShape,
+    *,
+    shared_memory: bool,
+    updates: Updates,
+    staging_bytes: int,
+    constant: Constant = NOTHING,
+    buckets: Constant = NOTHING,
 ) -> Needs:
     """As :func:`needs_of`, of what is known before anything is profiled: activations are 0 where they are unknown.
 
@@ -124,6 +134,7 @@ def needs_of_shape(
         updates: When updates may run.
         staging_bytes: The least that the engine stages with, where something is on disk.
         constant: Memory that no plan changes.
+        buckets: Memory in which ranks average gradients.
     """
     placed = placements(plan, model, device=not shared_memory)
     slots = num_slots(model.kept_every if shared_memory else 0)
@@ -135,7 +146,7 @@ def needs_of_shape(
     early = state if in_backward or plan.priority else 0
     moments = [
         *(_moment(*a, *g, early, shared=shared_memory) for a, g in zip(reversed(activations), gradients, strict=True)),
-        _moment(0, 0, *gradients[-1], state, shared=shared_memory),
+        _moment(0, 0, *gradients[-1], state, buckets, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
@@ -205,10 +216,14 @@ def _spare_bytes(placed: Sequence[Placement]) -> int:
     return sum(p.shape.weight_bytes for p in placed if p.revocable and not p.on_disk)
 
 
-def _moment(on_device: int, on_host: int, stay: int, down: int, state: int, *, shared: bool) -> tuple[Rows, Rows]:
-    """What comes and goes at one moment: activations and gradients, on the device and on the host, and state on the device."""
-    device = {Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state}
-    host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down}
+def _moment(
+    on_device: int, on_host: int, stay: int, down: int, state: int, buckets: Constant = NOTHING, *, shared: bool
+) -> tuple[Rows, Rows]:
+    """What comes and goes at one moment: activations, gradients and buckets, on the device and on the host; state on the device."""
+    device = {
+        Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state, Purpose.BUCKETS: buckets.device_bytes
+    }  # fmt: skip
+    host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down, Purpose.BUCKETS: buckets.host_bytes}
     return ({}, _sum(device, host)) if shared else (device, host)
 
 

@@ -13,6 +13,7 @@ _REMEDIES = {  # cheapest first
     ("device", Purpose.CACHE): "a smaller device_cache_bytes",
     ("device", Purpose.GRADIENTS): "update during backward (no clipping by norm, one micro-batch)",
     ("device", Purpose.MOVING): "update the largest blocks on the 'cpu'",
+    ("device", Purpose.BUCKETS): "a smaller bucket_cap_mb",
     ("device", Purpose.STATE): "place state on 'host', with updates on the 'cpu'",
     ("device", Purpose.WEIGHTS): "place weights on 'host'",
     ("device", Purpose.ACTIVATIONS): f"recompute or swap more of what forward saves (saved), or {_SMALLER_BATCH}",
@@ -71,6 +72,7 @@ _KNOBS = {
     Purpose.STATE: 'state on "disk" (plan="disk")',
     Purpose.ACTIVATIONS: "a smaller batch",
     Purpose.GRADIENTS: "gradient_depth; no clipping by norm, no accumulation",
+    Purpose.BUCKETS: "a smaller bucket_cap_mb",
     Purpose.STAGING: 'nothing on "disk" (plan="host")',
     Purpose.CACHE: "smaller blocks (block_cls), host_cache_bytes",
 }

@@ -8,6 +8,11 @@ before they add, as ``DistributedDataParallel`` does.
 [Note: Parameters without gradients]
 As with ``find_unused_parameters=True``: a rank whose batch has not used a parameter adds zeros to the others' gradients; a
 parameter that no rank has used has no gradient afterwards, and no update.
+
+[Note: Buckets]
+Small gradients travel together, through copies in flat tensors, of which ``_IN_FLIGHT`` exist at a time. A gradient that is larger
+than a bucket is reduced where it lies, and is copied only if the backend cannot take it as it is. :func:`bucket_memory_bytes` says
+what that takes beside the gradients, before there are any.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.device.gradients import check_dense
 from lightning_hetero.units import MIB
 
-_BUCKET_BYTES = 25 * MIB  # DDP's default; a larger gradient is reduced alone, where it lies
+BUCKET_BYTES = 25 * MIB  # DDP's default
 _IN_FLIGHT = 2  # buckets: more hide no more, and take memory
 
 
@@ -63,13 +68,28 @@ def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
             tensor.copy_(value)
 
 
+def bucket_memory_bytes(parameters: Iterable[nn.Parameter], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """The most memory that :func:`average_gradients` takes on ``device`` beside gradients, bytes; see [Note: Buckets]."""
+    trained = [p for p in parameters if p.requires_grad]
+    small = sum(p.nbytes for p in trained if p.nbytes <= bucket_bytes)
+    large = [p for p in trained if p.nbytes > bucket_bytes]
+    copies = [p.nbytes for p in large if device.type != "cpu" or not p.is_contiguous()]  # gradients lie as their parameters do
+    for _ in range(_IN_FLIGHT):
+        copies.append(min(small, bucket_bytes))
+        small -= copies[-1]
+    return sum(sorted(copies)[-_IN_FLIGHT:])
+
+
 @torch.no_grad()
-def average_gradients(parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> None:
+def average_gradients(
+    parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
     """Sets gradients to their mean over all ranks; see [Note: One order] and [Note: Parameters without gradients].
 
     Args:
         parameters: The model's with their names, in one order on all ranks. Their gradients may lie in host memory.
         device: Where the process group's backend wants tensors.
+        bucket_bytes: Gradients that travel together; the same on all ranks.
 
     Raises:
         UnsupportedError: A gradient is not dense; names the parameter.
@@ -84,14 +104,17 @@ def average_gradients(parameters: Iterable[tuple[str, nn.Parameter]], device: to
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
     used = [p for p, somewhere in zip(trained, present.tolist(), strict=True) if somewhere]
     pending: deque[tuple[_Bucket, Any]] = deque()
-    for parameters_of_bucket in _buckets(used):
-        bucket = _Bucket.of(parameters_of_bucket, device)
-        bucket.flat.div_(dist.get_world_size())
-        pending.append((bucket, dist.all_reduce(bucket.flat, async_op=True)))
+    for parameters_of_bucket in _buckets(used, bucket_bytes):
         if len(pending) == _IN_FLIGHT:
             _finish(*pending.popleft())
-    for bucket, work in pending:
-        _finish(bucket, work)
+        pending.append(_begin(_Bucket.of(parameters_of_bucket, device)))
+    while pending:
+        _finish(*pending.popleft())
+
+
+def _begin(bucket: _Bucket) -> tuple[_Bucket, Any]:
+    bucket.flat.div_(dist.get_world_size())
+    return bucket, dist.all_reduce(bucket.flat, async_op=True)
 
 
 def _finish(bucket: _Bucket, work: Any) -> None:
@@ -99,12 +122,12 @@ def _finish(bucket: _Bucket, work: Any) -> None:
     bucket.scatter()
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Neighbours of one dtype, together as large as a bucket may be."""
     some: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        if some and (parameter.dtype != some[0].dtype or size + parameter.nbytes > _BUCKET_BYTES):
+        if some and (parameter.dtype != some[0].dtype or size + parameter.nbytes > bucket_bytes):
             yield some
             some, size = [], 0
         some.append(parameter)
@@ -128,9 +151,12 @@ class _Bucket:
 
     @classmethod
     def of(cls, parameters: list[nn.Parameter], device: torch.device) -> _Bucket:
-        only = parameters[0].grad if len(parameters) == 1 else None
-        if only is not None and _lies_well(only, parameters[0].dtype, device):
-            return cls(parameters, only.detach().view(-1), is_copy=False)
+        if len(parameters) == 1:
+            (parameter,) = parameters
+            if parameter.grad is None and parameter.is_contiguous() and parameter.device == device:
+                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            if parameter.grad is not None and _lies_well(parameter.grad, parameter.dtype, device):
+                return cls(parameters, parameter.grad.detach().view(-1), is_copy=False)
         flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
         bucket = cls(parameters, flat, is_copy=True)
         for parameter, piece in bucket._pieces():

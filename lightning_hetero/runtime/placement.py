@@ -16,7 +16,7 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
-from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
+from lightning_hetero.lowering.needs import DEVICE_STATES, NOTHING, Constant, total_bytes
 from lightning_hetero.lowering.placement import placements
 from lightning_hetero.lowering.refusals import device_too_small
 from lightning_hetero.optim import adam
@@ -80,6 +80,7 @@ class StepRules:
         clip_value: Clip by value at this, during backward.
         norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
         speculates: Nothing but clipping by norm and loss scaling defers updates, so they may be tried during backward.
+        buckets: Memory in which ranks average gradients, beside all of them.
     """
 
     deferred: str = ""
@@ -89,6 +90,7 @@ class StepRules:
     clip_value: float | None = None
     norms: bool = False
     speculates: bool = False
+    buckets: Constant = NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +329,7 @@ class Placer:
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=Constant(device_bytes=constant),
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
-            updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD,
+            updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
 
     def _partitioned(self, plan: Plan, needs: Needs, room: Rooms) -> tuple[Rooms, int]:

@@ -289,6 +289,8 @@ class Session(Budgets):
         if self._final_report:
             return self._final_report
         report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
+        if buckets := self._rules.buckets.device_bytes + self._rules.buckets.host_bytes:
+            report["bucket_bytes"] = buckets
         if isinstance(self.executor, DeviceExecutor):
             report["device_peak_bytes"] = self.executor.lanes.peak_bytes()
         if self.store is not None:

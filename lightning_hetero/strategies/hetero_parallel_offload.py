@@ -19,13 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import UpdateLane
-from lightning_hetero.parallel.replicas import average_gradients, broadcast, check_same
+from lightning_hetero.lowering.needs import Constant
+from lightning_hetero.parallel.replicas import BUCKET_BYTES, average_gradients, broadcast, bucket_memory_bytes, check_same
 from lightning_hetero.runtime.placement import StepRules
 from lightning_hetero.strategies import factory
 from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines
 from lightning_hetero.strategies.lifecycle import Lifecycle
 from lightning_hetero.strategies.resume import is_store
+from lightning_hetero.units import MIB
 
 _SUMMED = "gradients are averaged over ranks"
 _NOT_OURS = ("accelerator", "checkpoint_io", "precision_plugin")  # of an offloading rank's options: the whole group has them
@@ -46,8 +48,8 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
 
     Args:
         offload: Who offloads, and how: see :class:`~lightning_hetero.strategies.hetero_pipelines.HeteroPipelines`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`. Of DDP's own, ``broadcast_buffers``
-            and what concerns processes count; parameters that some ranks do not use are always found.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`. Of DDP's own, ``broadcast_buffers``,
+            ``bucket_cap_mb`` and what concerns processes count; parameters that some ranks do not use are always found.
 
     Raises:
         ConfigError: An offloading rank's options are not those of ``HeteroOffloadStrategy``.
@@ -81,6 +83,7 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
         self._holds_back = False  # batches that only accumulate
         self._buffers_differ = True
         self._shares_buffers = options.get("broadcast_buffers") is not False
+        self._bucket_bytes = int(MIB * options["bucket_cap_mb"]) if options.get("bucket_cap_mb") else BUCKET_BYTES
 
     def _checked(self, how: Any) -> Choices:
         given = {} if how is True else how
@@ -167,9 +170,13 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
 
     def _rules(self, trainer: Any) -> StepRules:
         rules = super()._rules(trainer)
+        assert self.lightning_module is not None
+        parameters, on_host = self.lightning_module.parameters(), self.root_device.type == "cpu"
+        size = bucket_memory_bytes(parameters, self.root_device, bucket_bytes=self._bucket_bytes)
         return replace(
-            rules, deferred=rules.deferred or _SUMMED, keep_gradients=True, clip_value=None, norms=False, speculates=False
-        )
+            rules, deferred=rules.deferred or _SUMMED, keep_gradients=True, clip_value=None, norms=False, speculates=False,
+            buckets=Constant(host_bytes=size) if on_host else Constant(device_bytes=size),
+        )  # fmt: skip
 
     def teardown(self) -> None:
         """Gives the model back; then ends the group."""
@@ -199,8 +206,10 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
         """The last batch of a step: gradients become those of all ranks."""
         if self._holds_back or self.lightning_module is None:
             return
+        if self.session is not None:
+            self._running().heap.check(self.session.rules.buckets.host_bytes)
         with self._waiting():
-            average_gradients(self.lightning_module.named_parameters(), self.root_device)
+            average_gradients(self.lightning_module.named_parameters(), self.root_device, bucket_bytes=self._bucket_bytes)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_train, ranks
+from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_tiers, elastic_train, ranks
 from support.scripts import run_script
 from support.sources import bytes_by_source
 
@@ -170,6 +170,34 @@ def test_pipelines_plan_again_when_one_rank_is_killed_and_read_what_they_lack(pi
         path = Path(CommittedSteps(pipelines / "killed").checkpoint(step))
         assert rank["bytes"] == bytes_by_source(path, nodes, number, rank["weights"])
     assert sum(rank["bytes"]["memory"] for rank in went_on)
+
+
+def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_both_come_back(tmp_path: Path) -> None:
+    """Rank 0 is killed, whose files stay; nodes come back as other ranks, with other tiers."""
+    script = Path(str(elastic_tiers.__file__))
+    for name, nodes in elastic_tiers.NODES.items():
+        ranks.start(script, tmp_path, name, cwd=tmp_path, world=len(nodes), nodes=nodes, killed=0 if name == "killed" else None)
+    found = {
+        name: [torch.load(file, weights_only=False) for node in nodes if (file := tmp_path / f"{name}-{node}.pt").exists()]
+        for name, nodes in elastic_tiers.NODES.items()
+    }
+    alone = elastic_tiers.fit(tmp_path, "auto", {})
+    assert [rank["end"] for rank in found["told"]] == [75, 128 + 15]
+    assert len(found["killed"]) == 2
+    assert all(rank["end"] not in (0, 75) for rank in found["killed"])
+    began = [{rank["began"] for rank in of_all} for of_all in found.values()]
+    assert began == [{0}, {elastic_tiers.KILLED // elastic_tiers.EVERY * elastic_tiers.EVERY}, {elastic_tiers.TOLD + 1}]
+    assert [rank["plan"] for name in ("told", "ended") for rank in found[name]] == ["host", "disk", "resident", "disk", "host"]
+    for of_all in (found["told"], found["ended"]):
+        for step in of_all[0]["sizes"]:
+            assert sum(rank["sizes"][step] for rank in of_all) == alone["sizes"][step]
+    for rank in found["ended"]:
+        for what in ("weights", "state"):
+            assert rank[what].keys() == alone[what].keys()
+            for name, value in alone[what].items():
+                if value.is_floating_point():  # buffers that count samples are each rank's own after its last step
+                    assert torch.equal(rank[what][name], found["ended"][0][what][name]), name
+                    torch.testing.assert_close(rank[what][name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

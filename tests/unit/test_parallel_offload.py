@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
 
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.parallel import replicas
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.strategies import (
@@ -143,18 +145,50 @@ def test_a_fit_that_cannot_keep_ranks_equal_is_refused(
         trainer.fit(module or BoringModel())
 
 
+def trained(strategy: Any, folder: Path) -> dict[str, Any]:
+    """The weights after a fit of one process."""
+    torch.manual_seed(0)
+    model = Adam()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, logger=False, max_steps=3, gradient_clip_val=0.1, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model)
+    return model.state_dict()
+
+
 def test_one_rank_trains_bit_for_bit_as_plain_lightning(tmp_path: Path) -> None:
-    found = []
-    for strategy in (HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path / "files"}), "auto"):
-        torch.manual_seed(0)
-        model = Adam()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, logger=False, max_steps=3, gradient_clip_val=0.1,
-            default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        )  # fmt: skip
-        trainer.fit(model)
-        found.append(model.state_dict())
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    tiers = trained(HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path / "files"}), tmp_path)
+    plain = trained("auto", tmp_path)
+    assert all(torch.equal(value, plain[name]) for name, value in tiers.items())
+
+
+def test_buckets_of_gradients_are_in_the_account_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    sizes = []
+    make = replicas._Bucket.of.__func__  # type: ignore[attr-defined]
+
+    def of(kind: Any, *arguments: Any) -> Any:
+        bucket = make(kind, *arguments)
+        alive.extend([weakref.ref(bucket.flat)] if bucket.is_copy else [])
+        sizes.append(sum(flat.nbytes for ref in alive if (flat := ref()) is not None))
+        return bucket
+
+    monkeypatch.setattr(replicas._Bucket, "of", classmethod(of))
+    needed, counted, most = {}, {}, {}
+    one, several = 25, 1 / 1024  # MiB: all gradients in one bucket, or the small ones in several of 1 KiB
+    for cap in (one, several):
+        sizes.clear()
+        options: dict[str, Any] = {"plan": "host", "host_memory": "1KiB"}
+        with pytest.raises(OutOfMemoryBudgetError, match="buckets in which ranks average gradients") as refused:
+            trained(HeteroParallelStrategy(offload=options, bucket_cap_mb=cap), tmp_path)
+        needed[cap] = refused.value.needed_bytes
+        strategy = HeteroParallelStrategy(offload={**options, "host_memory": needed[cap]}, bucket_cap_mb=cap)
+        trained(strategy, tmp_path)
+        counted[cap], most[cap] = strategy.memory_report()["bucket_bytes"], max(sizes)
+    assert most[one] == counted[one]
+    assert 0 < most[several] <= counted[several] < counted[one]
+    assert needed[one] - counted[one] == needed[several] - counted[several]
 
 
 class Adam(BoringModel):
