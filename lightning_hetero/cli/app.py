@@ -108,16 +108,25 @@ def doctor(
 @app.command()
 def profile(
     path: Annotated[Path | None, typer.Option(metavar="DIR", help="A directory on the disk to measure.  [default: .]")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the hardware profile here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile here.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew instead of reading what was measured before.")] = False,
     device: Annotated[
         str | None, typer.Option(metavar="KIND", help="Where training computes: cpu or cuda.  [default: a GPU where there is one]")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE:FUNCTION", help="Measure the layers of your model instead, for plan-cluster.")
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measures this machine. Links, disk, update kernels, memory, and how much they slow each other."""
+    """Measures this machine. Links, disk, update kernels, memory, and how much they slow each other; or the layers of a model."""
     from lightning_hetero.cli import profile as command
+    from lightning_hetero.cli import profile_model
 
+    if model is not None:
+        if path is not None or refresh:
+            raise ConfigError("--model measures a model each time; --path and --refresh are about the machine. Leave them out.")
+        profile_model.run(model, out=out, device=device, as_json=as_json)
+        return
     command.run(path, out=out, refresh=refresh, device=device, as_json=as_json)
 
 

@@ -86,6 +86,7 @@ class Sharding:
         forward_flop: FLOP of one forward that are divided.
         activation_bytes: Saved for backward on shards, all of them together, bytes.
         traffic_bytes: Of all tensors that forward and backward of one micro-batch all-reduce, bytes.
+        ways: Groups have as many devices as divide this; 1: none has more than one, 0: any.
     """
 
     num_params: int
@@ -93,6 +94,7 @@ class Sharding:
     forward_flop: float
     activation_bytes: int
     traffic_bytes: int
+    ways: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +274,12 @@ def _sharding_from(row: Any, block: dict[str, Any], where: str) -> Sharding | No
         raise ConfigError(f"{where}: sharding must be an object, got {row!r}.")
     where = f"{where}: sharding"
     keys = ("num_params", "num_trainable_params", "forward_flop", "activation_bytes", "traffic_bytes")
-    check_keys(row, required=keys, optional=(), where=where)
+    check_keys(row, required=keys, optional=("ways",), where=where)
     values: dict[str, Any] = {k: number(row[k], key=k, where=where, whole=k != "forward_flop") for k in keys}
     for key in keys[:-1]:
         if values[key] > block[key]:
             raise ConfigError(f"{where}: {key}={values[key]}; allowed: at most the block's, {block[key]}.")
-    return Sharding(**values)
+    return Sharding(**values, ways=int(number(row.get("ways", 0), key="ways", where=where, whole=True)))
 
 
 def _operator_from(row: Any, where: str) -> OperatorProfile:

@@ -67,7 +67,7 @@ class Machine:
             path=place,
             path_given=path is not None,
             volume=volume,
-            device=_device(device),
+            device=device_of(device),
             engine=EngineOptions(update_threads=update_threads or 0),
             cores=available_cores(),
             torch_threads=torch.get_num_threads(),
@@ -143,7 +143,12 @@ class Machine:
         return f"{self.device.type} {properties.name}"
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device of a kind, or by default the accelerator where there is one.
+
+    Raises:
+        ConfigError: There is none of that kind here.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "cpu" or (name is None and found is None):
         return torch.device("cpu")

@@ -12,6 +12,7 @@ from support.cli import invoke, parsed
 from lightning_hetero.cli import launch
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
+from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.parallel import elastic
 
 MODEL = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "--sequence", "128", "--micro-batches", "6"]
@@ -39,6 +40,76 @@ def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert [g["micro_batches"] for g in got["groups"]] == [g.micro_batches for g in written.groups]
     assert got["world_size"] == written.world_size
     assert got["runner_ups"]
+
+
+MODULE = """
+import torch
+from torch import nn
+from lightning_hetero.parallel import StagedSteps
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 60, bias=False), nn.Linear(60, 16, bias=False)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+class Net(StagedSteps, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(5, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 3)
+    def stage_layers(self):
+        return nn.ModuleDict({"first": self.first, **{f"block{i}": b for i, b in enumerate(self.blocks)}, "head": self.head})
+    def loss_sum(self, output, batch):
+        return output.sum()
+
+def make():
+    return Net(), (torch.randn(6, 5), torch.randn(6, 3))
+
+def alone():
+    return Net()
+"""
+
+
+def test_a_profile_of_the_users_layers_says_what_tensor_parallelism_shares(tmp_path: Path) -> None:
+    """60 columns: ranks of a stage are two or four, and eight neither by default nor on request."""
+    module, out = tmp_path / "train.py", tmp_path / "model.json"
+    module.write_text(MODULE)
+    got = parsed("profile", "--model", f"{module}:make", "--device", "cpu", "--out", out)
+    profile = ModelProfile.load(out)
+    assert [b.name for b in profile.blocks] == ["first", "block0", "block1", "block2", "block3", "head"]
+    for block in profile.blocks[1:-1]:
+        assert block.sharding is not None
+        assert (block.sharding.num_params, block.num_params) == (2 * 16 * 60, 2 * 16 * 60 + 32)
+        assert block.sharding.forward_flop == block.forward_flop == 2 * 2 * 6 * 16 * 60
+        assert block.sharding.ways == 60
+    assert profile.blocks[0].sharding is not None
+    assert profile.blocks[0].sharding.num_params == 0
+    assert len(got["layer_times"]["seconds"]) == 3
+    assert "100 % of FLOP; by what divides 60" in invoke("profile", "--model", f"{module}:make", "--device", "cpu").stdout
+    request = ("plan-cluster", "8xa100-80", "--model-profile", out, "--micro-batches", "2")
+    assert parsed(*request)["tensor_parallel"] in (1, 2, 4)
+    assert parsed(*request, "--tensor-parallel", "4")["tensor_parallel"] == 4
+    refused = parsed(*request, "--tensor-parallel", "8", code=2)
+    assert "tensor_parallel=[8]; allowed: what divides 60" in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train.py", "allowed: FILE.py:FUNCTION"),
+        ("train.py:nothing", "there is no function 'nothing'"),
+        ("train.py:alone", "it gave Net; expected"),
+        ("elsewhere.py:make", "there is no file"),
+        ("no_such_module_here:make", "there is no module"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_refused(
+    target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    assert message in parsed("profile", "--model", target, code=2)["error"]
 
 
 def test_all_planners_stand_side_by_side(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import ConfigError, HeteroError, PlanError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
@@ -142,6 +144,24 @@ def plan_here(
     return planned
 
 
+def profile_layers(module: nn.Module, batch: Any, device: torch.device) -> tuple[ModelProfile, LayerTimes]:
+    """Measures a module's layers on one device: a profile, ``sharding`` included, and the times of 1, 2, 4, … layers alone.
+
+    Args:
+        module: With ``stage_layers()`` and ``loss_sum()``, in host memory; it stays as it is.
+        batch: One micro-batch.
+        device: Where layers run, one after another.
+
+    Raises:
+        ConfigError: The module has no layers that a pipeline could be made of.
+        UnsupportedError: A layer depends on other samples of its batch.
+    """
+    layers = Layers(module)
+    moved = pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
+    profile, _, seconds = _measure(layers, layers.repeated(), moved, device, nullcontext)
+    return profile, LayerTimes(tensor_parallel=1, seconds=seconds)
+
+
 def _degrees(nodes: Sequence[str], ways: int, wanted: Collection[int] | None) -> list[int]:
     """Degrees of tensor parallelism to be tried, ascending."""
     largest = max(Counter(nodes).values())
@@ -256,10 +276,11 @@ def _measure(
         for module in layers.modules:
             module.to("cpu")
     boundary = sum(t.nbytes for t in entering)
-    blocks = []
+    blocks, ways = [], most_ways(layers)
     for part, cost in zip(parts, costs, strict=True):
         for index in repeated if part is parts[1] else part:
-            blocks.append(_block(layers, index, cost, len(part), boundary, seconds, styles, pinned=part is not parts[1]))
+            block = _block(layers, index, cost, len(part), boundary, seconds, styles, ways=ways, pinned=part is not parts[1])
+            blocks.append(block)
     profile = ModelProfile(
         name=type(layers.module).__name__,
         tokens=num_samples(batch),
@@ -299,6 +320,7 @@ def _block(
     seconds: Sequence[float],
     styles: Mapping[nn.Module, ParallelStyle],
     *,
+    ways: int,
     pinned: bool,
 ) -> BlockProfile:
     """One layer; ends share what they cost together."""
@@ -322,6 +344,7 @@ def _block(
             forward_flop=cost.sharded_flop / shared,
             activation_bytes=cost.sharded_bytes // shared,
             traffic_bytes=cost.traffic_bytes // shared,
+            ways=ways,
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,7 +210,7 @@ class Candidate:
 def settings_of(
     model: ModelProfile, cluster: Cluster, micro_batches: int, tensor_parallel: Iterable[int] | None = None
 ) -> list[Setting]:
-    """One setting for each degree of tensor parallelism; by default all powers of two up to the largest node.
+    """One setting for each degree of tensor parallelism; by default all powers of two up to the largest node that the model allows.
 
     Raises:
         ConfigError: A degree, the number of devices or of micro-batches is out of range, the cluster names an unknown device.
@@ -218,10 +219,15 @@ def settings_of(
         raise ConfigError(f"micro_batches={micro_batches!r}; allowed: a whole number of at least 1.")
     check_devices(cluster.name, sum(node.count for node in cluster.nodes))
     largest = max(node.count for node in cluster.nodes)
-    powers = [2**k for k in range(largest.bit_length())]
+    ways = math.gcd(*(block.sharding.ways for block in model.blocks if block.sharding is not None))  # 0: any
+    powers = [2**k for k in range(largest.bit_length()) if ways % 2**k == 0]
     degrees = sorted(set(powers if tensor_parallel is None else tensor_parallel))
     if not degrees or any(not 1 <= t <= largest for t in degrees):
         raise ConfigError(f"tensor_parallel={degrees}; allowed: 1 to {largest}, the devices of the largest node.")
+    if any(ways % t for t in degrees):
+        raise ConfigError(
+            f"tensor_parallel={degrees}; allowed: what divides {ways}, the parts into which model {model.name!r} can be cut."
+        )
     devices = kinds(cluster)
     return [Setting(work=Workload.of(model, t), cluster=cluster, kinds=devices, micro_batches=micro_batches) for t in degrees]
 
