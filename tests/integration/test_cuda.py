@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cuda import MIXED, StandIn
+from support.cuda import MIXED, RESIDENT, StandIn
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero import EmulatedDevice
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.profiling import presets
+from lightning_hetero.runtime.device import gradients
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -47,6 +49,36 @@ def test_training_has_the_bits_of_plain_lightning(plan: Any, recipe: Recipe, fak
     assert_same(got, run(recipe, "auto", tmp_path))
     assert fake.streams, "lanes had streams"
     assert 0 < strategy.memory_report()["device_peak_bytes"] < 4 << 20
+
+
+def gated(module: LitModel) -> None:
+    """Each block gets a weight whose gradient autograd leaves with other strides, as it does of 1 x 1 convolutions."""
+    for block in module.model.blocks:
+        block.gate = nn.Parameter(torch.rand(1, module.recipe.shape.width))
+        block.register_forward_hook(lambda block, args, output: output * block.gate.t().squeeze(1))
+
+
+def test_gradients_that_compute_puts_in_order_first_leave_after_that(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RELEASE and GRAD of a block follow compute from one anchor on, but GRAD gives it more to do."""
+    compute, flat, late = fake.compute_is_late(), gradients._flat, [0]
+
+    def arrange(param: nn.Parameter, grad: Tensor) -> Tensor:
+        whole = flat(param, grad)
+        if grad.stride() == param.stride():
+            return whole
+        late[0] += 1
+        arriving = torch.full_like(whole, torch.nan)
+        compute.do(lambda: (time.sleep(5e-3), arriving.copy_(whole)))
+        return arriving
+
+    monkeypatch.setattr(gradients, "_flat", arrange)
+    recipe = Recipe(shape=SHAPE, steps=2)
+    strategy = HeteroOffloadStrategy(Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT)))
+    got = run(recipe, strategy, tmp_path, prepare=gated, accelerator=StandIn(), devices=1)
+    assert late[0] == recipe.steps * SHAPE.layers
+    assert_same(got, run(recipe, "auto", tmp_path, prepare=gated))
 
 
 def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,15 @@ def _nothing(*_: object) -> None:
     """Called by an optimizer whose steps the test takes itself."""
 
 
+class Fleeting(dict[Any, Any]):
+    """Whatever is asked for is gone before the next question: a lane's thread has taken it away."""
+
+    def __contains__(self, key: object) -> bool:
+        there = super().__contains__(key)
+        self.pop(key, None)
+        return there
+
+
 def give_gradients(params: Iterable[nn.Parameter], seed: int, *, scale: float = 1.0) -> None:
     """The same random gradients for models of the same shape, in each parameter's dtype and memory order."""
     generator = torch.Generator().manual_seed(seed)

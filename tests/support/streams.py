@@ -104,6 +104,13 @@ class Stream(HostStream):
             del work
 
 
+class LateCompute(Stream):
+    """Compute's, where some of what it is given it does late; the host does the rest, and waits where compute waits."""
+
+    def wait_event(self, event: Event) -> None:
+        event.moment.await_()
+
+
 class _Borrowed:
     """A tensor whose memory the stream uses later without keeping it alive, as a GPU does."""
 
@@ -156,13 +163,19 @@ class FakeCuda:
             mark=lambda name: self.ranges.append(f"mark {name}"),
         )
         self._seed, self._refuse = seed, refuse
-        self._compute = HostStream()
+        self._compute: HostStream = HostStream()
         self._local = threading.local()
 
     def Stream(self, device: torch.device) -> Stream:
         seed = None if self._seed is None else self._seed + len(self.streams)
         self.streams.append(Stream(seed))
         return self.streams[-1]
+
+    def compute_is_late(self) -> LateCompute:
+        """From now on compute has a stream that may be behind."""
+        self._compute = late = LateCompute(None)
+        self.streams.append(late)
+        return late
 
     def current_stream(self, device: torch.device) -> HostStream:
         stream: HostStream = getattr(self._local, "stream", self._compute)

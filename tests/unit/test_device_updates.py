@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.device import World, emulated, give_gradients, run, world
+from support.device import Fleeting, World, emulated, give_gradients, run, world
 from torch import Tensor, nn
 
 from lightning_hetero.errors import DeviceMemoryError, HeteroError
@@ -174,6 +174,16 @@ def test_state_that_comes_and_goes_gives_the_bits_of_the_native_engine(case: Cas
         assert_same(outcome(net), native(case))
         assert lanes.memory().used_bytes == resident
         assert lanes.memory().peak_bytes > resident
+
+
+def test_a_way_back_may_end_while_it_is_noted() -> None:
+    with made(Case(shapes=((3,),), dtype=torch.float32)) as net, emulated() as lanes:
+        side = net.on(lanes, BORROWED)
+        (block,) = net.blocks[:1]
+        run(lanes, Lane.H2D, partial(side.updates.swap_in, block)).wait()
+        side.updates._states = Fleeting(side.updates._states)
+        side.updates.returning(block, lanes.mark())
+        assert all(part in side.updates._returning for part in block.parts)
 
 
 @same_bits_as_the_engine

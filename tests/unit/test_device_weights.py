@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.device import World, emulated, run, world
+from support.device import Fleeting, World, emulated, run, world
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -92,6 +92,16 @@ def test_weights_are_on_the_device_from_upload_to_release(net: World, lanes: Emu
     assert lanes.memory().used_bytes == 0
     assert all(value.isnan().all() for value in contents(net).values()), "the parameters point to memory that is poisoned"
     assert same(in_memory(net), before)
+
+
+@pytest.mark.parametrize("ask", ["is_written", "is_outdated", "unbind"])
+def test_a_release_may_come_between_any_two_questions(net: World, lanes: EmulatedLanes, ask: str) -> None:
+    side = net.on(lanes, BELOW)
+    for block in net.blocks:
+        bring(lanes, side, block)
+    side.weights._copies = Fleeting(side.weights._copies)
+    for block in net.blocks:
+        assert not getattr(side.weights, ask)(block)
 
 
 def test_parameters_before_their_first_upload_are_tensors_without_content(net: World, lanes: EmulatedLanes) -> None:

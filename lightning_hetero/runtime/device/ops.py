@@ -234,8 +234,12 @@ class DeviceOps(DeviceResidents):
             whole = self._tries[block.index] = not any(p in gradients for p in block.params())  # nothing to add to on the host
             if whole:
                 self.speculation.divide([p for p in params if self.updater.owners.get(id(p)) is binding], binding)
-                self._marked = -1, All(())  # compute has been given more since the last mark
-        return gradients.take(block)
+        run = gradients.take(block)
+        self._marked = (
+            -1,
+            All(()),
+        )  # compute may have been given more since the last mark: divisions, norms, copies in another order
+        return run
 
     def _try(self, trial: _Trial) -> Sequence[Ticket]:
         """An UPDATE before the verdict: it runs if it can be taken back, else after the verdict."""

@@ -239,7 +239,8 @@ class DeviceUpdates:
     def _borrowers(self, block: Block) -> Iterator[Part]:
         """The block's parts whose state comes and goes."""
         for part in block.parts:
-            if part.state_home is self and (part not in self._states or not self._states[part].kept):
+            state = self._states.get(part)  # once: a SWAP_OUT that is under way takes it away
+            if part.state_home is self and (state is None or not state.kept):
                 yield part
 
     def _arrays(self, part: Part) -> list[Tensor]:

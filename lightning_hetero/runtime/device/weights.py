@@ -199,17 +199,18 @@ class DeviceWeights:
     def unbind(self, block: Block) -> None:
         """The parameters' memory may become another's: from here to the next :meth:`bind` only the door may touch them."""
         for part in block.parts:
-            if part in self._copies and not self._copies[part].kept:
+            copy = self._copies.get(part)
+            if copy is not None and not copy.kept:
                 self._reclaim(part)
                 self._unbind(part)
 
     def is_outdated(self, block: Block) -> bool:
         """Whether the host has newer weights than the device's copy."""
-        return any(part in self._copies and self._copies[part].outdated for part in block.parts)
+        return any(copy.outdated for copy in self._copies_of(block))
 
     def is_written(self, block: Block) -> bool:
         """Whether the host has newer weights that came through the door."""
-        return any(part in self._copies and self._copies[part].written for part in block.parts)
+        return any(copy.written for copy in self._copies_of(block))
 
     def changed(self, block: Block) -> bool:
         """Whether the device has newer weights than the host.
@@ -305,6 +306,11 @@ class DeviceWeights:
         return copy.memory[part.offsets[index] * part.dtype.itemsize :]
 
     # ---- details ------------------------------------------------------------------------------------------------------------
+
+    def _copies_of(self, block: Block) -> list[_Copy]:
+        """The block's copies as they are now: a RELEASE that is under way may take them away any moment."""
+        copies = (self._copies.get(part) for part in block.parts)
+        return [copy for copy in copies if copy is not None]
 
     def _take(self, part: Part, *, kept: bool) -> _Copy:
         memory = self._lanes.memory().take(_num_bytes(part), f"weights of {part.block.name}")
