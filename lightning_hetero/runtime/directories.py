@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_hetero.lowering import num_slots
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
-from lightning_hetero.runtime.placement import Placement, SessionOptions
+from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.manifest import MANIFEST

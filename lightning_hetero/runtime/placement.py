@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from lightning_hetero._native import BlockGeometry, file_bytes
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
@@ -16,18 +13,16 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
-from lightning_hetero.lowering.needs import DEVICE_STATES, NOTHING, Constant, total_bytes
+from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placement import placements
 from lightning_hetero.lowering.refusals import device_too_small
 from lightning_hetero.optim import adam
-from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.geometry import chunk_bytes, geometry_of
-from lightning_hetero.store.options import EngineOptions, staging_bytes
-from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.store.options import staging_bytes
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -35,62 +30,6 @@ log = logging.getLogger(__name__)
 _UNKNOWN_STATE_BYTES = 8  # per element, for optimizers whose state is known only after their first step
 
 Owners = Mapping[int, OptimizerBinding]  # each optimized parameter's optimizer, by the parameter's ``id``
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """What the user may choose; see ``HeteroOffloadStrategy``.
-
-    Attributes:
-        plans: What makes the plan: the first one whose plan fits the budget counts.
-        sharers: Processes that share the host's memory alike, where no budget is given.
-    """
-
-    plans: tuple[Callable[[ModelShape], Plan], ...]
-    block_cls: BlockCls | None = None
-    host_memory: int | None = None
-    sharers: int = 1
-    device_memory: int | None = None
-    device: Device | None = None  # with memory of its own; None: the device is the host
-    disk_path: Path | None = None
-    disk_capacity: int | None = None
-    allow_tmpfs: bool = False
-    allow_rotational: bool = False
-    trace: bool = False
-    poison: bool = False
-    keep_every: int = 1  # where steps are kept, every so many steps
-    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
-    engine: EngineOptions = field(default_factory=EngineOptions)
-
-    @property
-    def wants_steps(self) -> bool:
-        """Whether every step of a fit is to survive in the store."""
-        return self.disk_path is not None and self.engine.durability != "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRules:
-    """How the training loop uses gradients, which decides when updates may run.
-
-    Attributes:
-        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
-        accumulates: Gradients live through several batches.
-        keep_gradients: ``param.grad`` stays after the step.
-        waits: ``optimizer.step()`` waits for the updates.
-        clip_value: Clip by value at this, during backward.
-        norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
-        speculates: Nothing but clipping by norm and loss scaling defers updates, so they may be tried during backward.
-        buckets: Memory in which ranks average gradients, beside all of them.
-    """
-
-    deferred: str = ""
-    accumulates: bool = False
-    keep_gradients: bool = False
-    waits: bool = False
-    clip_value: float | None = None
-    norms: bool = False
-    speculates: bool = False
-    buckets: Constant = NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,11 +358,6 @@ class Placer:
 def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
     """What may become of what the block's forward saves."""
     return placed.saved, placed.boundary, *placed.operators.values()
-
-
-def host_budget(options: SessionOptions, present_bytes: int) -> int:
-    """The budget of host memory: the user's, else what is free and what of it is in use already."""
-    return available_memory_bytes() // options.sharers + present_bytes if options.host_memory is None else options.host_memory
 
 
 def least_bytes(needs: Needs) -> int:

@@ -31,7 +31,8 @@ from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.moving import growth, move_block, reopen
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.placement import Placement, SessionOptions, StepRules, native_state
+from lightning_hetero.runtime.options import SessionOptions, StepRules
+from lightning_hetero.runtime.placement import Placement, native_state
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.steps import KeptSteps, commit_ring, part_names
 from lightning_hetero.runtime.updates import Updater

@@ -25,7 +25,7 @@ from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
-from lightning_hetero.runtime.placement import SessionOptions
+from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors

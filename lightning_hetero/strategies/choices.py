@@ -11,7 +11,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.runtime.placement import SessionOptions
+from lightning_hetero.runtime.options import SessionOptions
 
 _AUTO = "holistic"  # the planner behind plan="auto"
 

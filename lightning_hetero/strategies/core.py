@@ -16,7 +16,7 @@ from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
-from lightning_hetero.runtime.placement import SessionOptions
+from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.recovery import Recovery

@@ -21,7 +21,7 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.lowering.needs import Constant
 from lightning_hetero.parallel.replicas import BUCKET_BYTES, average_gradients, broadcast, bucket_memory_bytes, check_same
-from lightning_hetero.runtime.placement import StepRules
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import factory
 from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines

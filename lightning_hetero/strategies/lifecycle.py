@@ -19,7 +19,7 @@ from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
-from lightning_hetero.runtime.placement import StepRules
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host

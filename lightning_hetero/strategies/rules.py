@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from lightning_hetero.runtime.placement import StepRules
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import verdicts
 
 _CLIPPED = "gradients are clipped by their global norm"

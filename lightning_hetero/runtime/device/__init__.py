@@ -6,8 +6,9 @@ Each class does the work of some op kinds, and the executor says when: what is c
 
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.held import HostGradient
+from lightning_hetero.runtime.device.references import WeightRef
 from lightning_hetero.runtime.device.side import DeviceSide
 from lightning_hetero.runtime.device.updates import DeviceUpdates
-from lightning_hetero.runtime.device.weights import DeviceWeights, WeightRef
+from lightning_hetero.runtime.device.weights import DeviceWeights
 
 __all__ = ["DeviceSide", "DeviceUpdates", "DeviceWeights", "HostGradient", "HostGradients", "WeightRef"]

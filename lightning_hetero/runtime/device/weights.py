@@ -8,24 +8,20 @@ open. Afterwards it still points there, into memory that others may use: the doo
 The two places agree but for moments in between. The device has newer weights (*changed*) after an update on the device, and after
 user code wrote to an open parameter, which the parameters' version counters tell. The host has newer ones (the copy is *outdated*)
 after an update on the CPU, and after a write through the door.
-
-[Note: Saved weights]
-What autograd saves of a parameter, or of a view of it such as ``weight.t()``, points into memory that is another's before backward
-needs it. A hook on saved tensors asks :meth:`DeviceWeights.reference` and keeps a :class:`WeightRef` instead.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import dlpack
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
+from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.base import Lanes
 from lightning_hetero.store.blocks import Block, Part, tensor_at
 from lightning_hetero.store.geometry import versions
@@ -67,7 +63,7 @@ class DeviceWeights:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._copies: dict[Part, _Copy] = {}
-        self._bound: list[tuple[int, int, Part]] = []  # first address, length, part; sorted
+        self._bound = BoundWeights(lanes.device, self.bytes_from)
 
     # ---- a session's begin and end ------------------------------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class DeviceWeights:
         """
         copy = self._copies.get(part)
         if copy is None:
-            raise OffloadedAccessError(_absent(part, 0, self._lanes.device))
+            raise OffloadedAccessError(absent(part, 0, self._lanes.device))
         return _flat(part, copy.memory)
 
     # ---- the door (``runtime.sources.DeviceCopies``) ------------------------------------------------------------------------
@@ -267,27 +263,8 @@ class DeviceWeights:
     # ---- saved tensors ------------------------------------------------------------------------------------------------------
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
-        """What stands for a tensor that autograd saves, if it lies in the memory of open weights; else ``None``.
-
-        See [Note: Saved weights].
-        """
-        if tensor.layout is not torch.strided or tensor.device != self._lanes.device or not self._bound or not tensor.numel():
-            return None
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # tensors without memory: wrappers, fake tensors
-            return None
-        row = bisect_right(self._bound, address, key=lambda r: r[0]) - 1
-        if row < 0 or address >= self._bound[row][0] + self._bound[row][1]:
-            return None
-        begin, _, part = self._bound[row]
-        index = bisect_right(part.offsets, (address - begin) // part.dtype.itemsize) - 1
-        start = begin + part.offsets[index] * part.dtype.itemsize
-        return WeightRef(
-            weights=self, part=part, index=index, dtype=tensor.dtype, offset=(address - start) // tensor.dtype.itemsize,
-            size=tensor.size(), stride=tensor.stride(), conjugate=tensor.is_conj(), negative=tensor.is_neg(),
-            version=part.params[index]._version,
-        )  # fmt: skip
+        """What stands for a tensor that autograd saves, if it lies in the memory of open weights; else ``None``."""
+        return self._bound.reference(tensor)
 
     def newest_flat(self, part: Part) -> Tensor:
         """The part's newest weights as one run of its dtype, on the device or on the host."""
@@ -302,7 +279,7 @@ class DeviceWeights:
         """
         copy = self._copies.get(part)
         if copy is None or not copy.bound:
-            raise OffloadedAccessError(_absent(part, index, self._lanes.device))
+            raise OffloadedAccessError(absent(part, index, self._lanes.device))
         return copy.memory[part.offsets[index] * part.dtype.itemsize :]
 
     # ---- details ------------------------------------------------------------------------------------------------------------
@@ -325,13 +302,13 @@ class DeviceWeights:
     def _bind(self, part: Part, copy: _Copy) -> None:
         if not copy.bound:
             _assign(part, copy.views)
-            insort(self._bound, (copy.memory.data_ptr(), copy.memory.numel(), part), key=lambda row: row[0])
+            self._bound.add(part, copy.memory)
             copy.bound = True
 
     def _unbind(self, part: Part) -> None:
         copy = self._copies.get(part)
         if copy is not None and copy.bound:
-            self._bound = [row for row in self._bound if row[2] is not part]
+            self._bound.remove(part)
             copy.bound = False
 
     def _reclaim(self, part: Part) -> None:
@@ -350,58 +327,6 @@ class DeviceWeights:
 
     def _agree(self, part: Part, copy: _Copy) -> None:
         copy.newer, copy.outdated, copy.written, copy.versions = False, False, False, versions(part)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightRef:
-    """A view of a parameter that autograd saved, without its memory.
-
-    Attributes:
-        weights: Where the parameter's memory is known.
-        part: The part that holds the parameter.
-        index: The parameter's position in it.
-        dtype: The view's dtype.
-        offset: The view's first element, in elements of ``dtype`` from the begin of the parameter.
-        size: The view's shape.
-        stride: Its strides in elements.
-        conjugate: It is conjugated lazily.
-        negative: It is negated lazily.
-        version: The parameter's version counter when it was saved.
-    """
-
-    weights: DeviceWeights
-    part: Part
-    index: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    conjugate: bool
-    negative: bool
-    version: int
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter."""
-        return self.part.params[self.index]
-
-    def view(self) -> Tensor:
-        """The view, in the memory that is bound now.
-
-        Raises:
-            OffloadedAccessError: The block's weights are not on the device.
-            RuntimeError: The parameter was changed in place since it was saved, as autograd itself would raise.
-        """
-        if self.param._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.part.names[self.index]!r} is at version {self.param._version}; expected version {self.version} instead. "
-                f"Change weights after backward, and compute a new graph after optimizer.step()."
-            )
-        run = self.weights.bytes_from(self.part, self.index).view(self.dtype)
-        view = run.as_strided(self.size, self.stride, run.storage_offset() + self.offset)
-        view = view.conj() if self.conjugate else view
-        return torch._neg_view(view) if self.negative else view
 
 
 def _num_bytes(part: Part) -> int:
@@ -428,10 +353,3 @@ def _assign(part: Part, views: Iterable[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # past the door
         for param, view in zip(part.params, views, strict=True):
             param.data = view
-
-
-def _absent(part: Part, index: int, device: torch.device) -> str:
-    return (
-        f"the weights of {part.names[index]!r} are not on {device}, and backward needs them while their block is closed. A graph "
-        f"that is used outside its block's backward has to be used within `with strategy.materialize(...)`."
-    )

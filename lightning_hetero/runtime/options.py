@@ -1,0 +1,78 @@
+"""What a session is given: what the user chose, and how the training loop uses gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lowering.needs import NOTHING, Constant
+from lightning_hetero.runtime.lanes import Device
+from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.partition import BlockCls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What the user may choose; see ``HeteroOffloadStrategy``.
+
+    Attributes:
+        plans: What makes the plan: the first one whose plan fits the budget counts.
+        sharers: Processes that share the host's memory alike, where no budget is given.
+    """
+
+    plans: tuple[Callable[[ModelShape], Plan], ...]
+    block_cls: BlockCls | None = None
+    host_memory: int | None = None
+    sharers: int = 1
+    device_memory: int | None = None
+    device: Device | None = None  # with memory of its own; None: the device is the host
+    disk_path: Path | None = None
+    disk_capacity: int | None = None
+    allow_tmpfs: bool = False
+    allow_rotational: bool = False
+    trace: bool = False
+    poison: bool = False
+    keep_every: int = 1  # where steps are kept, every so many steps
+    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether every step of a fit is to survive in the store."""
+        return self.disk_path is not None and self.engine.durability != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """How the training loop uses gradients, which decides when updates may run.
+
+    Attributes:
+        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
+        accumulates: Gradients live through several batches.
+        keep_gradients: ``param.grad`` stays after the step.
+        waits: ``optimizer.step()`` waits for the updates.
+        clip_value: Clip by value at this, during backward.
+        norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
+        speculates: Nothing but clipping by norm and loss scaling defers updates, so they may be tried during backward.
+        buckets: Memory in which ranks average gradients, beside all of them.
+    """
+
+    deferred: str = ""
+    accumulates: bool = False
+    keep_gradients: bool = False
+    waits: bool = False
+    clip_value: float | None = None
+    norms: bool = False
+    speculates: bool = False
+    buckets: Constant = NOTHING
+
+
+def host_budget(options: SessionOptions, present_bytes: int) -> int:
+    """The budget of host memory: the user's, else what is free and what of it is in use already."""
+    return available_memory_bytes() // options.sharers + present_bytes if options.host_memory is None else options.host_memory
