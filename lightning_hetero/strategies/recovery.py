@@ -2,9 +2,9 @@
 
 [Note: Clean state]
 A step is begun again only if nothing of it lasts: its gradients are dropped, buffers, metrics and random generators are set back,
-and no update has begun, or only such that are taken back. To make sure of the latter, updates wait for all gradients in batches
-that are larger than any that has fitted under the plan in force and ended in a step, if the host has room for all gradients; that
-changes no bit.
+and no update has begun, or only such that are taken back. To make sure of the latter, updates wait for all gradients, if the host
+has room for them, in batches of which nobody knows that they fit: under the plan in force none as large has fitted and ended in a
+step, or torch can be given less of the device than when one did (somebody else uses it, or it is cut up). That changes no bit.
 
 ``training_step`` is called again, and so are the hooks around backward. What they log with ``self.log`` is logged once, by the
 first attempt that comes to it; what a module counts in attributes of its own counts twice.
@@ -34,8 +34,10 @@ from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.replay import ChangingBuffers, Generators
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.metrics import MetricStates
+from lightning_hetero.units import MIB
 
 _MOST = 16  # demotions of one step
+_SLACK_BYTES = 32 * MIB  # so much less of the device is as much: gradients on their way to the host come and go
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
@@ -61,6 +63,23 @@ class _Batch:
     generators: Generators
     backward: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     logged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """What has fitted, and ended in a step.
+
+    Attributes:
+        plan: Under this plan.
+        elements: Those of the largest batch.
+        side: The longest side of any.
+        spare_bytes: So much torch could be given as it began; 0 where nobody knows.
+    """
+
+    plan: Plan
+    elements: int
+    side: int
+    spare_bytes: int
 
 
 class Recovery:
@@ -91,7 +110,8 @@ class Recovery:
         self._buffers, self._metrics = ChangingBuffers(session.root), MetricStates(session.root)
         self._log = _Log(module)
         self._batches: list[_Batch] = []  # of the step under way
-        self._fitted: tuple[Plan, int, int] | None = None  # the plan, and the largest batch that fitted under it
+        self._fitted: _Fitted | None = None
+        self._spare_bytes = 0  # what torch could be given as the batch under way began
         self._demotions = 0
 
     def step_ended(self) -> None:
@@ -106,7 +126,8 @@ class Recovery:
             self._metrics.remember()
         batch = _Batch(args, kwargs, Generators(executor.lanes.device))
         self._batches.append(batch)
-        executor.probing = executor.may_defer and self._is_larger(executor)
+        self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
+        executor.probing = executor.may_defer and self._may_not_fit(executor)
 
         def again() -> Any:
             self._again(executor, self._batches[:-1])
@@ -224,20 +245,27 @@ class Recovery:
         shapes = [leaf.shape for leaf in tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
         return sum(shape.numel() for shape in shapes), max((side for shape in shapes for side in shape), default=0)
 
-    def _is_larger(self, executor: DeviceExecutor) -> bool:
-        """Whether no batch as large as this one has fitted under the plan in force."""
-        if self._fitted is None or self._fitted[0] is not executor.plan:
+    def _may_not_fit(self, executor: DeviceExecutor) -> bool:
+        """Whether no batch as large as this one has fitted under the plan in force, with no more memory than there is now."""
+        fitted = self._fitted
+        if fitted is None or fitted.plan is not executor.plan:
             return True
         elements, side = self._size()
-        return elements > self._fitted[1] or side > self._fitted[2]
+        return elements > fitted.elements or side > fitted.side or self._has_less_than(fitted)
+
+    def _has_less_than(self, fitted: _Fitted) -> bool:
+        return self._spare_bytes < fitted.spare_bytes - _SLACK_BYTES
 
     def _has_fitted(self, executor: DeviceExecutor) -> None:
         if not self._batches or not executor.armed:  # only a batch that ends in a step meets the gradients of those before
             return
-        elements, side = self._size()
-        if self._fitted is not None and self._fitted[0] is executor.plan:
-            elements, side = max(elements, self._fitted[1]), max(side, self._fitted[2])
-        self._fitted = executor.plan, elements, side
+        if not self._may_not_fit(executor):
+            return  # that it did says nothing new: memory that comes and goes, or goes by little and little, changes nothing
+        now, fitted = _Fitted(executor.plan, *self._size(), self._spare_bytes), self._fitted
+        if fitted is not None and fitted.plan is executor.plan and not self._has_less_than(fitted):
+            largest = (max(getattr(row, key) for row in (now, fitted)) for key in ("elements", "side", "spare_bytes"))
+            now = _Fitted(executor.plan, *largest)
+        self._fitted = now
 
 
 def _bare(error: BaseException) -> BaseException:

@@ -261,10 +261,11 @@ def test_what_is_no_parameter_goes_along_with_the_model() -> None:
 
 
 def test_what_of_a_gpu_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory and what torch keeps, at most the process's share and the budget; a part of it is left alone."""
+    """Free memory and what torch keeps in whole pieces, at most the process's share and the budget; a part is left alone."""
     gib = 1 << 30
     monkeypatch.setattr(cuda_device, "_warm_up", lambda device: None)
-    figures = {"get_memory_info": (10 * gib, 24 * gib), "memory_reserved": 3 * gib, "memory_allocated": gib}
+    stats = {"reserved_bytes.all.current": 4 * gib, "allocated_bytes.all.current": gib, "inactive_split_bytes.all.current": gib}
+    figures = {"get_memory_info": (10 * gib, 24 * gib), "memory_stats": stats}
     for name, value in figures.items():
         monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share[0])
@@ -272,9 +273,9 @@ def test_what_of_a_gpu_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CudaDevice.of(there, None).usable_bytes == 12 * gib
     assert CudaDevice.of(there, 2 * gib).usable_bytes == 2 * gib
     share[0] = 0.25
-    assert CudaDevice.of(there, None).usable_bytes == 5 * gib
+    assert CudaDevice.of(there, None).usable_bytes == 4 * gib
     found = CudaDevice.of(there, None)
-    assert found.memory_bytes == 5 * gib - 2 * (16 << 20) - 5 * gib // 32
-    share[0] = 1 / 24
+    assert found.memory_bytes == 4 * gib - 2 * (16 << 20) - 4 * gib // 32
+    share[0] = 2 / 24
     with pytest.raises(OutOfMemoryBudgetError, match="End what else uses the device"):
         CudaDevice.of(there, None)

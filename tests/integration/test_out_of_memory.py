@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, recovery
 
@@ -149,6 +151,29 @@ def test_a_step_whose_updates_have_begun_is_the_store_s_to_take_back(
     trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path, **ON_GPU)
     trainer.fit(module, data(), ckpt_path=str(store))
     assert_same(outcome(trainer, module), Outcome(expected.losses[1:], expected.weights, expected.state))
+
+
+@pytest.mark.parametrize("lost", [48 << 20, 16 << 20])
+def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_begin_again(
+    lost: int, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody takes so much of the device before each batch; what is lost by little and little counts too."""
+    spare = itertools.count(1 << 30, -lost)
+    monkeypatch.setattr(CudaLanes, "spare_bytes", lambda lanes: next(spare))
+    recipe, waits = Recipe(shape=FOUR, steps=4), []
+    expected = run(recipe, "auto", tmp_path, module_class=Failing)
+    step = recovery.Recovery.training_step
+
+    def notes(one: Any, executor: Any, *args: Any) -> Any:
+        found = step(one, executor, *args)
+        waits.append(executor.probing)
+        return found
+
+    monkeypatch.setattr(recovery.Recovery, "training_step", notes)
+    _, strategy, got = failing(recipe, HOST, [(3, "backward", "blocks.0")], tmp_path, monkeypatch, on=ON_GPU)
+    assert_same(got, expected)
+    assert len({row.saved for row in strategy.plan.blocks}) > 1
+    assert waits == ([True] * 4 if lost > 32 << 20 else [True, False, False, True])
 
 
 class Overflowing(Once):

@@ -229,6 +229,9 @@ class Lanes(Protocol):
     def allocated_bytes(self) -> int:
         """What torch has allocated on the device beside the lanes, where it counts that; else 0."""
 
+    def spare_bytes(self) -> int | None:
+        """What torch can still be given on the device, however it is cut; ``None`` where ops and torch share its memory."""
+
     def drain(self) -> None:
         """Waits for all that was submitted; compute is at rest until it next waits or marks.
 

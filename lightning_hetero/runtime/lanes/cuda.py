@@ -29,6 +29,7 @@ from torch import Tensor
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
+from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
@@ -287,6 +288,10 @@ class CudaLanes(QueuedLanes):
             return 0
         own = self._memory.capacity_bytes + sum(staging.numel() for staging in self._staging.values())
         return max(0, torch.accelerator.memory_allocated(self.device) - own)
+
+    def spare_bytes(self) -> int | None:
+        """What torch's allocator can still give out; ``None`` for a stand-in."""
+        return None if self.device.type == "cpu" else spare_bytes(self.device)
 
     def _forget_error(self) -> None:
         # torch asks for the last error after every launch, whoever made it; the binding of cudart has nothing to clear it with.

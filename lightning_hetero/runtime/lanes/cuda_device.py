@@ -21,6 +21,7 @@ from lightning_hetero.units import KIB, MIB, format_bytes
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
 _STAGING_SHARE = 256  # of the memory each direction takes at most this part to convert in
 _LOST_SHARE = 32  # and this part is lost between tensors, or in workspaces
+_GAPS = "inactive_split_bytes"  # in torch's statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +50,12 @@ class CudaDevice:
             OutOfMemoryBudgetError: Hardly anything is free.
         """
         _warm_up(device)
-        free, total = torch.accelerator.get_memory_info(device)
-        reserved, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
-        usable = min(free + reserved - allocated, allowed)
+        usable = spare_bytes(device)
         found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes))
         if found.memory_bytes <= 0:
             raise OutOfMemoryBudgetError(
-                f"{format_bytes(max(0, found.usable_bytes))} of {device}'s {format_bytes(total)} may be used, which is too little "
-                f"for anything. End what else uses the device, or raise device_memory.",
+                f"{format_bytes(max(0, found.usable_bytes))} of {device}'s memory may be used, which is too little for anything. "
+                f"End what else uses the device, or raise device_memory.",
                 _LEAST_STAGING,
                 "device",
             )
@@ -97,6 +95,22 @@ class CudaDevice:
     def partitioned(self) -> bool:
         """Yes: torch's allocator knows nothing of what ops take."""
         return True
+
+
+def spare_bytes(device: torch.device) -> int:
+    """What torch's allocator can still give out of a device's memory, however it is cut.
+
+    That is what is free there and what the allocator keeps in whole pieces, at most this process's share. Gaps between tensors
+    that are in use do not count.
+
+    Args:
+        device: A CUDA or ROCm device.
+    """
+    free, total = torch.accelerator.get_memory_info(device)
+    stats = torch.accelerator.memory_stats(device)
+    reserved, allocated, gaps = (stats.get(f"{key}.all.current", 0) for key in ("reserved_bytes", "allocated_bytes", _GAPS))
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return int(min(free + reserved, allowed) - allocated - gaps)
 
 
 def _warm_up(device: torch.device) -> None:

@@ -404,6 +404,10 @@ class QueuedLanes:
         """The most that was used; see :meth:`Lanes.peak_bytes`."""
         return self._memory.peak_bytes
 
+    def spare_bytes(self) -> int | None:
+        """What torch can still be given; see :meth:`Lanes.spare_bytes`."""
+        return None
+
     def allocated_bytes(self) -> int:
         """What torch has allocated beside; see :meth:`Lanes.allocated_bytes`."""
         return 0
