@@ -39,15 +39,15 @@ def check_same(module: nn.Module) -> None:
     """Refuses ranks whose models are not the same.
 
     Raises:
-        ConfigError: On every rank: names, shapes or dtypes of parameters differ.
+        ConfigError: On every rank: names, shapes or dtypes of parameters differ, or which of them are trained.
     """
-    rows = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    rows = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()))
     if len(set(digests)) > 1:
         raise ConfigError(
-            f"the ranks' models differ: they have {[count for count, _ in digests]} parameters, or others by name, shape or dtype. "
-            f"Build the same model on every rank."
+            f"the ranks' models differ: {[count for count, _ in digests]} parameters, or others by name, shape or dtype, or they "
+            f"train others. Build the same model on every rank."
         )
 
 

@@ -10,6 +10,7 @@ others have too, with weight 0, since every rank has to take part in the reducti
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ def cut(batch: int, seconds: Sequence[float], *, least: int = 0) -> tuple[int, .
 class SharedBatches(Sampler[list[int]]):
     """Batches of one rank: of every global batch its share, in the order of the global sampler.
 
-    All ranks have the same sampler with the same seed, so that they agree without a word. Shares may change from one global batch
-    on; every rank has to be told the same one.
+    All ranks have the same sampler with the same seed, so that they agree without a word; with :meth:`take_order` they make sure.
+    Shares may change from one global batch on; every rank has to be told the same one.
 
     Args:
         sampler: The order of all samples, the same on all ranks.
@@ -75,6 +76,8 @@ class SharedBatches(Sampler[list[int]]):
         self.given = 0  # global batches that were handed out, of all epochs
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(seconds))]
         self._taken: deque[Taken] = deque()
+        self._begins = False  # no batch of the epoch has been handed out
+        self._order: int | None = None
         self._begin = 0  # the first global batch of the next epoch that is handed out
         cut(batch, seconds, least=1)  # refuses what cannot be cut
 
@@ -97,6 +100,11 @@ class SharedBatches(Sampler[list[int]]):
         """What this rank has of the batch that is computed next: they are computed in the order in which they were handed out."""
         return self._taken.popleft()
 
+    def take_order(self) -> int | None:
+        """A checksum of the first global batch of an epoch, once; ``None``: no epoch has begun since it was asked for."""
+        order, self._order = self._order, None
+        return order
+
     def begin_at(self, batch: int) -> None:
         """The epoch that is begun next leaves out its first global batches: they were trained on before."""
         self._begin = batch
@@ -111,6 +119,7 @@ class SharedBatches(Sampler[list[int]]):
         # With the first batch, not with the iterator: loaders with workers make two, and use one.
         self._taken.clear()  # of an epoch that was left early
         begin, self._begin = self._begin, 0
+        self._begins = True
         whole: list[int] = []
         for index in itertools.islice(self.sampler, begin * self.batch, None):
             whole.append(index)
@@ -121,6 +130,8 @@ class SharedBatches(Sampler[list[int]]):
             yield self._part(whole)
 
     def _part(self, whole: list[int]) -> list[int]:
+        if self._begins:
+            self._begins, self._order = False, zlib.crc32(repr(whole).encode())
         seconds = next(seconds for begin, seconds in reversed(self._changes) if begin <= self.given)
         self.given += 1
         counts = cut(len(whole), seconds, least=1 if len(whole) == self.batch else 0)

@@ -271,11 +271,25 @@ class HeteroParallel(_Base):
         """Looks up what this rank has of the batch; every so often, looks at the speeds."""
         super().on_train_batch_start(batch, batch_idx)
         assert self._batches is not None
+        self._check_order(self._batches)
         self._taken = self._batches.next_taken()
         self._since += 1
         if self._every and self._since > self._every:
             self._since = 0
             self._rebalance()
+
+    def _check_order(self, batches: SharedBatches) -> None:
+        """With the first batch of an epoch: a sampler of the user's own may draw other random numbers on each rank."""
+        order = batches.take_order()
+        if order is None or self.world_size == 1:
+            return
+        orders: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(orders, order)
+        if len(set(orders)) > 1:
+            raise UnsupportedError(
+                "ranks have the samples of an epoch in different orders: their samplers do not agree, so some samples would be "
+                "trained on twice and others never. Leave use_distributed_sampler on, or seed the sampler alike on all ranks."
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Times the step from here on."""

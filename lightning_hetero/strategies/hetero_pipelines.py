@@ -22,6 +22,7 @@ from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import NODE, Layout, is_data_parallel
 from lightning_hetero.parallel.pipeline.module import StagedSteps
 from lightning_hetero.parallel.pipeline.runtime import Means, Pipelines
+from lightning_hetero.parallel.pipeline.synchronise import local
 from lightning_hetero.parallel.shares import SharedBatches
 from lightning_hetero.strategies.hetero_parallel import HeteroParallel, with_batches
 
@@ -113,7 +114,7 @@ class HeteroPipelines(HeteroParallel):
             self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        vars(self.precision_plugin).update(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
         if fitting:
             self._say_what_runs()
 
@@ -245,6 +246,9 @@ class HeteroPipelines(HeteroParallel):
         """Pipelines measure nothing."""
         if self.pipelines is None:
             super().on_train_batch_start(batch, batch_idx)
+            return
+        module: Any = self.lightning_module
+        self._check_order(module.trainer.train_dataloader.batch_sampler)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of the whole step. Lightning's backward, after it has zeroed gradients, gives it theirs."""
@@ -293,6 +297,13 @@ class HeteroPipelines(HeteroParallel):
         assert self.pipelines is not None
         self.pipelines.clip_norm([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """In its place too: torch's function takes no mixture of sharded and whole gradients, and not none at all."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    local(parameter.grad).clamp_(-clip_val, clip_val)
+
     # ---- states -------------------------------------------------------------------------------------------------------------
 
     @property
@@ -334,7 +345,8 @@ class HeteroPipelines(HeteroParallel):
 
     def teardown(self) -> None:
         """Gives clipping back to the precision plugin. A pipeline's layers stay on their device: other ranks hold the rest."""
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
         if self.pipelines is None:
             super().teardown()
             return

@@ -93,6 +93,12 @@ def test_an_epoch_is_logged_as_the_mean_of_its_samples(results: tuple[Results, l
     torch.testing.assert_close(ranks[0]["accumulated"]["epoch_loss"], expected, rtol=1e-12, atol=1e-12)
 
 
+def test_ranks_whose_samplers_do_not_agree_are_refused(results: tuple[Results, list[Results], Results]) -> None:
+    alone, ranks, _ = results
+    assert not alone["refused"]["samplers"]
+    assert all("samples of an epoch in different orders" in rank["refused"]["samplers"] for rank in ranks)
+
+
 def test_one_rank_trains_bit_for_bit_as_plain_lightning(results: tuple[Results, list[Results], Results]) -> None:
     alone, _, _ = results
     for name, expected in alone["one_plain"]["weights"].items():

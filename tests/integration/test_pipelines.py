@@ -214,7 +214,15 @@ def test_a_mean_loss_is_refused_on_all_ranks(ranks: list[Results]) -> None:
 
 
 def test_ranks_that_load_other_samples_are_refused(ranks: list[Results]) -> None:
-    assert all("ranks of one pipeline loaded different batches" in rank["refused"]["samplers"] for rank in ranks)
+    assert all("samples of an epoch in different orders" in rank["refused"]["samplers"] for rank in ranks)
+    assert all("ranks of one pipeline loaded different batches" in rank["refused"]["datasets"] for rank in ranks)
+
+
+def test_values_are_clipped_of_shards_too_and_where_there_are_none(folder: Path, alone: Results) -> None:
+    idle, *shards = (load(folder, f"resumed3-rank{rank}.pt")["values"] for rank in range(3))
+    for rank in shards:
+        assert_close(alone["values"]["weights"], rank["weights"])
+    assert not idle["weights"]
 
 
 def test_a_checkpoint_is_evaluated_after_training(alone: Results, ranks: list[Results]) -> None:

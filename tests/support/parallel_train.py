@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -99,7 +100,7 @@ class Notes(Callback):
             self.shares.append(trainer.strategy.shares)
 
 
-def data(world_batch: int, *, alone: bool) -> tuple[Any, Any]:
+def data(world_batch: int, *, alone: bool, shuffle: bool | None = None) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(7)
     dataset = TensorDataset(
         torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64),
@@ -107,18 +108,25 @@ def data(world_batch: int, *, alone: bool) -> tuple[Any, Any]:
     )
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None
     return (
-        DataLoader(dataset, batch_size=world_batch if alone else world_batch // WORLD, sampler=sampler),
+        DataLoader(dataset, batch_size=world_batch if alone else world_batch // WORLD, sampler=sampler, shuffle=shuffle),
         DataLoader(dataset, batch_size=8),
     )
 
 
 def fit(
-    out: Path, name: str, strategy: Any, *, declared: bool = False, resume: str | None = None, **options: Any
+    out: Path,
+    name: str,
+    strategy: Any,
+    *,
+    declared: bool = False,
+    resume: str | None = None,
+    shuffled: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    torch.manual_seed(0)
+    torch.manual_seed(RANK if shuffled else 0)
     net, notes = Sharded() if isinstance(strategy, HeteroParallelFsdpStrategy) else Net(), Notes(declared)
     alone = WORLD == 1 and strategy == "auto"
-    train, val = data(12, alone=alone)
+    train, val = data(12, alone=alone, shuffle=shuffled or None)
     checkpoint = ModelCheckpoint(dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -171,6 +179,11 @@ def main() -> None:
         declared=True,
         gradient_clip_val=0.05,
     )
+    try:
+        fit(folder, "samplers", strategy(), shuffled=several, use_distributed_sampler=False, max_steps=1)
+        out["refused"] = {"samplers": ""}
+    except UnsupportedError as error:
+        out["refused"] = {"samplers": str(error)}
     if not several:
         out["one_rank"] = fit(folder, "one_rank", HeteroParallelStrategy(), max_epochs=1)
         out["one_plain"] = fit(folder, "one_plain", "auto", max_epochs=1)

@@ -109,7 +109,8 @@ class Net(StagedSteps, pl.LightningModule):
         targets = batch[1]
         loss = nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=self.padding)
         known = targets != self.padding
-        return loss, known.sum(), {"accuracy": ((output.argmax(-1) == targets) & known).sum()}
+        name = "seen" if self.training else "unseen"  # training and evaluation may have other sums
+        return loss, known.sum(), {name: ((output.argmax(-1) == targets) & known).sum()}
 
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
@@ -202,8 +203,8 @@ def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def data(samples: int, *, step: int, alone: bool) -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(7)
+def data(samples: int, *, step: int, alone: bool, seed: int = 7) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, WORDS, (samples, LENGTH + 1), generator=generator)
     dataset = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     unseen = TensorDataset(tokens[:11, 1:], tokens[:11, :-1])
@@ -231,7 +232,7 @@ def fit(
     torch.manual_seed(RANK if plan else 0)  # all ranks have other weights; those of rank 0 count
     module = net().to(dtype)
     notes = Notes()
-    train, val = data(80, step=step, alone=plan is None)
+    train, val = data(80, step=step, alone=plan is None, seed=RANK if name == "datasets" else 7)
     checkpoint = ModelCheckpoint(
         dirpath=out / f"{name}-{WORLD}",
         filename="{step}",
@@ -321,6 +322,7 @@ def main() -> None:
             out["again"] = fit(folder, "again", SHARED, net=Counting, max_steps=7, resume=path, node=NODES[RANK])
         if plan:
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
+            out["values"] = fit(folder, "values", SHARED, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value")
             slower, faster = measured(faster=0.1), measured(faster=10)
             automatic.layer_times, automatic.memory_bytes = slower, lambda device: 140_000
             out["auto"] = fit(folder, "auto", "auto", max_steps=3, micro_batches=12)
@@ -334,6 +336,7 @@ def main() -> None:
     out = {
         "plain": fit(folder, "plain", plan, max_epochs=2),
         "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
+        "values": fit(folder, "values", plan, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
         "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
         "dropout": fit(folder, "dropout", SHARDED if plan else None, net=DroppingNet, max_steps=2),
@@ -343,7 +346,9 @@ def main() -> None:
     if plan:
         out["shards"] = fit(folder, "shards", SHARDED, net=Counting, max_epochs=1, node=f"node{RANK}")
         out["refused"] = {}
-        for name, net, options in (("mean", MeanNet, {}), ("samplers", Net, {"use_distributed_sampler": False})):
+        for name, net, options in (
+            ("mean", MeanNet, {}), ("samplers", Net, {"use_distributed_sampler": False}), ("datasets", Net, {}),
+        ):  # fmt: skip
             try:
                 fit(folder, name, plan, net=net, max_steps=1, **options)
             except UnsupportedError as error:

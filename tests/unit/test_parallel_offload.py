@@ -191,6 +191,23 @@ def test_buckets_of_gradients_are_in_the_account_of_memory(tmp_path: Path, monke
     assert needed[one] - counted[one] == needed[several] - counted[several]
 
 
+def test_ranks_that_train_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Any] = []  # of the ranks that have met
+
+    def gather(found: list[Any], own: Any) -> None:
+        rows.append(own)
+        found[:] = rows
+
+    monkeypatch.setattr(replicas.dist, "get_world_size", lambda: len(rows) + 1)
+    monkeypatch.setattr(replicas.dist, "all_gather_object", gather)
+    replicas.check_same(Adam())
+    replicas.check_same(Adam())
+    frozen = Adam()
+    frozen.layer[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match="they train others"):
+        replicas.check_same(frozen)
+
+
 class Adam(BoringModel):
     def __init__(self) -> None:
         super().__init__()

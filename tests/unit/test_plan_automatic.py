@@ -113,12 +113,29 @@ def test_degrees_are_powers_of_two_that_a_node_has_ranks_for() -> None:
         HeteroParallelStrategy(tensor_parallel=[1])
 
 
+def test_a_device_measures_as_many_layers_as_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = automatic.layer_times
+
+    def times(layers: Any, *arguments: Any, **options: Any) -> Any:
+        if len(layers) > 1:
+            raise torch.OutOfMemoryError
+        return measured(layers, *arguments, **options)
+
+    batch = torch.randint(0, 24, (ROWS,))
+    assert len(automatic.profile_layers(Net(), batch, torch.device("cpu"))[1].seconds) == 2
+    monkeypatch.setattr(automatic, "layer_times", times)
+    profile, found = automatic.profile_layers(Net(), batch, torch.device("cpu"))
+    assert len(found.seconds) == 1
+    assert profile.blocks[1].sharding is not None
+    assert profile.blocks[1].sharding.ways == 8
+
+
 def test_a_kind_is_as_slow_as_its_slowest_device_by_degree() -> None:
     def report(node: str, seconds: dict[int, tuple[float, ...]], peer: float | None = None) -> Report:
         return Report(node=node, device="x", memory_bytes=9, seconds=seconds, flop_per_s=1.0, peer_bytes_per_s=peer)
 
     found = cluster_of(
-        [report("a", {1: (1.0,), 2: (0.7,)}, 5.0), report("a", {1: (3.0,), 2: (0.6,)}, 6.0), report("b", {1: (2.0,)})], 4.0
+        [report("a", {1: (1.0, 1.5), 2: (0.7,)}, 5.0), report("a", {1: (3.0,), 2: (0.6,)}, 6.0), report("b", {1: (2.0,)})], 4.0
     )
     (kind,) = found.devices
     assert {t.tensor_parallel: t.seconds for t in kind.layer_times} == {1: (3.0,), 2: (0.7,)}

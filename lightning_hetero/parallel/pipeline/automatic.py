@@ -107,7 +107,7 @@ def plan_here(
     for t, team in teams.items():
         if team is not None:
             try:
-                times[t] = _measure_together(layers, repeated, entering, team, device, context)
+                times[t] = _measure_together(layers, repeated[: 2 ** (len(seconds) - 1)], entering, team, device, context)
             except Exception as error:  # whatever a module's own code raises on shards
                 refused[t] = f"{type(error).__name__}: {error}"
     neighbours = _team(nodes, None, timeout)
@@ -194,7 +194,7 @@ def _measure_together(
     """The seconds of 1, 2, 4, … layers that the ranks of a group compute together."""
     mesh = DeviceMesh.from_group(team, device.type)
     copies = []
-    for index in repeated[:_MOST_LAYERS]:
+    for index in repeated:
         layer = copy.deepcopy(layers.modules[index]).to(device)
         copies.append(parallelize_module(layer, mesh, styles_of(layers, index)))
     return _seconds(copies, entering, context, mesh.size())
@@ -218,7 +218,7 @@ def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster
         times = []
         for degree in sorted({t for report in own for t in report.seconds}):
             measured = [report.seconds[degree] for report in own if degree in report.seconds]
-            slowest = tuple(max(runs) for runs in zip(*measured, strict=True))
+            slowest = tuple(max(runs) for runs in zip(*measured, strict=False))  # as many as all of them hold
             times.append(LayerTimes(tensor_parallel=degree, seconds=slowest))
         peers = [report.peer_bytes_per_s for report in own if report.peer_bytes_per_s is not None]
         devices.append(
@@ -270,8 +270,7 @@ def _measure(
             entering = value if isinstance(value, tuple) else (value,)
         cost, value = measure(modules, styles, value, context)
         costs.append(cost)
-    some = [layers.modules[i].to(device) for i in repeated[:_MOST_LAYERS]]
-    seconds = _seconds(some, entering, context, 1)
+    seconds = _alone(layers, repeated, entering, device, context)
     if device.type != "cpu":
         for module in layers.modules:
             module.to("cpu")
@@ -290,6 +289,23 @@ def _measure(
         blocks=tuple(blocks),
     )
     return profile, entering, seconds
+
+
+def _alone(
+    layers: Layers, repeated: range, entering: tuple[Tensor, ...], device: torch.device, context: Context
+) -> tuple[float, ...]:
+    """The seconds of 1, 2, 4, … layers on this device, of as many as it holds."""
+    some = repeated[:_MOST_LAYERS]
+    while True:
+        try:
+            return _seconds([layers.modules[i].to(device) for i in some], entering, context, 1)
+        except torch.OutOfMemoryError:
+            if len(some) == 1:
+                raise
+        for index in some:
+            layers.modules[index].zero_grad(set_to_none=True)
+            layers.modules[index].to("cpu")
+        some = some[: len(some) // 2]
 
 
 def _seconds(

@@ -96,7 +96,7 @@ class Pipelines:
         self._micro: list[Any] = []
         self._found: dict[int, Sums] = {}
         self._outputs: dict[int, Any] | None = {}  # of the first step, until the loss is known to be additive
-        self._names: tuple[str, ...] | None = None
+        self._names: dict[bool, tuple[str, ...]] = {}  # of further sums, in training and in evaluation
         self._parked: dict[nn.Parameter, Tensor] = {}
         self._count = 1.0
 
@@ -136,7 +136,7 @@ class Pipelines:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
         additive = self._is_additive()
-        means = self._means(1.0, failed=not additive)
+        means = self._means(1.0, training=True, failed=not additive)
         self._count = means.count
         return means
 
@@ -167,7 +167,7 @@ class Pipelines:
         most = self.layout.micro_batches[self.group]
         samples = num_samples(batch)
         self._run(batch, max(k for k in range(1, most + 1) if samples % k == 0), training=False)
-        return self._means(weight)
+        return self._means(weight, training=False)
 
     def _run(self, batch: Any, count: int, *, training: bool) -> None:
         self._found = {}
@@ -216,8 +216,8 @@ class Pipelines:
         dist.all_gather_object(of_all, (self.group, sums))
         if len({(group, repr(found)) for group, found in of_all}) > self.layout.num_groups:
             raise UnsupportedError(
-                "ranks of one pipeline loaded different batches: their samplers do not agree. Leave use_distributed_sampler on, or "
-                "give the sampler the same seed on all ranks; datasets must not depend on the rank."
+                "ranks of one pipeline loaded different batches: what a dataset gives for a sample must not depend on the rank or "
+                "on random numbers. Draw those in a layer, or from a generator that the sample seeds."
             )
 
     @torch.no_grad()
@@ -236,8 +236,8 @@ class Pipelines:
 
     # ---- what all groups have to know ---------------------------------------------------------------------------------------
 
-    def _means(self, weight: float, *, failed: bool = False) -> Means:
-        names = self._agreed_names()
+    def _means(self, weight: float, *, training: bool, failed: bool = False) -> Means:
+        names = self._agreed_names(training=training)
         row = torch.zeros(3 + len(names), dtype=torch.float64)
         if self.slot is not None and self.is_last and self.slot.shard == 0:
             for sums in self._found.values():
@@ -249,7 +249,7 @@ class Pipelines:
         dist.all_reduce(row)
         row = row.cpu()
         if row[-1] >= 1e6:
-            raise UnsupportedError(f"loss_sum gave other names than at first, {list(names)}; give the same ones each time.")
+            raise UnsupportedError(f"loss_sum gave other names than at first, {list(names)}; give the same ones for all batches.")
         if row[-1]:
             raise UnsupportedError(
                 "loss_sum is not additive: of two micro-batches together it is not the sum of theirs, so gradients would depend on "
@@ -258,13 +258,13 @@ class Pipelines:
         count = float(row[1])
         return Means(row[0] / count, count, {n: v / count for n, v in zip(names, row[2:-1], strict=True)})
 
-    def _agreed_names(self) -> tuple[str, ...]:
-        if self._names is None:
+    def _agreed_names(self, *, training: bool) -> tuple[str, ...]:
+        if training not in self._names:
             own = sorted({name for sums in self._found.values() for name in sums.further})
             of_all: list[Any] = [None] * len(self.layout.slots)
             dist.all_gather_object(of_all, own)
-            self._names = tuple(sorted({name for names in of_all for name in names}))
-        return self._names
+            self._names[training] = tuple(sorted({name for names in of_all for name in names}))
+        return self._names[training]
 
     # ---- parameters ---------------------------------------------------------------------------------------------------------
 
