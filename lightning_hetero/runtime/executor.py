@@ -356,8 +356,16 @@ class Executor(RoomForGradients):
         self.speculation.worth.forget()
 
     @contextmanager
+    def handed(self, *, whole: bool) -> Iterator[None]:
+        """Between two batches: the engine has all updates so far, and inside nobody but the caller gives it anything.
+
+        ``whole``: what devices have made is in host memory, or stays where it is until :meth:`on_host`.
+        """
+        yield
+
+    @contextmanager
     def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
-        """Between two batches: inside, the block's updates so far are over; ``whole``: and host memory has what they have made."""
+        """Inside :meth:`handed`; ``whole``: inside, host memory has what updates of the block have made."""
         yield
 
     def relearn(self, model: ModelShape) -> None:

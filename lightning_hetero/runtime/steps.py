@@ -190,24 +190,26 @@ class KeptSteps:
         """
         self._count += 1
         whole = last or self._count % self._every == 0
-        self._write(executor, whole=whole)
-        executor.store.written = False
-        self._state, self._why = state() if whole else "", _BETWEEN
-        if whole and not self._state:
-            self._why = "its training state could not be kept (the log says why)"
-        blobs = executor.updater.blobs
-        retired = [*self._retired, *blobs.retired]
-        for native in retired:
-            native.retire()
-        executor.commit(always=whole or bool(retired))
-        self._retired, blobs.retired = [], []
-        for native in retired:
-            executor.store.files.close_block(native)
-        if whole and self._state and self._every > 1:
-            self._pin()
-        elif whole and self._state and self._has_pins:  # of a run that kept fewer steps
-            executor.store.files.wait_for_commit()
-            self._unpin()
+        text = state() if whole else ""
+        with executor.handed(whole=whole):
+            self._write(executor, whole=whole)
+            executor.store.written = False
+            self._state, self._why = text, _BETWEEN
+            if whole and not text:
+                self._why = "its training state could not be kept (the log says why)"
+            blobs = executor.updater.blobs
+            retired = [*self._retired, *blobs.retired]
+            for native in retired:
+                native.retire()
+            executor.commit(always=whole or bool(retired))
+            self._retired, blobs.retired = [], []
+            for native in retired:
+                executor.store.files.close_block(native)
+            if text and self._every > 1:
+                self._pin()
+            elif text and self._has_pins:  # of a run that kept fewer steps
+                executor.store.files.wait_for_commit()
+                self._unpin()
 
     def _pin(self) -> None:
         """Gives the slots of the last record to a pin."""

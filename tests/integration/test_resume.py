@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,11 @@ from support.resuming import BATCHES, Model, after, train
 from support.strategies import on_device
 from torch import Tensor, nn
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCorruptError
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Op, OpKind
+from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.committed import block_names
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -66,6 +72,41 @@ def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: O
     validated = stop // BATCHES - (stop % BATCHES == 0)  # what followed the step itself had not begun
     assert len(got.losses) == len(plain.losses) - stop - 2 * validated
     assert len(before.losses) == stop + 2 * (stop // BATCHES)
+
+
+RENEWED = (
+    BlockPlan(name="model.blocks.0", weights=Tier.DISK, state=Tier.DISK),
+    BlockPlan(name="model.blocks.*", weights=Tier.DEVICE),
+    BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE),
+)
+BORROWED = replace(RENEWED[2], name="model.blocks.1", weights=Tier.HOST, state=Tier.HOST)
+
+
+@pytest.mark.parametrize(("every", "rows"), [(1, RENEWED), (3, (BORROWED, *RENEWED))], ids=["each", "some"])
+def test_a_device_goes_on_while_a_step_is_kept(
+    every: int, rows: tuple[BlockPlan, ...], tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights on their way up and transfers to the disk are waited for by others: a record needs what it names to be under way."""
+    left: list[Op] = []
+    handed = DeviceExecutor.handed
+
+    @contextmanager
+    def watched(executor: DeviceExecutor, *, whole: bool) -> Iterator[None]:
+        with handed(executor, whole=whole):
+            now = [end.op for end in list(executor.lanes._submitted) if not end.settled()]
+            assert not [op for op in now if op.kind is OpKind.GRAD or (whole and op.kind is OpKind.SWAP_OUT)]
+            left.extend(now)
+            yield
+
+    monkeypatch.setattr(DeviceExecutor, "handed", watched)
+    options = {"disk_path": tmp_path / "store", "keep_every": every, "verify_digests": True}
+    for stop in (6, 9):
+        device = EmulatedDevice(memory="16MiB", seed=stop, h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6, disk_bytes_per_s=2e6)
+        strategy = HeteroOffloadStrategy(Plan(name="mixed", blocks=rows, priority=False), device=device, **options)
+        train(tmp_path, strategy, RECIPE, stop=stop, **({} if stop == 6 else {"store": options["disk_path"]}))
+    got = train(tmp_path, HeteroOffloadStrategy("host", **options), RECIPE, store=options["disk_path"])
+    assert_same(got, after(plain, len(got.losses)))
+    assert OpKind.UPLOAD in {op.kind for op in left}
 
 
 def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:

@@ -7,8 +7,8 @@ use brings its weights, and each block's update follows the verdict. The next ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class DeviceExecutor(DeviceOps):
             self.lanes.drain()
             self.side.updates.give_back()
         self._carried |= self._ends
+        self._updating = [end for end in self._updating if not end.settled()]
         self._events, self._ends, self._marked = {}, {}, (-1, All(()))
         self._at = None
         self._in_batch = True
@@ -236,10 +237,24 @@ class DeviceExecutor(DeviceOps):
         self.lanes.drain()
         super().finish()
 
-    def commit(self, *, always: bool = False) -> None:
-        """As for :class:`Executor`."""
-        self.lanes.drain()
-        super().commit(always=always)
+    @contextmanager
+    def handed(self, *, whole: bool) -> Iterator[None]:
+        """As for :class:`Executor`: of what is under way only that is waited for which a record names (see [Note: Whose turn])."""
+        for end in self._updating:
+            end.handed()
+        behind = False
+        for block in self.blocks:
+            if block.plan.update is UpdateLane.CPU:
+                behind |= whole and self.weights.changed(block)
+            elif whole or block.weights_on_disk:
+                key = OpKind.SWAP_OUT, block.index
+                last = self._ends.get(key) or self._carried.get(key)
+                if last is not None:
+                    last.wait()
+        if behind:  # user code has written to weights that the CPU has updated
+            self.lanes.drain()
+        with self._turn:
+            yield
 
     # ---- begin and end ----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@
 The thread that computes issues ops, in the order of the schedule; lanes run them. What an op has to know (hyper-parameters, the
 scale of gradients, which gradients there are) is read off as it is issued; what it works on (gradients on the host, staged state,
 memory) belongs to the lanes until its event has passed. The store has one user at a time: ops that touch it hold
-:attr:`DeviceOps._turn`, and the thread that computes touches it only once all lanes are empty, or for the verdict on updates that
-were tried: it holds the turn then, too, and these updates have been handed to the engine.
+:attr:`DeviceOps._turn`, and the thread that computes touches it only once all lanes are empty, or while it holds the turn.
+It does so for the verdict on updates that were tried, and to commit a step with the state of the loop; by then these updates, or
+all of the step, have been handed to the engine. Inside it waits for no lane.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class DeviceOps(DeviceResidents):
         self._tries: dict[int, bool] = {}  # block whose update is tried -> whether its gradients were divided before they left
         self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
         self._ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
+        self._updating: list[OpEvent] = []  # updates on the CPU that may not have been handed to the engine yet
         self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
         self._follow_activations()
 
@@ -121,6 +123,8 @@ class DeviceOps(DeviceResidents):
             self.speculation.remember(trial.due, trial.tickets, partial(trial.wait, end))
         if op.lane is Lane.COMPUTE:
             self.lanes.compute_waits([end])  # raises what it raised
+        elif (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU):
+            self._updating.append(end)
         if block is not None and (op.kind is OpKind.GRAD or (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU)):
             self.side.gradients.sent(block, end)
         elif block is not None and (op.kind, op.payload) == (OpKind.SWAP_OUT, Payload.STATE):

@@ -131,7 +131,6 @@ class DeviceResidents(Executor):
     @contextmanager
     def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
         """As for :class:`Executor`; what lives on the device alone has host memory only for so long, until it is mirrored."""
-        self.lanes.drain()
         if not whole or (block.plan.update is UpdateLane.CPU and not self.weights.changed(block)):
             yield
             return

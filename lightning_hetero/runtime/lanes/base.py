@@ -74,6 +74,9 @@ class OpEvent(Event, Protocol):
     def op(self) -> Op:
         """The op."""
 
+    def handed(self) -> None:
+        """Blocks the calling host thread until ``run`` has returned. Raises what the op raised."""
+
     def settled(self) -> bool:
         """Whether it has ended or failed; never waits, and raises nothing of the op."""
 

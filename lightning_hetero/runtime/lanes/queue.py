@@ -132,10 +132,14 @@ class QueuedOp:
 
     # ---- for those who wait -----------------------------------------------------------------------------------------------
 
-    def issued(self) -> None:
-        """Blocks until ``run`` has returned and its tickets have passed; what it gave to a stream may be under way."""
+    def handed(self) -> None:
+        """Blocks until ``run`` has returned."""
         self._returned.wait()
         self._check()
+
+    def issued(self) -> None:
+        """Blocks until ``run`` has returned and its tickets have passed; what it gave to a stream may be under way."""
+        self.handed()
         what = passed_at(self.op)
         for ticket in self._tickets if what else ():
             self.passes(ticket, what)
