@@ -45,7 +45,17 @@ def take_home(store: TierStore, part: Part) -> NativeBlock:
 
 
 def close_home(store: TierStore, part: Part) -> None:
-    """Closes a part's native block and removes its files; the weights are in memory, the state is given up."""
+    """Closes a part's native block and removes its files; the weights are in memory, the state is given up.
+
+    The last record names these files, whether anything was written since or not. So another one comes first, which does not: it
+    stands for no step, and the last step is pinned.
+    """
+    assert part.native is not None
+    if part.on_disk:
+        store.written = True
+        store.barrier(part)
+        part.native.retire()
+        store.commit(always=True)
     store.files.close_block(take_home(store, part))
 
 

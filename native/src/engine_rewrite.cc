@@ -31,11 +31,7 @@ Status RewriteTask::Start(int64_t* num_units) {
   *num_units = layout.num_chunks();
   has_state_ = state_staged_ && block()->stored() && block()->newest().has_state;
   if (!layout.has_file()) return Status::Ok();
-  const int32_t slot = block()->target_slot(write_edges > 0);
-  // A slot that is written again before its commit has no other names, and chunks of it are still to be read.
-  const bool again = layout.geometry().num_slots == 2 && slot == block()->newest().rewrite.slot;
-  if (!again) HETERO_RETURN_IF_ERROR(block()->Unlink(slot));
-  target_ = block()->store()->NextRewrite(block()->id(), slot, 0);
+  target_ = block()->store()->NextRewrite(block()->id(), block()->target_slot(write_edges > 0), 0);
   if (layout.weights_in_file() && block()->store()->digests()) weight_digests_.resize(static_cast<size_t>(layout.num_chunks()));
   return AllocatePages(layout.head_bytes(), &head_);
 }
@@ -92,6 +88,14 @@ Status RewriteTask::Compute(Unit* unit) {
   if (!weight_digests_.empty())
     weight_digests_[static_cast<size_t>(unit->index)] = DigestOf(WeightsOf(*unit), layout.WeightsBytes(unit->index));
   return Status::Ok();
+}
+
+Status RewriteTask::BeginWrites() {
+  const Layout& layout = block()->layout();
+  if (!layout.has_file()) return Status::Ok();
+  // A slot that is written again before its commit has no other names, and chunks of it are still to be read.
+  const bool again = layout.geometry().num_slots == 2 && target_.slot == block()->newest().rewrite.slot;
+  return again ? Status::Ok() : block()->Unlink(target_.slot);
 }
 
 void RewriteTask::Writes(Unit* unit, Transfers* transfers) {

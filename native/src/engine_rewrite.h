@@ -7,7 +7,8 @@
 // slot that no record names from the same memory; the second time between two commits that is the slot it was read from. Arrays
 // in RAM, and weights that are resident, are changed in place; resident weights are written straight from the weight memory.
 // When all chunks have been computed the head is written; when all of it is written the slot becomes the newest. Reading may
-// run ahead of a pending commit, computing and writing may not.
+// run ahead of a pending commit, computing and writing may not; nor may the slot get a fresh file before, since until then the
+// record on the disk names it.
 #ifndef HETERO_ENGINE_REWRITE_H_
 #define HETERO_ENGINE_REWRITE_H_
 
@@ -28,6 +29,7 @@ class RewriteTask : public Task {
   Status Start(int64_t* num_units) override;
   void Reads(Unit* unit, Transfers* transfers) override;
   Status Compute(Unit* unit) override;
+  Status BeginWrites() override;
   void Writes(Unit* unit, Transfers* transfers) override;
   void Epilogue(Transfers* transfers) override;
   void Finish() override;

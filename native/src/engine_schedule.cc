@@ -127,6 +127,10 @@ void Engine::Loaded(Unit* unit) {
 void Engine::Computed(Unit* unit) {
   Task* task = unit->task;
   unit->phase = UnitPhase::kWriting;
+  if (task->units_computed == 0) {
+    const Status status = task->BeginWrites();
+    if (!status.ok()) return Poison(task, status);
+  }
   Transfers transfers;
   task->Writes(unit, &transfers);
   Queue(task, unit, std::move(transfers));

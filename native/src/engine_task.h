@@ -83,6 +83,8 @@ class Task {
   virtual void Reads(Unit*, Transfers*) {}
   virtual void LateReads(Unit*, Transfers*) {}
   virtual Status Compute(Unit*) { return Status::Ok(); }
+  // Before the first Writes: the first unit has computed.
+  virtual Status BeginWrites() { return Status::Ok(); }
   virtual void Writes(Unit*, Transfers*) {}
   // Transfers after the last unit has computed.
   virtual void Epilogue(Transfers*) {}

@@ -153,9 +153,12 @@ Status Block::OpenFiles(bool create) {
   for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
     FileSpec spec = SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes());
     spec.may_have_links = true;
-    // Of a recovered block only the committed slot counts: a checkpoint by hard links has no other.
+    // Of a recovered block only the committed slot counts. A checkpoint by hard links has no other; a process that died may have
+    // left half of it, or the one of another block that had its number in the meantime.
     const bool counts = !store_->has_record() || store_->committed().blocks[static_cast<size_t>(id())].slot == slot;
-    spec.create = create || (!counts && faccessat(spec.directory_fd, spec.name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0);
+    const bool anew = !create && !counts && !IsThere(spec);
+    if (anew) unlinkat(spec.directory_fd, spec.name.c_str(), 0);
+    spec.create = create || anew;
     const Status status = OpenFile(spec, &files_[slot]);
     if (!status.ok() && create && slot == 1) unlinkat(store_->directory().fd(), SlotName(id(), 0).c_str(), 0);
     HETERO_RETURN_IF_ERROR(status);

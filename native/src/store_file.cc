@@ -131,6 +131,12 @@ Status OpenFile(const FileSpec& spec, File* out) {
   return Status::Ok();
 }
 
+bool IsThere(const FileSpec& spec) {
+  struct stat info{};
+  if (fstatat(spec.directory_fd, spec.name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) return false;
+  return !S_ISREG(info.st_mode) || info.st_size == spec.bytes;
+}
+
 Status HasLinks(const File& file, bool* out) {
   struct stat info{};
   if (fstat(file.fd(), &info) != 0) return FailErrno(file.path() + ": fstat", errno);

@@ -54,6 +54,9 @@ struct FileSpec {
 // Otherwise: it must be a regular file of ours with one name and the exact size.
 Status OpenFile(const FileSpec& spec, File* out);
 
+// Whether the name is in the directory, and not that of a file of another size.
+bool IsThere(const FileSpec& spec);
+
 // Whether the file has other names than its own in the store.
 Status HasLinks(const File& file, bool* out);
 

@@ -1,7 +1,5 @@
 // Damage, other processes, links and full disks: found and named.
-#include <signal.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -138,16 +136,12 @@ TEST(files_are_private_and_links_refused) {
 TEST(too_little_space_is_found_when_a_block_is_opened) {
   Trained t;
   REQUIRE(t.run.OpenStore(t.directory, StoreOptions(1)));
-  struct rlimit before{};
-  CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
-  const auto handler = signal(SIGXFSZ, SIG_IGN);
-  const struct rlimit small{100 << 10, before.rlim_max};
-  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  CHECK(!t.block.Open(t.run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &t.random));
-  CHECK(strstr(hetero_last_error(), "block-00000.a needs ") != nullptr);
-  CHECK(strstr(hetero_last_error(), "are free") != nullptr);
-  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  signal(SIGXFSZ, handler);
+  {
+    const fixture::SmallFiles full(100 << 10);
+    CHECK(!t.block.Open(t.run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &t.random));
+    CHECK(strstr(hetero_last_error(), "block-00000.a needs ") != nullptr);
+    CHECK(strstr(hetero_last_error(), "are free") != nullptr);
+  }
   CHECK_NE(access(t.directory.File("block-00000.a").c_str(), F_OK), 0);
   CHECK(t.block.Open(t.run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &t.random));
   t.End();

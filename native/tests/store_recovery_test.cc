@@ -118,26 +118,35 @@ TEST(durability_power_commits_and_recovers) {
 }
 
 TEST(a_block_opened_after_recovery_needs_only_its_committed_slot) {
-  Trained t;
-  REQUIRE(t.Begin());
-  CHECK_EQ(t.Update(2), 0);  // slot b; the commit names a
-  t.End();
-  CHECK_EQ(unlink(t.directory.File("block-00000.b").c_str()), 0);
-  hetero_store_options options = StoreOptions(1);
-  options.create = 0;
-  REQUIRE(t.run.OpenStore(t.directory, options));
-  int64_t step = 0;
-  char user[64];
-  CHECK_EQ(hetero_store_recover(t.run.store, &step, user, sizeof(user)), int64_t{3});
-  CHECK_EQ(step, 1);
-  const hetero_block_geometry g = t.block.geometry;
-  REQUIRE(t.block.Open(t.run.store, g, &t.random));
-  REQUIRE(t.run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
-  CHECK_EQ(ReadAll(t), 0);
-  CHECK_EQ(access(t.directory.File("block-00000.b").c_str(), F_OK), 0);
-  t.End();
-  CHECK_EQ(unlink(t.directory.File("block-00000.a").c_str()), 0);
-  CHECK_EQ(t.Reopen(&step), -101);
+  for (const bool half : {false, true}) {  // of the other slot: what a process leaves that dies while it makes the file
+    Trained t;
+    REQUIRE(t.Begin());
+    const std::vector<uint8_t> weights = t.block.expected_weights;
+    const std::vector<std::vector<float>> state = t.block.expected_state;
+    CHECK_EQ(t.Update(2), 0);  // slot b; the commit names a
+    t.End();
+    const std::string b = t.directory.File("block-00000.b");
+    CHECK_EQ(half ? truncate(b.c_str(), 4096) : unlink(b.c_str()), 0);
+    hetero_store_options options = StoreOptions(1);
+    options.create = 0;
+    REQUIRE(t.run.OpenStore(t.directory, options));
+    int64_t step = 0;
+    char user[64];
+    CHECK_EQ(hetero_store_recover(t.run.store, &step, user, sizeof(user)), int64_t{3});
+    CHECK_EQ(step, 1);
+    const hetero_block_geometry g = t.block.geometry;
+    REQUIRE(t.block.Open(t.run.store, g, &t.random));
+    REQUIRE(t.run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
+    t.block.expected_weights = weights;
+    t.block.expected_state = state;
+    CHECK(t.run.Holds(t.block));
+    CHECK_EQ(t.Update(2), 0);
+    CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+    CHECK(t.run.Holds(t.block));
+    t.End();
+    CHECK_EQ(unlink(b.c_str()), 0);
+    CHECK_EQ(t.Reopen(&step), -101);
+  }
 }
 
 TEST(the_id_of_a_discarded_block_serves_another_one) {

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "trained_fixture.h"
 
@@ -12,7 +15,9 @@ using fixture::Content;
 using fixture::Geometry;
 using fixture::kTrainedElements;
 using fixture::RandomGradients;
+using fixture::SmallFiles;
 using fixture::StoreOptions;
+using fixture::TestBlock;
 using fixture::TestGradients;
 using fixture::Trained;
 
@@ -70,6 +75,7 @@ TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
     std::vector<std::vector<float>> state = t.block.expected_state;
     int64_t committed = 1, step = 2;
     int64_t rewrites = 0;  // since the last commit
+    std::vector<std::pair<std::string, std::vector<uint8_t>>> snapshots;
     const hetero_task task{};
     const auto update = [&](int64_t ticket) {
       alive.push_back(RandomGradients(kTrainedElements, step, &t.random));
@@ -103,6 +109,13 @@ TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
         }
       } else {
         tickets.push_back(t.run.Commit(step));
+        if (t.random() % 2 == 0) {  // a snapshot of it, whatever is written afterwards
+          CHECK_EQ(t.run.Wait(tickets.back()), 0);
+          const int32_t slot = hetero_block_committed_slot(t.block.handle);
+          const std::string kept = t.directory.File("kept." + std::to_string(step));
+          CHECK_EQ(link(t.directory.File(slot == 0 ? "block-00000.a" : "block-00000.b").c_str(), kept.c_str()), 0);
+          snapshots.emplace_back(kept, Content(kept));
+        }
         committed = step++;
         rewrites = 0;
         weights = t.block.expected_weights;
@@ -111,6 +124,7 @@ TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
     }
     for (const int64_t ticket : tickets) CHECK_EQ(t.run.Complete(ticket), 0);
     CHECK(t.run.Holds(t.block));
+    for (const auto& [kept, content] : snapshots) CHECK(Content(kept) == content);
     t.End();
     int64_t recovered = 0;
     CHECK_GE(t.Reopen(&recovered), 0);
@@ -166,6 +180,67 @@ TEST(a_slot_with_other_names_is_never_written) {
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step), 0);
   CHECK_EQ(step, 5);
+  CHECK(t.run.Holds(t.block));
+  t.End();
+}
+
+// The slot that a record on the disk names is whole until the next record is there, however early its next rewrite is
+// announced.
+TEST(a_committed_slot_with_other_names_keeps_its_file_until_the_next_record) {
+  Trained t;
+  REQUIRE(t.Begin());
+  CHECK_EQ(hetero_block_committed_slot(t.block.handle), 0);
+  const std::string a = t.directory.File("block-00000.a");
+  CHECK_EQ(link(a.c_str(), t.directory.File("kept.a").c_str()), 0);
+  const std::vector<uint8_t> before = Content(a);
+  CHECK_EQ(t.Update(2), 0);
+
+  TestBlock memory;  // whatever else the commit waits for
+  REQUIRE(memory.Open(nullptr, Geometry(0, HETERO_F32, kTrainedElements, false, false), &t.random));
+  const int64_t gate = t.run.OpenUpdate(memory, true);
+  const hetero_task after_gate{0, &gate, 1};
+  const int64_t commit = hetero_submit_commit(t.run.engine, t.run.store, 2, "", 0, &after_gate);
+  const TestGradients gradients = RandomGradients(kTrainedElements, 3, &t.random);
+  const int64_t update = t.run.OpenUpdate(t.block, false);
+  CHECK_EQ(t.run.Arm(update, gradients, 3), 0);
+  CHECK(Content(a) == before);
+  CHECK_EQ(hetero_cancel_update(t.run.engine, gate), 0);
+  CHECK_EQ(t.run.Complete(commit), 0);
+  CHECK_EQ(t.run.Complete(update), 0);
+  ApplyToModel(gradients, &t.block);
+  CHECK(t.run.Holds(t.block));
+  CHECK(Content(t.directory.File("kept.a")) == before);
+  CHECK(Content(a) != before);
+  CHECK_EQ(t.run.Complete(gate), 0);
+  t.run.StopEngine();
+  memory.Close();
+  t.End();
+}
+
+TEST(no_space_for_a_fresh_file_stops_the_engine_before_anything_is_written) {
+  Trained t;
+  REQUIRE(t.Begin());
+  CHECK_EQ(t.Update(2), 0);
+  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  const std::string a = t.directory.File("block-00000.a");
+  CHECK_EQ(link(a.c_str(), t.directory.File("kept.a").c_str()), 0);
+  const std::vector<uint8_t> before = Content(a);
+  const std::vector<uint8_t> weights = t.block.expected_weights;
+  const std::vector<std::vector<float>> state = t.block.expected_state;
+  {
+    const SmallFiles full(100 << 10);
+    CHECK_EQ(t.Update(3), HETERO_ENOSPC);
+  }
+  CHECK(strstr(hetero_last_error(), "block-00000.a.new needs ") != nullptr);
+  CHECK_EQ(t.run.Commit(3), HETERO_EPOISONED);
+  CHECK(Content(a) == before);
+  CHECK_NE(access(t.directory.File("block-00000.a.new").c_str(), F_OK), 0);
+  t.End();
+  int64_t step = 0;
+  CHECK_GE(t.Reopen(&step), 0);
+  CHECK_EQ(step, 2);
+  t.block.expected_weights = weights;
+  t.block.expected_state = state;
   CHECK(t.run.Holds(t.block));
   t.End();
 }

@@ -3,6 +3,8 @@
 #define HETERO_TESTS_TRAINED_FIXTURE_H_
 
 #include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -54,6 +56,26 @@ struct Trained {
     char user[64];
     return hetero_store_recover(run.store, step, user, sizeof(user));
   }
+};
+
+// While it lives no file may grow beyond a size: to whoever allocates one the disk is full.
+class SmallFiles {
+ public:
+  explicit SmallFiles(rlim_t bytes) : handler_(signal(SIGXFSZ, SIG_IGN)) {
+    CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before_), 0);
+    const struct rlimit small{bytes, before_.rlim_max};
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  }
+  ~SmallFiles() {
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before_), 0);
+    signal(SIGXFSZ, handler_);
+  }
+  SmallFiles(const SmallFiles&) = delete;
+  SmallFiles& operator=(const SmallFiles&) = delete;
+
+ private:
+  struct rlimit before_{};
+  void (*handler_)(int);
 };
 
 inline void EditFile(const std::string& path, int64_t offset, const std::function<void(uint8_t*)>& edit, int64_t bytes = 1) {

@@ -31,8 +31,9 @@ class Case:
     Attributes:
         point: What of the batch that dies is on the disk: ``once``, the first optimizer's updates; ``twice``, the second one's too;
             ``changed``, what a hook has changed as well, all but the record; ``recording``, the record, maybe;
-            ``unfrozen``, parameters have joined an optimizer in the middle of it, and their block got new files; ``epoch``, a
-            hook has changed everything after the record.
+            ``unfrozen``, parameters have joined an optimizer in the middle of it, and one of their blocks got new files, or
+            ``both``; ``epoch``, a hook has changed everything after the record.
+        joins: Number of the optimizer that parameters join. Before the first one steps nothing of the batch was written.
         plan: The plan.
         at: Batches before the one that dies.
         every: One of so many steps is kept.
@@ -44,6 +45,7 @@ class Case:
     at: int = 1
     every: int = 1
     durability: str = "process"
+    joins: int | None = None
 
     @property
     def resumes(self) -> tuple[int, ...]:
@@ -56,7 +58,8 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        return "-".join((self.plan, self.point, *([f"every{self.every}"] if self.every > 1 else []), self.durability))
+        more = [f"every{self.every}"] * (self.every > 1) + [f"optimizer{self.joins}"] * (self.joins is not None)
+        return "-".join((self.plan, self.point, *more, self.durability))
 
 
 CASES = [
@@ -67,7 +70,9 @@ CASES = [
     Case("epoch", at=2),
     Case("twice", plan="mixed", durability="power"),
     Case("epoch", plan="mixed", at=2),
-    Case("unfrozen", plan="mixed", at=3),
+    Case("unfrozen", plan="mixed", at=3, joins=0),
+    Case("unfrozen", plan="mixed", at=3, joins=1),
+    Case("both", plan="mixed", at=3, joins=0),  # the second one's files have the number that those of the first one had
     Case("twice", plan="mixed", at=3, every=2),
 ]
 
@@ -97,8 +102,8 @@ def main(root: Path) -> None:
 
     import lightning_hetero.strategies  # noqa: F401
 
-    for unfreezes in (False, True):
-        in_child(lambda unfreezes=unfreezes: torch.save(train(root, "auto", unfreezes=unfreezes), root / f"{unfreezes}.pt"))
+    for joins in (None, 0, 1):
+        in_child(lambda joins=joins: torch.save(train(root, "auto", joins=joins), root / f"{joins}.pt"))
     report, file = {}, root / "case.json"
     for case in CASES:
         killed = in_child(partial(die_at, root, case))
@@ -122,13 +127,15 @@ def strategy_of(root: Path, case: Case) -> Any:
     )
 
 
-def train(root: Path, strategy: Any, *, unfreezes: bool, **options: Any) -> Any:
-    """Trains to the end; losses, and weights and state as the last step leaves them."""
+def train(root: Path, strategy: Any, *, joins: int | None, **options: Any) -> Any:
+    """Trains to the end; losses, and weights and state as the last step leaves them. A frozen block may join an optimizer."""
     from support.models import Recipe, Shape
     from support.twofold import train_twofold
 
-    recipe = Recipe(shape=Shape(layers=3, frozen=(1,) if unfreezes else ()), steps=STEPS)
-    found = train_twofold(root, strategy, recipe, unfreezes=BATCHES_BEFORE_UNFREEZING if unfreezes else None, **options)
+    recipe = Recipe(shape=Shape(layers=3, frozen=() if joins is None else (1, 2)), steps=STEPS)
+    if joins is not None:
+        options |= {"unfreezes": BATCHES_BEFORE_UNFREEZING, "joins": joins}
+    found = train_twofold(root, strategy, recipe, **options)
     return found.losses, found.weights, found.state
 
 
@@ -145,7 +152,7 @@ def die_at(root: Path, case: Case) -> None:
     from lightning_hetero.store.files import BlockFiles
 
     strategy = strategy_of(root, case)
-    batch, handovers = [0], [0]
+    batch, handovers, reopened = [0], [0], [0]
 
     def die(where: str) -> None:
         if (where, batch[0]) != (case.point, case.at):
@@ -168,6 +175,9 @@ def die_at(root: Path, case: Case) -> None:
             if name == "handover":
                 handovers[0] += 1
                 die("once" if handovers[0] % 2 else "twice")
+            if name == "reopen":
+                reopened[0] += 1
+                die("unfrozen" if reopened[0] == 1 else "both")
             die(after)
             return result
 
@@ -175,19 +185,18 @@ def die_at(root: Path, case: Case) -> None:
 
     wrapped(Executor, "handover")
     wrapped(BlockFiles, "commit", before="changed", after="recording")
-    wrapped(session, "reopen", after="unfrozen")
+    wrapped(session, "reopen")
     wrapped(Twofold, "on_train_epoch_end", after="epoch")
-    train(root, strategy, unfreezes=case.point == "unfrozen", begins=lambda now: batch.__setitem__(0, now))
+    train(root, strategy, joins=case.joins, begins=lambda now: batch.__setitem__(0, now))
 
 
 def resume(root: Path, file: Path, case: Case) -> None:
     """Goes on from the store, and compares with a run under plain Lightning that nobody killed."""
     import torch
 
-    unfreezes = case.point == "unfrozen"
     begun: list[int] = []
-    losses, weights, state = train(root, strategy_of(root, case), unfreezes=unfreezes, store=root / "store", begins=begun.append)
-    expected = torch.load(root / f"{unfreezes}.pt")
+    losses, weights, state = train(root, strategy_of(root, case), joins=case.joins, store=root / "store", begins=begun.append)
+    expected = torch.load(root / f"{case.joins}.pt")
     same = len(losses) == 2 * (STEPS - begun[0])
     same &= all(torch.equal(a, b) for a, b in zip(losses, expected[0][2 * begun[0] :], strict=True))
     same &= all(torch.equal(weights[name], value) for name, value in expected[1].items())

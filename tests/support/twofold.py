@@ -59,16 +59,19 @@ def batches_done(trainer: Any) -> int:
 
 
 class AtBatch(pl.Callback):
-    """Calls ``begins`` with the number of batches that are over, as each one begins; the second block joins at ``unfreezes``."""
+    """Calls ``begins`` with the number of batches that are over, as each one begins; at ``unfreezes`` what is frozen joins.
 
-    def __init__(self, begins: Callable[[int], object], unfreezes: int | None) -> None:
-        self.begins, self.unfreezes = begins, unfreezes
+    It joins the optimizer number ``joins``: the first one to step has not written anything by then.
+    """
+
+    def __init__(self, begins: Callable[[int], object], unfreezes: int | None, joins: int) -> None:
+        self.begins, self.unfreezes, self.joins = begins, unfreezes, joins
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         self.begins(batches_done(trainer))
         if batches_done(trainer) == self.unfreezes:
-            joins = list(module.model.blocks[1].requires_grad_(True).parameters())
-            trainer.optimizers[1].add_param_group({"params": joins})
+            fresh = [parameter.requires_grad_() for parameter in module.parameters() if not parameter.requires_grad]
+            trainer.optimizers[self.joins].add_param_group({"params": fresh})
 
 
 def train_twofold(
@@ -79,6 +82,7 @@ def train_twofold(
     store: Path | None = None,
     begins: Callable[[int], object] = id,
     unfreezes: int | None = None,
+    joins: int = 1,
     module_class: type[Twofold] = Twofold,
 ) -> Outcome:
     """One fit of ``recipe.steps`` batches, from the beginning or from ``store``."""
@@ -87,7 +91,7 @@ def train_twofold(
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, max_steps=2 * recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
-        callbacks=[AtBatch(begins, unfreezes)],
+        callbacks=[AtBatch(begins, unfreezes, joins)],
     )  # fmt: skip
     trainer.fit(module, data(BATCHES), ckpt_path=None if store is None else str(store))
     return outcome(trainer, module)
