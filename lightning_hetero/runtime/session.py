@@ -167,6 +167,8 @@ class Session(Budgets):
         assert self.executor is not None
         assert self.store is not None
         placer = self._placer()
+        if self.steps is not None:
+            self.steps.about_to_move()
         self.executor.rest()
         placement = placer.place(plan, present_bytes=self._held_bytes)
         self._directories.make_ready(self.store, placement, trains=self._trains, kept=self.keeps_steps)

@@ -104,7 +104,7 @@ class WeightSource:
                 ticket.wait()  # and so may that of a mirror
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
-            self.part.master_versions = -1  # no version counter has seen this write
+            self.part.master_versions = self.part.mirrored_versions = -1  # no version counter has seen this write
             self.store.on_patched(value)
         else:
             self.store.check_open(self.part, self.name)

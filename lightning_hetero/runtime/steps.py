@@ -28,6 +28,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.pins import pin, pins, unpin
@@ -152,6 +153,12 @@ class KeptSteps:
         self._entries[part] = self._entry(part)
         return gone
 
+    def about_to_move(self) -> None:
+        """Blocks are about to move, mirrors included: memory that was changed since the last kept step is no part of it."""
+        if self.kept and any(part.mirrors and part.mirrored_versions != versions(part) for part in self._parts):
+            assert self._store is not None
+            self._store.written = True
+
     def reopened(self, part: Part) -> None:
         """The part has got a new home during a step, whose record says so."""
         if self.kept and self._store is not None:
@@ -177,7 +184,11 @@ class KeptSteps:
 
     def committed(self) -> None:
         """What :meth:`placed` has written is committed: the step that was resumed from is there until the next one is kept."""
-        if self.kept and self._every > 1 and self._state:
+        if not self.kept or not self._state:
+            return
+        assert self._store is not None
+        self._store.files.wait_for_commit()  # hooks as training starts may change what is written
+        if self._every > 1:
             self._pin()
 
     def keep(self, executor: Executor, state: Callable[[], str], *, last: bool = False) -> None:

@@ -32,7 +32,8 @@ class Case:
         point: What of the batch that dies is on the disk: ``once``, the first optimizer's updates; ``twice``, the second one's too;
             ``changed``, what a hook has changed as well, all but the record; ``recording``, the record, maybe;
             ``unfrozen``, parameters have joined an optimizer in the middle of it, and one of their blocks got new files, or
-            ``both``; ``epoch``, a hook has changed everything after the record.
+            ``both``; ``epoch``, a hook has changed everything after the record; ``moved``, and then blocks have moved to where
+            another plan wants them.
         joins: Number of the optimizer that parameters join. Before the first one steps nothing of the batch was written.
         plan: The plan.
         at: Batches before the one that dies.
@@ -70,6 +71,7 @@ CASES = [
     Case("epoch", at=2),
     Case("twice", plan="mixed", durability="power"),
     Case("epoch", plan="mixed", at=2),
+    Case("moved", plan="host", at=3),
     Case("unfrozen", plan="mixed", at=3, joins=0),
     Case("unfrozen", plan="mixed", at=3, joins=1),
     Case("both", plan="mixed", at=3, joins=0),  # the second one's files have the number that those of the first one had
@@ -147,6 +149,7 @@ def die_at(root: Path, case: Case) -> None:
     from support.twofold import Twofold
 
     from lightning_hetero._native import DONE
+    from lightning_hetero.planners import BUILTIN_PLANS
     from lightning_hetero.runtime import session
     from lightning_hetero.runtime.executor import Executor
     from lightning_hetero.store.files import BlockFiles
@@ -187,7 +190,14 @@ def die_at(root: Path, case: Case) -> None:
     wrapped(BlockFiles, "commit", before="changed", after="recording")
     wrapped(session, "reopen")
     wrapped(Twofold, "on_train_epoch_end", after="epoch")
-    train(root, strategy, joins=case.joins, begins=lambda now: batch.__setitem__(0, now))
+
+    def begins(now: int) -> None:
+        batch[0] = now
+        if (case.point, case.at) == ("moved", now):
+            strategy.session.replan(BUILTIN_PLANS["disk"](strategy.session.executor.model))
+            die("moved")
+
+    train(root, strategy, joins=case.joins, begins=begins)
 
 
 def resume(root: Path, file: Path, case: Case) -> None:

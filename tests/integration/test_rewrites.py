@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero._native import F32, U8, Arena, Block, BlockGeometry, Engine
+from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -104,10 +105,15 @@ class Reads(pl.Callback):
 
 
 def fit(
-    root: Path, strategy: Any, *callbacks: pl.Callback, module_class: type[LitModel] = LitModel, store: Path | None = None
+    root: Path,
+    strategy: Any,
+    *callbacks: pl.Callback,
+    module_class: type[LitModel] = LitModel,
+    store: Path | None = None,
+    frozen: tuple[int, ...] = (),
 ) -> Outcome:
     torch.manual_seed(7)
-    module = module_class(Recipe(shape=Shape(layers=2)))
+    module = module_class(Recipe(shape=Shape(layers=2, frozen=frozen)))
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, max_steps=5, limit_val_batches=0, default_root_dir=root, callbacks=[Reads(), *callbacks]
@@ -148,6 +154,37 @@ def test_weights_that_change_between_batches_wait_for_the_step_before(write: str
         fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store, verify_digests=True), At(1, shut), At(2, change))
     got = fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store, verify_digests=True), At(2, WRITES[write]), store=store)
     expected.losses = expected.losses[2:]
+    assert_same(got, expected)
+
+
+def test_frozen_weights_that_are_written_through_the_door_are_in_the_next_step(gate: Gate, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+
+    def halve_frozen(module: Any) -> None:
+        with torch.no_grad():
+            module.model.blocks[0].up.weight.mul_(0.5)
+
+    def quarter(module: Any) -> None:
+        module.model.blocks[0].up.weight.data.mul_(0.25)
+
+    def ends(_: Any) -> None:
+        raise Ends
+
+    def shut(module: Any) -> None:
+        halve_frozen(module)
+        gate.shuts = True
+
+    def behind_the_door(module: Any) -> None:
+        assert type(module.model.blocks[0].up.weight) is OffloadedParameter
+        gate.opens_soon()
+        quarter(module)
+
+    expected = fit(tmp_path, "auto", At(1, halve_frozen), At(2, quarter), frozen=(0,))
+    callbacks = At(1, shut), At(2, behind_the_door), At(3, ends)
+    with pytest.raises(Ends):
+        fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store, verify_digests=True), *callbacks, frozen=(0,))
+    got = fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store, verify_digests=True), store=store, frozen=(0,))
+    expected.losses = expected.losses[3:]
     assert_same(got, expected)
 
 
