@@ -153,8 +153,8 @@ Status Block::OpenFiles(bool create) {
   for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
     FileSpec spec = SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes());
     spec.may_have_links = true;
-    // Of a recovered block only the committed slot counts. A checkpoint by hard links has no other; a process that died may have
-    // left half of it, or the one of another block that had its number in the meantime.
+    // Of a recovered block only the committed slot counts. A checkpoint by hard links has no other; a process that died may
+    // have left half of it, or the one of another block that had its number in the meantime.
     const bool counts = !store_->has_record() || store_->committed().blocks[static_cast<size_t>(id())].slot == slot;
     const bool anew = !create && !counts && !IsThere(spec);
     if (anew) unlinkat(spec.directory_fd, spec.name.c_str(), 0);
