@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
-from lightning_hetero.parallel.pipeline.module import StagedSteps
+from lightning_hetero.parallel.pipeline.module import first_tensor
 
 
 class Layers:
@@ -117,7 +117,7 @@ class Layers:
     def stage_inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """What of a batch the first layer gets."""
         own: Any = getattr(self.module, "stage_inputs", None)
-        found = own(batch) if own is not None else StagedSteps.stage_inputs(self.module, batch)  # type: ignore[arg-type]
+        found = first_tensor(batch) if own is None else own(batch)
         return found if isinstance(found, tuple) else (found,)
 
     def keep(self, layers: range, device: torch.device) -> None:

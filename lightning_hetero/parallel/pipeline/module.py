@@ -41,11 +41,7 @@ class StagedSteps:
 
     def stage_inputs(self, batch: Any) -> Any:
         """What of a batch the first layer gets: a tensor or a tuple of them. Default: a tensor itself, the first of a sequence."""
-        if isinstance(batch, Tensor):
-            return batch
-        if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor):
-            return batch[0]
-        raise ConfigError(f"the batch is a {type(batch).__name__}; say with stage_inputs(batch) what of it the first layer gets.")
+        return first_tensor(batch)
 
     def tensor_parallel(self, layer: nn.Module) -> Mapping[str, ParallelStyle]:
         """How the ranks of one stage share a layer: torch's styles by the names of its modules; none: each computes all of it.
@@ -77,6 +73,19 @@ class StagedSteps:
             module.log(f"{prefix}_{name}", mean, batch_size=int(sums.count), **options)
         mean_loss: Tensor = sums.loss / sums.count
         return mean_loss
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """A batch that is a tensor, or the first of a sequence of them.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor):
+        return batch[0]
+    raise ConfigError(f"the batch is a {type(batch).__name__}; say with stage_inputs(batch) what of it the first layer gets.")
 
 
 def run_layers(layers: Iterable[nn.Module], value: Any) -> Any:

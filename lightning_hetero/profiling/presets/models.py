@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.profiling.presets.figures import find
 from lightning_hetero.profiling.presets.transformers import Architecture, Gpt, Llama, profile
 
-_FAMILIES: dict[str, Callable[..., Architecture]] = {"gpt": Gpt, "llama": Llama}
+_FAMILIES: dict[str, type[Gpt] | type[Llama]] = {"gpt": Gpt, "llama": Llama}
 
 
 def _opt(layers: int, hidden: int, heads: int) -> Gpt:
@@ -195,7 +194,7 @@ def llama(
 def _from_text(family: str, dimensions: str) -> Architecture:
     """``"layers=4,hidden=64,heads=4"`` as an architecture of the family."""
     make = find("model family", _FAMILIES, family)
-    kinds = {f.name: f.default for f in fields(make)}  # type: ignore[arg-type]
+    kinds = {f.name: f.default for f in fields(make)}
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in dimensions.split(","))):
         key, equals, text = (p.strip() for p in part.partition("="))
