@@ -237,8 +237,9 @@ def plan_cluster(
     from lightning_hetero.cli.clusters import ClusterRequest
 
     model = o.Request(model_profile=model_profile, preset_model=preset_model, batch=batch, sequence=sequence, precision=precision)
-    request = ClusterRequest(cluster=cluster, micro_batches=micro_batches, model=model)
-    command.run(request, planner=planner, tensor_parallel=tensor_parallel, out=out, as_json=as_json)
+    degrees = tuple(tensor_parallel or ())
+    request = ClusterRequest(cluster=cluster, micro_batches=micro_batches, model=model, tensor_parallel=degrees)
+    command.run(request, planner=planner, out=out, as_json=as_json)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -29,11 +29,13 @@ class ClusterRequest:
         cluster: A cluster file, the name of a known cluster, or a line such as ``"4xa100-80+2xh800"``.
         micro_batches: Micro-batches of one step, of all groups together.
         model: The options of the model.
+        tensor_parallel: Degrees to try; none: all that are possible.
     """
 
     cluster: str
     micro_batches: int
     model: Request
+    tensor_parallel: tuple[int, ...] = ()
 
     @classmethod
     def from_origin(cls, plan: ClusterPlan, *, folder: Path, source: str) -> ClusterRequest:
@@ -44,16 +46,24 @@ class ClusterRequest:
         """
         origin = dict(plan.origin)
         file, name, batches = origin.pop("cluster_file", None), origin.pop("cluster", None), origin.pop("micro_batches", None)
+        degrees = str(origin.pop("tensor_parallel", ""))
         if not isinstance(batches, int) or not isinstance(file or name, str):
             raise ConfigError(f"{source} does not say for what cluster and how many micro-batches it is; plan again with --out.")
-        text = str(folder / str(file)) if file is not None else str(name)
-        return cls(cluster=text, micro_batches=batches, model=Request.from_origin(origin, folder=folder))
+        if not all(t.isdecimal() for t in degrees.split()):
+            raise ConfigError(f"{source}: tensor_parallel={degrees!r} in its origin; allowed: degrees such as '1 2'.")
+        return cls(
+            cluster=str(folder / str(file)) if file is not None else str(name),
+            micro_batches=batches,
+            model=Request.from_origin(origin, folder=folder),
+            tensor_parallel=tuple(map(int, degrees.split())),
+        )
 
     def origin(self, *, folder: Path) -> dict[str, str | int]:
         """What a plan whose file is in ``folder`` keeps of the request."""
         is_file = Path(self.cluster).is_file()
         place = {"cluster_file": os.path.relpath(self.cluster, folder)} if is_file else {"cluster": self.cluster}
-        return {**place, "micro_batches": self.micro_batches, **self.model.origin(folder=folder)}
+        degrees = {"tensor_parallel": " ".join(map(str, self.tensor_parallel))} if self.tensor_parallel else {}
+        return {**place, "micro_batches": self.micro_batches, **degrees, **self.model.origin(folder=folder)}
 
     def load(self) -> tuple[ModelProfile, Cluster]:
         """The model and the cluster.

@@ -31,10 +31,11 @@ def run(path: Path, *, as_json: bool) -> None:
         others = []
         for name in PLANNERS:
             with suppress(PlanError):  # a baseline need not find one
-                found = plan(model, cluster, micro_batches=request.micro_batches, planner=name)
+                degrees = request.tensor_parallel or None
+                found = plan(model, cluster, micro_batches=request.micro_batches, planner=name, tensor_parallel=degrees)
                 others.append(replace(found.in_short(), name=name))
     with working("planning for other clusters"):
-        what_ifs = list(_what_ifs(model, cluster, request.micro_batches))
+        what_ifs = list(_what_ifs(model, cluster, request))
     if as_json:
         print_json(
             {
@@ -89,13 +90,18 @@ def _binding_texts(b: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _what_ifs(model: ModelProfile, cluster: Cluster, micro_batches: int) -> Iterator[tuple[str, float | None, float | None]]:
+def _what_ifs(model: ModelProfile, cluster: Cluster, request: ClusterRequest) -> Iterator[tuple[str, float | None, float | None]]:
     """Other clusters: the change, seconds of a step and tokens a second of the plan for it; ``None`` if there is none."""
     from lightning_hetero.parallel.planner import plan
 
-    for text, other, batches in _scenarios(cluster, micro_batches):
+    for text, other, batches in _scenarios(cluster, request.micro_batches):
+        largest = max(node.count for node in other.nodes)
+        degrees = [t for t in request.tensor_parallel if t <= largest]
+        if request.tensor_parallel and not degrees:
+            yield text, None, None
+            continue
         try:
-            found = plan(model, other, micro_batches=batches)
+            found = plan(model, other, micro_batches=batches, tensor_parallel=degrees or None)
             yield text, found.iteration_s, found.tokens / found.iteration_s
         except PlanError:
             yield text, None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 
 
-def run(request: ClusterRequest, *, planner: str, tensor_parallel: Sequence[int] | None, out: Path | None, as_json: bool) -> None:
+def run(request: ClusterRequest, *, planner: str, out: Path | None, as_json: bool) -> None:
     """Plans, prints, and writes the plan to ``out``: of all planners' plans the fastest.
 
     Raises:
@@ -32,7 +31,7 @@ def run(request: ClusterRequest, *, planner: str, tensor_parallel: Sequence[int]
     with working("planning"):
         for name in PLANNERS if planner == ALL else (planner,):
             try:
-                degrees = tensor_parallel or None
+                degrees = request.tensor_parallel or None
                 plans[name] = plan(model, cluster, micro_batches=request.micro_batches, planner=name, tensor_parallel=degrees)
             except PlanError as error:
                 failures[name] = error

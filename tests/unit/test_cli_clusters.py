@@ -154,6 +154,17 @@ def test_explain_says_what_binds_and_what_other_clusters_bring(plan_file: Path) 
         assert word in shown
 
 
+def test_explain_tries_the_degrees_that_the_plan_was_made_with(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    made = parsed("plan-cluster", CLUSTER, *MODEL, "--tensor-parallel", "2", "--out", path)
+    assert made["tensor_parallel"] == 2  # the node of one device idles
+    got = parsed("explain", path)
+    assert {row["tensor_parallel"] for row in got["planners"]} == {2}
+    what_ifs = {row["change"]: row["iteration_s"] for row in got["what_ifs"]}
+    assert what_ifs["without node0 (2x a100-80)"] is None
+    assert what_ifs["without node1 (1x h800)"] == pytest.approx(made["iteration_s"])
+
+
 def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, plan_file: Path) -> None:
     data = json.loads(plan_file.read_text())
     del data["origin"]
