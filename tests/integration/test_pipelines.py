@@ -227,7 +227,8 @@ def test_values_are_clipped_of_shards_too_and_where_there_are_none(folder: Path,
 
 def test_a_checkpoint_is_evaluated_after_training(alone: Results, ranks: list[Results]) -> None:
     for rank in ranks:
-        for (found,), (expected,) in zip(rank["plain"]["after"], alone["plain"]["after"], strict=True):
+        assert len(rank["plain"]["after"]) == 3  # of the validation data, and of two loaders with test data
+        for found, expected in zip(rank["plain"]["after"], alone["plain"]["after"], strict=True):
             assert found.keys() == expected.keys()
             assert found == pytest.approx(expected, rel=1e-6)
 

@@ -280,7 +280,7 @@ def fit(
     }
     if name == "plain":
         validated = trainer.validate(module, val, ckpt_path=checkpoint.best_model_path, verbose=False)
-        found["after"] = validated, trainer.test(module, val, verbose=False)
+        found["after"] = [*validated, *trainer.test(module, [val, val], verbose=False)]
     return found
 
 

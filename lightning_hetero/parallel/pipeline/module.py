@@ -56,11 +56,11 @@ class StagedSteps:
         """The mean loss, logged as ``train_loss``."""
         return self._step("train", batch, prog_bar=True)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs the mean loss as ``val_loss``."""
         self._step("val", batch, sync_dist=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs the mean loss as ``test_loss``."""
         self._step("test", batch, sync_dist=True)
 
