@@ -40,8 +40,9 @@ def step_begins(baton: Baton, args: argparse.Namespace) -> bool:
     return baton.step_begins()
 
 
-def fsdp2(baton: Baton, args: argparse.Namespace) -> dict[str, Any]:
-    """FSDP2 with parameters, gradients and optimizer state on the CPU."""
+def fsdp2(baton: Baton, args: argparse.Namespace, *, recompute: bool = False) -> dict[str, Any]:
+    """FSDP2 with parameters, gradients and optimizer state on the CPU; ``recompute``: layers keep their inputs only."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     capped(args)
@@ -58,8 +59,9 @@ def fsdp2(baton: Baton, args: argparse.Namespace) -> dict[str, Any]:
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if on_gpu:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        for layer in model.layers:
-            fully_shard(layer, **options)
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer) if recompute else layer
+            fully_shard(model.layers[number], **options)
         fully_shard(model, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         for tokens in RandomTokens(args.size, batch=args.batch, length=args.seq):

@@ -23,6 +23,9 @@ from lightning_hetero.profiling import presets
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
 GPU: dict[str, Any] = {"accelerator": "cuda", "devices": 1}
+same_adam_on_the_cpu = pytest.mark.xfail(
+    not torch.__version__.startswith("2.13"), strict=False, reason="the native kernels promise the bits of torch 2.13's Adam"
+)
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
@@ -79,6 +82,7 @@ def test_updates_on_the_device_have_the_bits_of_plain_lightning(plan: str, recip
     assert_same(trained(RECIPES[recipe], HeteroOffloadStrategy(ON_DEVICE[plan]), tmp_path), expected)
 
 
+@same_adam_on_the_cpu
 @pytest.mark.parametrize(
     ("plan", "recipe"),
     [
@@ -133,6 +137,7 @@ def test_updates_before_the_verdict_do_not_change_a_bit(
     assert seen[verdict] > 0
 
 
+@same_adam_on_the_cpu
 def test_a_plan_is_made_after_four_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Profiled with events of the stream, planned, moved: what the CPU updates from then on is verified there."""
     machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
