@@ -14,6 +14,13 @@ steps. All variants of an experiment that update on the same lanes have the same
 
     python benchmarks/ablation.py --rounds 3 --continue FILE --minutes 5 --dir /path/on/the/disk
 
+On a GPU the same variants train a model of some billion parameters: ``--plans DIR`` writes their plans for a model and a machine
+that ``gpu_step.py --profiles`` has profiled, with what simulation says, and trains nothing; ``gpu_step.py --variants DIR`` does.
+
+    python benchmarks/gpu_step.py --cap 24GiB --only zero_offload --profiles DIR --dir DISK
+    python benchmarks/ablation.py --plans DIR/plans --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json
+    python benchmarks/gpu_step.py --cap 24GiB --variants DIR/plans --continue LOG --minutes 9 --dir DISK
+
 Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's best. With ``--continue FILE``
 what the file has of the same settings is not measured again, and ``--minutes`` ends a turn. Prints one line of JSON last.
 """
@@ -27,7 +34,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -138,6 +145,28 @@ def on_paper(experiment: Experiment) -> dict[str, float | None]:
     machine = paper_machine(experiment.machine)
     model = preset_model(experiment.model, batch=experiment.batch, sequence=SEQUENCE, hardware=machine)
     return {v.name: predicted(v.build(model, machine, experiment.state), model, machine) for v in experiment.variants}
+
+
+def write_plans(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the variants' plans for a profiled model and machine; says how long they take by simulation."""
+    model = ModelProfile.from_json(args.model_profile.read_text())
+    machine = HardwareProfile.from_json(args.hardware_profile.read_text())
+    args.plans.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    for experiment in [e for e in EXPERIMENTS if e.name in args.only]:
+        seconds = found[experiment.name] = {}
+        for variant in experiment.variants:
+            plan, name = variant.build(model, machine, experiment.state), f"{experiment.name}, {variant.name}"
+            try:
+                plan = replace(plan, name=name, predicted=simulation(plan, model, machine).prediction)
+            except PlanError as error:
+                print(f"{name}: {error}")
+                seconds[variant.name] = None
+                continue
+            (args.plans / f"{name}.json").write_text(plan.to_json())
+            seconds[variant.name] = plan.predicted.iteration_s if plan.predicted is not None else None
+            print(f"{name}: {seconds[variant.name]:.4f} s/step by simulation")
+    return found
 
 
 class Emulated:
@@ -253,6 +282,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
     parser.add_argument("--minutes", type=float, help="no variant is begun later than that")
+    parser.add_argument("--plans", type=Path, metavar="DIR", help="write the plans for these profiles, and train nothing")
+    parser.add_argument("--model-profile", type=Path, metavar="FILE")
+    parser.add_argument("--hardware-profile", type=Path, metavar="FILE")
     parser.add_argument("--simulate-only", action="store_true", help="nothing is trained: models and machines from presets")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 1 GB free")
     return parser.parse_args()
@@ -260,6 +292,11 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.plans is not None:
+        if args.model_profile is None or args.hardware_profile is None:
+            raise SystemExit("--plans needs --model-profile and --hardware-profile; gpu_step.py --profiles writes both.")
+        print(json.dumps({"benchmark": "ablation", "simulated_s": write_plans(args)}))
+        return
     end_s = time.monotonic() + 60 * (args.minutes or float("inf"))
     settings = {"layers": args.layers, "compute_s": args.compute_s, "warm": WARM, "steps": args.steps, "torch": torch.__version__}
     log = Log(args.log, settings)

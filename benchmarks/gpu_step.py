@@ -9,6 +9,7 @@
 * ``peak``: the same layers with nothing offloaded and no optimizer. Two numbers of layers that fit give the time of a layer and
   of the rest, and so that of the whole model.
 * ``overhead``: plan ``resident`` against plain Lightning, on a model that fits.
+* With ``--variants DIR`` only the plans in it are trained, each by its file's name: those of ``ablation.py --plans DIR``.
 
 A contestant that cannot run here is ``null``, and a line before says why. Contestants run one after the other, each in a process
 with the device to itself. ``--continue LOG`` keeps what has been measured, contestant by contestant, and ``--minutes`` begins none
@@ -160,7 +161,8 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
 
 def once(args: argparse.Namespace, name: str, measure: Callable[[], Any]) -> Any:
     """What the log has of a figure, else what measuring gives; ``None`` if it is too late for that."""
-    plan = f" {zlib.crc32(args.plan.read_bytes())}" if name == AUTO and args.plan is not None else ""
+    file = args.variants / f"{name}.json" if args.variants is not None else args.plan if name == AUTO else None
+    plan = f" {zlib.crc32(file.read_bytes())}" if file is not None else ""
     key = args.cap_text, name + plan
     if args.log.results.get(key) is None:
         if time.monotonic() >= args.end_s:
@@ -186,6 +188,8 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """What runs at one cap, by name."""
     named: dict[str, tuple[Any, ...]] = {}
     layers = args.size.layers
+    if args.variants is not None:
+        return {file.stem: (offloaded, args, file, layers) for file in sorted(args.variants.glob("*.json"))}
     for plan in ("zero_offload", "zero_infinity"):
         named[plan] = (offloaded, args, plan, layers)
     if args.plan is not None:
@@ -204,7 +208,7 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def wanted(args: argparse.Namespace, name: str) -> bool:
     """Whether a contestant was asked for."""
-    return args.only is None or name in args.only
+    return args.variants is None and (args.only is None or name in args.only)
 
 
 def at_cap(args: argparse.Namespace) -> dict[str, Any]:
@@ -278,6 +282,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="contestants by name, and peak, overhead; all by default")
     parser.add_argument("--plan", nargs="+", type=Path, dest="plans", metavar="FILE", help="auto's plans, one for each cap")
+    parser.add_argument("--variants", type=Path, metavar="DIR", help="plans to train, and nothing else")
     parser.add_argument("--profiles", type=Path, metavar="DIR", help="write what planning needs there")
     parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
     parser.add_argument("--minutes", type=float, help="no contestant is begun later than that")
