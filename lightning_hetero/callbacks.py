@@ -38,9 +38,21 @@ def make(namespace: str, autoplan: Autoplan) -> Any:
     return _callback_class(namespace)(namespace, autoplan)
 
 
+# Whose Callback, and under which name the class is found here: a Trainer that is pickled has it.
+_NAMES = {"lightning.pytorch": "ModelProfiler", "pytorch_lightning": "PytorchLightningModelProfiler"}
+
+
 @functools.cache
 def _callback_class(namespace: str) -> type[Any]:
-    return type("ModelProfiler", (_ModelProfiler, importlib.import_module(namespace).Callback), {})
+    base = importlib.import_module(namespace).Callback
+    return type(_NAMES[namespace], (_ModelProfiler, base), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    for namespace, class_name in _NAMES.items():
+        if name == class_name:
+            return _callback_class(namespace)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _ModelProfiler(_Base):
@@ -93,7 +105,7 @@ class _ModelProfiler(_Base):
         """Straight to the loggers: the module's own metrics, which callbacks monitor, stay as they are."""
         values = {f"hetero_offload/{name}": value for name, value in self.error.compute().items()}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+            logger.log_metrics(metrics=values, step=trainer.global_step)
 
 
 class PredictionError:

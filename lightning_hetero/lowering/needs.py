@@ -146,7 +146,7 @@ def needs_of_shape(
     early = state if in_backward or plan.priority else 0
     moments = [
         *(_moment(*a, *g, early, shared=shared_memory) for a, g in zip(reversed(activations), gradients, strict=True)),
-        _moment(0, 0, *gradients[-1], state, buckets, shared=shared_memory),
+        _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), state, buckets, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}

@@ -69,7 +69,6 @@ class Executor(RoomForGradients):
         self._tickets: dict[int, list[Ticket]] = {}  # op -> its tickets
         self._seen: list[int] = []
         self._training = False
-        self._in_backward = False
         self._backward_block: Block | None = None
 
     # ---- the step ---------------------------------------------------------------------------------------------------------

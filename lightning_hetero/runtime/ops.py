@@ -33,6 +33,7 @@ class EngineOps(ResidentBlocks):
         self.serial = False
         self.speculation = Speculation(self.store)
         self._armed: OptimizerBinding | None = None
+        self._in_backward = False  # Lightning's own, which leaves the gradients of the step
         self._in_flight: list[Ticket] = []
         self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, which ends with its STORE
 
@@ -87,6 +88,8 @@ class EngineOps(ResidentBlocks):
         if binding is None or binding.rule is Rule.WHOLE:
             return []
         early = self.updater.verdict is not binding
+        if early and not self._in_backward:  # one that the user runs: its gradients are not those of the step
+            return []
         if early and (block.grads_left or block.early_unsafe or (self.deferred and not self.speculation.may_try(block, binding))):
             return []
         in_python = binding.rule is Rule.BLOCKWISE and self.updater.has_work(block, binding)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from types import MethodType
 from typing import Any
@@ -40,6 +40,7 @@ class OptimizerBinding:
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Called before the state is looked at; waits for updates under way.
         on_zero: Called before gradients are zeroed in place.
+        on_load: Called before state is loaded, to prepare for that of parameters that have joined the optimizer.
 
     Attributes:
         capability: The rule that the optimizer allows wherever its state lives.
@@ -53,6 +54,7 @@ class OptimizerBinding:
         on_step: Callable[[OptimizerBinding, float], None],
         on_read: Callable[[], None],
         on_zero: Callable[[], None],
+        on_load: Callable[[OptimizerBinding], None],
     ) -> None:
         blockwise.check_supported(optimizer)
         self.optimizer = optimizer
@@ -61,7 +63,7 @@ class OptimizerBinding:
         else:
             self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
         self.rule = self.capability
-        self._on_step, self._on_read, self._on_zero = on_step, on_read, on_zero
+        self._on_step, self._on_read, self._on_zero, self._on_load = on_step, on_read, on_zero, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._store: TierStore | None = None
         self._replaced: dict[str, Any] = {}
@@ -75,6 +77,23 @@ class OptimizerBinding:
         existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
         if self.rule is Rule.NATIVE and existing:
             self._import(existing)
+
+    def check_params(self, known: Collection[int]) -> None:
+        """Refuses parameters that the runtime does not know: nobody would update them. An optimizer that runs whole does it itself.
+
+        Args:
+            known: The ids of the model's parameters as the fit began.
+
+        Raises:
+            ConfigError: It has such a parameter.
+        """
+        unknown = [p for p in self.params() if p.requires_grad and id(p) not in known]
+        if unknown and self.capability is not Rule.WHOLE:
+            raise ConfigError(
+                f"optimizer {type(self.optimizer).__name__} has {len(unknown)} parameters that were not the model's when the fit "
+                f"began, the first of shape {tuple(unknown[0].shape)}; allowed: those in its named_parameters(). Make their module "
+                f"in __init__, setup() or configure_model(), and an attribute of the LightningModule or an element of a ModuleList."
+            )
 
     def choose(self, rule: Rule) -> None:
         """Runs by this rule from the next step on; once ``step`` hands over it goes on doing so."""
@@ -153,7 +172,7 @@ class OptimizerBinding:
         if sizes != books["sizes"]:
             raise ConfigError(
                 f"{name} has groups of {sizes} parameters, the store's optimizer {books['sizes']}. Resume with the optimizer that "
-                f"training began with."
+                f"training began with; where a callback has added groups since, go on from a checkpoint file."
             )
 
     def take_over(self, books: dict[str, Any]) -> None:
@@ -253,6 +272,7 @@ class OptimizerBinding:
             return
         # torch would cast the state to the parameters' dtype and copy it whole; groups and checks are its own, the state is ours.
         self._original["load_state_dict"]({**state_dict, "state": {}})
+        self._on_load(self)  # callbacks that unfreeze have brought its groups to where they were
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         by_number = dict(zip(saved, self.params(), strict=True))
         self._import({by_number[i]: s for i, s in state_dict["state"].items() if i in by_number})

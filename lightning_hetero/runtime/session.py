@@ -81,7 +81,10 @@ class Session(Budgets):
             UnsupportedError: An optimizer cannot run out of core.
         """
         if optimizers is not None:
-            self.bindings = [OptimizerBinding(o, on_step=self._on_step, on_read=self.drain, on_zero=self.drain) for o in optimizers]
+            hooks: Any = {"on_step": self._on_step, "on_read": self.drain, "on_zero": self.drain, "on_load": self._promote}
+            self.bindings = [OptimizerBinding(o, **hooks) for o in optimizers]
+            for binding in self.bindings:
+                binding.check_params(self._known())
         self._rules, self._resumes = rules, resume
         self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options) if optimizers is not None else None
         placer = self._placer()
@@ -251,6 +254,7 @@ class Session(Budgets):
         fresh = [p for p in binding.params() if id(p) not in owners]
         if not fresh:
             return
+        binding.check_params(self._known())
         ids = {id(p) for p in fresh}
         self.executor.updater.own(self.bindings)
         self.executor.relearn(self._placer().model)
@@ -265,6 +269,9 @@ class Session(Budgets):
                         if self.steps is not None:
                             self.steps.reopened(part)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
+
+    def _known(self) -> set[int]:
+        return {id(p) for block in self.blocks for p in block.params()}
 
     @contextmanager
     def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -6,9 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.errors import ConfigError
 
@@ -46,8 +48,13 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
             ``_no_split_modules``, else classes that repeat with equal parameter shapes inside a ``ModuleList`` or ``Sequential``.
 
     Raises:
-        ConfigError: ``block_cls`` matches no module that has parameters.
+        ConfigError: ``block_cls`` matches no module that has parameters, or a lazy module has not set its own yet.
     """
+    if lazy := [name for name, param in root.named_parameters() if isinstance(param, UninitializedParameter)]:
+        raise ConfigError(
+            f"parameter {lazy[0]!r} has no shape yet: a lazy module sets it in its first forward, and memory is reserved before. "
+            f"Call the model once on an example, in setup() or earlier."
+        )
     repeated = {id(m) for m in _block_modules(root, block_cls)}
     specs: list[BlockSpec] = []
     owner: dict[int, BlockSpec] = {}
@@ -87,7 +94,9 @@ def _without_aliases(spec: BlockSpec) -> BlockSpec:
 
 def _block_modules(root: nn.Module, block_cls: BlockCls | None) -> list[nn.Module]:
     if block_cls is not None:
-        wanted = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
+        wanted: list[Any] = list(block_cls) if isinstance(block_cls, list | tuple | set) else [block_cls]
+        if wrong := [w for w in wanted if not isinstance(w, str | type)]:
+            raise ConfigError(f"block_cls has {wrong[0]!r}; allowed: a class or its name, or several of them.")
         found = _outermost(root, lambda m: any(_matches(m, w) for w in wanted))
         if not found:
             classes = sorted({type(m).__name__ for m in root.modules() if _has_params(m)})

@@ -32,7 +32,8 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
         return partial(_given, plan)
     if isinstance(plan, str) and plan in BUILTIN_PLANS:
         return BUILTIN_PLANS[plan]
-    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file():
+    is_name = isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file()
+    if is_name or not isinstance(plan, str | os.PathLike):
         names = ", ".join(map(repr, dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))))
         raise ConfigError(f"plan={plan!r}; allowed: {names}, the path of a plan file, or a Plan.")
     return partial(_given, Plan.load(Path(plan)))
@@ -63,6 +64,13 @@ def steps(name: str, value: int) -> int:
             f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
         )
     return value
+
+
+def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
+    """The same for a directory on this machine."""
+    if value is not None and "://" in os.fspath(value):
+        raise ConfigError(f"{name}={os.fspath(value)!r} is a URL; allowed: a directory on a disk of this machine.")
+    return None if value is None else Path(value)
 
 
 def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:

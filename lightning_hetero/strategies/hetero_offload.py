@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import release_pages
@@ -15,7 +14,7 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
-from lightning_hetero.strategies.choices import check_keeping, count, drift, one_of, planner, planner_name, steps
+from lightning_hetero.strategies.choices import check_keeping, count, drift, local_path, one_of, planner, planner_name, steps
 from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.lifecycle import Lifecycle
@@ -101,7 +100,7 @@ class HeteroOffload(Lifecycle):
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
             device=device,
-            disk_path=None if disk_path is None else Path(disk_path),
+            disk_path=local_path("disk_path", disk_path),
             disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
             allow_tmpfs=allow_tmpfs,
             allow_rotational=allow_rotational,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
@@ -25,12 +25,21 @@ class Reports(Core):
     def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
         """The door to weights outside their block's forward: inside the context they are ordinary parameters in memory.
 
+        Before and after training, weights that are in memory stay as they are.
+
         Args:
             params: A module, or parameters.
+
+        Raises:
+            ConfigError: They have no content yet: the model is on the meta device.
         """
-        assert self.session is not None, "materialize() works between the Trainer's setup and teardown"
         wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
-        with self.session.materialized(wanted):
+        if self.session is None and any(p.is_meta for p in wanted):
+            raise ConfigError(
+                "materialize() got parameters on the meta device, which have no content before the Trainer's setup. Call it from a "
+                "hook such as on_fit_start, or later."
+            )
+        with nullcontext() if self.session is None else self.session.materialized(wanted):
             yield
 
     @property

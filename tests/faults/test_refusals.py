@@ -486,7 +486,14 @@ def test_a_block_cls_that_matches_nothing_is_refused(root: Path, plain: Outcome)
     module = new_module()
     refused(ConfigError, ["block_cls='LlamaDecoderLayer'", "matches no", "MlpBlock"], root, module, block_cls="LlamaDecoderLayer")
     refused(ConfigError, ["GELU", "matches no", "MlpBlock"], root, module, block_cls=nn.GELU)
+    refused(ConfigError, ["block_cls has 3", "allowed"], root, module, block_cls=[nn.GELU, 3])
     assert_usable(module, root, plain)
+
+
+def test_a_lazy_module_without_shapes_is_refused(root: Path) -> None:
+    module = new_module()
+    module.model.spare = nn.LazyLinear(3)
+    refused(ConfigError, ["'model.spare.weight' has no shape yet", "setup()"], root, module)
 
 
 # ---- options ----------------------------------------------------------------------------------------------------------------
@@ -497,7 +504,7 @@ def test_a_block_cls_that_matches_nothing_is_refused(root: Path, plain: Outcome)
     [
         ("host_memory", "4GiBB"), ("host_memory", "-1GiB"), ("host_memory", 0), ("host_memory", True), ("device_memory", "much"),
         ("disk_capacity", "1 2 GiB"), ("io_backend", "uring"), ("durability", "always"), ("io_threads", 0), ("io_threads", "many"),
-        ("update_threads", 0), ("update_threads", -1), ("update_threads", 2.5), ("io_threads", 4096),
+        ("update_threads", 0), ("update_threads", -1), ("update_threads", 2.5), ("io_threads", 4096), ("disk_path", "s3://bucket/run"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_when_the_strategy_is_made(option: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -233,8 +234,8 @@ def test_a_budget_below_the_least_is_refused_before_training(tmp_path: Path) -> 
         run(Recipe(), HeteroOffloadStrategy(host_memory=1000), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["holistics", "Auto", ""])
-def test_unknown_planners_are_refused_with_the_known_ones(name: str) -> None:
+@pytest.mark.parametrize("name", ["holistics", "Auto", "", None, {"zero_optimization": {"stage": 3}}])
+def test_unknown_planners_are_refused_with_the_known_ones(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"'auto'.*'host'.*'lohan'"):
         HeteroOffloadStrategy(name)
 
@@ -386,19 +387,22 @@ def test_prediction_errors_go_to_the_loggers_and_nowhere_else(tmp_path: Path) ->
     assert sum(bool(row.get("hetero_offload/step_time_error")) for row in rows(logger)) == 3  # after 6, 8 and 10 steps
 
 
+class Notes(LitModel):
+    """Notes the callbacks while it trains."""
+
+    def on_train_start(self) -> None:
+        self.during = [type(c).__name__ for c in self.trainer.callbacks]
+
+
 def test_the_list_of_callbacks_is_left_as_it_was(tmp_path: Path) -> None:
     strategy = HeteroOffloadStrategy("zero_infinity")
     trainer = quiet_trainer(strategy=strategy, max_steps=6, default_root_dir=tmp_path)
-    before, during = list(trainer.callbacks), []
-
-    class Notes(LitModel):
-        def on_train_start(self) -> None:
-            during.extend(type(c).__name__ for c in self.trainer.callbacks)
-
-    module = Notes(Recipe())
+    before = list(trainer.callbacks)
+    module = Notes(Recipe(optimizer=torch.optim.AdamW))
     trainer.fit(module, data())
     assert trainer.callbacks == before
-    assert during[0] == "ModelProfiler"
+    assert module.during[0] == "ModelProfiler"
+    assert pickle.loads(pickle.dumps(trainer)).strategy.prediction_error() == strategy.prediction_error()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert "ModelProfiler" not in json.dumps(list(torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]))
 

@@ -140,6 +140,24 @@ def test_unfreezing_during_training(kind: str, factory: Any, tmp_path: Path) -> 
     assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, Unfreezing, recipe=recipe))
 
 
+@pytest.mark.parametrize(("kind", "factory"), [("host", None), ("disk", None), ("disk", SGD)], ids=["host", "disk", "disk-sgd"])
+def test_unfreezing_goes_on_from_a_checkpoint(kind: str, factory: Any, tmp_path: Path) -> None:
+    """The callback gives the optimizer its groups back, and then state is loaded for blocks that had none."""
+    recipe = Recipe() if factory is None else Recipe(optimizer=factory)
+
+    def train(kind: str) -> Outcome:
+        for epochs, path in ((2, None), (4, tmp_path / f"{kind}.ckpt")):
+            torch.manual_seed(7)
+            module = LitModel(recipe)
+            strategy = "auto" if kind == "auto" else HeteroOffloadStrategy(kind)
+            trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, callbacks=[Unfreezing()], default_root_dir=tmp_path)
+            trainer.fit(module, data(3), ckpt_path=path)
+            trainer.save_checkpoint(tmp_path / f"{kind}.ckpt")
+        return outcome(trainer, module)
+
+    assert_same(train(kind), train("auto"))
+
+
 class Backbone(LitModel):
     @property
     def backbone(self) -> nn.Module:

@@ -14,7 +14,7 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from support.strategies import assert_same_as_plain, least_memory, make_strategy
 from torch import Tensor, nn
 
-from lightning_hetero.errors import OffloadedAccessError
+from lightning_hetero.errors import ConfigError, OffloadedAccessError
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -142,6 +142,21 @@ def test_a_released_weight_is_read_through_the_door(tmp_path: Path) -> None:
     assert_same(run(recipe, tight, tmp_path, module_class=Materialized), expected)
 
 
+def test_materializing_a_model_that_is_in_memory_anyway_changes_nothing(tmp_path: Path) -> None:
+    """As a function that is called both in training and after it does. Without content there is nothing to read."""
+    strategy = HeteroOffloadStrategy("disk")
+    module = LitModel(Recipe(steps=1))
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, default_root_dir=tmp_path)
+    for train in (lambda: None, lambda: trainer.fit(module, data())):
+        train()
+        with strategy.materialize(module):
+            assert all(type(p) is nn.Parameter for p in module.parameters())
+    with torch.device("meta"):
+        empty = LitModel(Recipe())
+    with pytest.raises(ConfigError, match=r"meta device.*on_fit_start"), strategy.materialize(empty):
+        pass
+
+
 def block_bytes(recipe: Recipe) -> int:
     """Host memory of one more block, in pages, with what aligning its parameters may add."""
     return sum(p.numel() * p.itemsize for p in LitModel(recipe).model.blocks[0].parameters()) + 4096
@@ -233,6 +248,19 @@ def test_no_optimizer(kind: str, tmp_path: Path) -> None:
             return None
 
     assert_same_as_plain(kind, partial(run, Recipe(steps=-1), tmp_path=tmp_path, module_class=Untrained, max_epochs=1))
+
+
+class Empty(pl.LightningModule):
+    """Has no parameters, as a baseline that only counts."""
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return batch[0].sum()
+
+
+def test_a_model_without_parameters(tmp_path: Path) -> None:
+    trainers = [quiet_trainer(strategy=s, default_root_dir=tmp_path) for s in (HeteroOffloadStrategy(), "auto")]
+    ours, theirs = (trainer.predict(Empty(), data()) for trainer in trainers)
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "device"])

@@ -190,6 +190,20 @@ def test_a_backward_that_is_not_announced_is_an_error_not_a_wrong_gradient(kind:
         assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=Unreturned))
 
 
+class Probing(LitModel):
+    """Runs a backward of its own inside of its step; Lightning drops its gradients before its own one."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["host", "tight", "device"])
+def test_the_users_own_backward_updates_nothing(kind: str, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, partial(run, Recipe(), tmp_path=tmp_path, module_class=Probing))
+
+
 class Reading(pl.Callback):
     """Records gradients, wherever Lightning lets a callback see them."""
 

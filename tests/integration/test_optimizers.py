@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain, make_strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]
@@ -87,6 +87,30 @@ def test_state_is_saved_and_loaded(kind: str, name: str, tmp_path: Path) -> None
 def test_some_optimizers_are_refused_by_name(kind_of_optimizer: Any, kind: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=kind_of_optimizer.__name__):
         run(Recipe(optimizer=kind_of_optimizer), HeteroOffloadStrategy(plan=kind), tmp_path)
+
+
+class Aside(LitModel):
+    """Trains a layer that is no part of it, or only once training has begun."""
+
+    def __init__(self, recipe: Recipe, *, later: bool = False) -> None:
+        super().__init__(recipe)
+        self.later, self.aside = later, [nn.Linear(3, 3)]
+
+    def configure_optimizers(self) -> Any:
+        return self.recipe.optimizer([*self.parameters(), *([] if self.later else self.aside[0].parameters())])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.later and batch_idx == 1:
+            self.added = self.aside[0]
+            self.trainer.optimizers[0].add_param_group({"params": list(self.added.parameters())})
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_parameters_that_nobody_would_update_are_refused(name: str, later: bool, tmp_path: Path) -> None:
+    recipe = Recipe(optimizer={**OPTIMIZERS, "AdamW": ADAMW}[name])
+    with pytest.raises(ConfigError, match=rf"{name} has 2 parameters .* \(3, 3\).*configure_model"):
+        run(recipe, HeteroOffloadStrategy("disk"), tmp_path, module_class=partial(Aside, later=later))
 
 
 class SignDescent(torch.optim.Optimizer):

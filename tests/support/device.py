@@ -104,7 +104,7 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
         for part, geometry in zip(parts, geometries, strict=True):
             open_home(store, part, geometry)
             store.flush(part)
-        binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_zero=_nothing)
+        binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_zero=_nothing, on_load=_nothing)
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))
         updater = Updater(store, **{"clip_value": None, "keep_gradients": False, "waits": False, **rules})
         updater.own([binding])

@@ -258,8 +258,8 @@ class DeviceOps(DeviceResidents):
         return trial.tickets
 
     def _is_early(self, block: Block) -> bool:
-        """Whether backward may still add to the block's gradients."""
-        return self.updater.verdict is None and bool(block.grads_left or block.early_unsafe)
+        """Whether backward may still add to the block's gradients, or they are of one that the user runs."""
+        return self.updater.verdict is None and bool(not self._in_backward or block.grads_left or block.early_unsafe)
 
     def _end_of_update(self, block: Block) -> Callable[[], Iterable[Ticket]] | None:
         """STORE is the second half of the engine's UPDATE, which it waits for."""
