@@ -11,7 +11,6 @@ under way any more.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from lightning_hetero.store.capacity import peak_resident_bytes
+from scratch import process_context
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch"])  # imported once for all
+from lightning_hetero.store.capacity import peak_resident_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +105,9 @@ class Contestant:
     """
 
     def __init__(self, target: Callable[..., object], *arguments: object) -> None:
-        self._connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_run, args=(theirs, target, arguments), daemon=False)
+        context = process_context()
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, target, arguments), daemon=False)
         self._process.start()
         theirs.close()
         self._receive()

@@ -22,18 +22,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
-from scratch import free_port, scratch
+from scratch import FORKS, free_port, scratch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -185,28 +186,31 @@ class Drill:
         script = [__file__, "--worker", str(folder), *(["--pipelines"] if pipelines else [])]
         least = 2 if pipelines else 1
         self.lines = launch_lines(_plan(), script, rendezvous=f"127.0.0.1:{port}", least_nodes=least, run_id="drill")
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._start("store", [sys.executable, *self.lines["store"]["command"][1:]], {})
+        self.processes: dict[str, psutil.Process] = {}
+        self._start("store", self.lines["store"]["command"][1:], {})
         self.allow(0)
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+        """What Python does with these arguments."""
+        environment = {**os.environ, **ENVIRONMENT, **environment}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, env={**os.environ, **ENVIRONMENT, **environment}, stdout=log, stderr=log, start_new_session=True
-            )
+            if FORKS:
+                self.processes[name] = psutil.Process(_forked(arguments, environment, log.fileno()))
+            else:
+                command = [sys.executable, *arguments]
+                self.processes[name] = psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def start(self, name: str) -> None:
         """A node appears."""
         line = next(node for node in self.lines["nodes"] if node["node"] == name)
-        command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *line["command"][1:]]
-        self._start(name, command, self.lines["environment"] | line["environment"])
+        forks = ["--run-path", "--start-method=fork"] if FORKS else []
+        arguments = ["-m", "torch.distributed.run", "--local-addr=127.0.0.1", *forks, *line["command"][1:]]
+        self._start(name, arguments, self.lines["environment"] | line["environment"])
 
     def kill(self, name: str) -> None:
-        """A node vanishes: its agent and its worker, which is a session of its own, at once, and what it has in memory."""
-        import psutil
-
+        """A node vanishes: its agent and its worker, which may be a session of its own, at once, and what it has in memory."""
         agent = self.processes.pop(name)
-        for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
+        for process in [agent, *agent.children(recursive=True)]:
             process.kill()
         agent.wait()
         shutil.rmtree(self.folder / "nodes" / name, ignore_errors=True)
@@ -242,10 +246,8 @@ class Drill:
 
     def _stacks(self) -> None:
         """Workers write to their logs what they are at."""
-        import psutil
-
         for agent in self.processes.values():
-            for worker in psutil.Process(agent.pid).children() if agent.poll() is None else ():
+            for worker in agent.children() if agent.is_running() else ():
                 worker.send_signal(signal.SIGUSR1)
         time.sleep(1)
 
@@ -285,6 +287,34 @@ def _plan() -> ClusterPlan:
     return ClusterPlan(name="drill", tensor_parallel=1, tokens=1, iteration_s=1.0, sync_s=0.0, utilisation=1.0, groups=groups)
 
 
+def _forked(arguments: list[str], environment: dict[str, str], log: int) -> int:
+    """Does what Python does with these arguments, in a fork of this process: its number."""
+    import torch.distributed.run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    sys.stdout.flush()
+    if process := os.fork():
+        return process
+    try:
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        dynamic_rendezvous.get_method_name = lambda depth=2: ""  # for a log; seconds of looking through all that is imported here
+        option, what, *further = arguments
+        if option == "-c":
+            exec(what)
+        else:
+            torch.distributed.run.main(further)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 @contextmanager
 def drill(folder: Path, *, pipelines: bool) -> Iterator[Drill]:
     """Its processes end with it."""
@@ -292,8 +322,8 @@ def drill(folder: Path, *, pipelines: bool) -> Iterator[Drill]:
     try:
         yield found
     finally:
-        for name in list(found.processes):
-            if found.processes[name].poll() is None:
+        for name, agent in list(found.processes.items()):
+            if agent.is_running():
                 found.kill(name)
 
 
@@ -390,6 +420,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its agent's
         faulthandler.register(signal.SIGUSR1)
         train(arguments.worker, elastic=True, pipelines=arguments.pipelines)
         return

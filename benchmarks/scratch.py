@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+PRELOADED = ("lightning.pytorch", "lightning_hetero.strategies")
+FORKS = False  # whether processes are forks of the benchmark itself, as tests have it: they need not import anything
+
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -38,9 +48,32 @@ def free_port() -> int:
             return found
 
 
+def fork_server(modules: tuple[str, ...] = PRELOADED) -> Any:
+    """The context of processes that are forked from one that has imported modules already, which takes longer than most of them.
+
+    The first call starts it, with what is installed, not with what lies in the current directory; the environment is another one
+    for that moment, so threads call this before they read it.
+    """
+    with _LOCK:
+        _start_server(modules)
+    return multiprocessing.get_context("forkserver")
+
+
+@cache
+def _start_server(modules: tuple[str, ...]) -> None:
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+        forkserver.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+
+
+def process_context() -> Any:
+    """The context of the processes that a benchmark starts, one after the other or side by side."""
+    return multiprocessing.get_context("fork") if FORKS else fork_server()
+
+
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function's result, in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
+    with ProcessPoolExecutor(1, mp_context=process_context()) as process:
         return process.submit(function, *arguments).result()
 
 
@@ -51,7 +84,7 @@ def first_word(function: Callable[..., object], *arguments: Any) -> Any:
         function: Its first argument is the connection to send through.
         arguments: The others.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = process_context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=function, args=(theirs, *arguments))
     process.start()

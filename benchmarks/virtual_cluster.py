@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import os
 import time
 import warnings
@@ -24,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from scratch import free_port
+from scratch import free_port, process_context
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -213,8 +212,7 @@ def device(rank: int, environment: dict[str, str], sample_s: float, plans: list[
 
 def measure(nodes: tuple[Devices, ...], plans: list[ClusterPlan], *, layer_s: float, steps: int) -> list[float]:
     """Seconds of a step under each plan: of the fastest one, since whatever else runs on this machine only adds to it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "lightning_hetero.strategies"])
+    context = process_context()
     port = free_port()
     ranks = [(i, local, node) for i, node in enumerate(nodes) for local in range(node.count)]
     out = context.Queue()

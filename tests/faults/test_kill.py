@@ -6,14 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripts import run_script
+from support.scripts import output_of, result_of
 
 STEPS, ROUNDS = 60, 10
 ON_DISK = ("model.blocks.",)
@@ -21,13 +20,8 @@ ON_DISK = ("model.blocks.",)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_a_committed_step_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    """The rounds run in one process that forks: importing torch takes longer than training."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     seed = random.randrange(10**6)
-    done = subprocess.run([sys.executable, __file__, str(tmp_path), str(seed)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = result_of(output_of(Path(__file__), tmp_path, str(seed), cwd=tmp_path))
     assert len(report["recovered"]) == ROUNDS
     assert max(report["recovered"]) > 1, report
 
@@ -36,9 +30,8 @@ def test_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The benchmark in small: kills while training starts, resumes, moves, trains and commits."""
     script = Path(__file__).parents[2] / "benchmarks" / "kill.py"
     seed = random.randrange(10**6)
-    done = run_script(script, "--dir", tmp_path, "--kills", "8", "--steps", "120", "--seed", str(seed), cwd=tmp_path)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    report = json.loads(done.stdout.splitlines()[-1])
+    output = output_of(script, "--dir", tmp_path, "--kills", "8", "--steps", "120", "--seed", str(seed), cwd=tmp_path)
+    report = result_of(output)
     assert report["kills"] == 8
     assert report["steps"] > 0
     assert report["lost_steps"] == report["wrong_resumes"] == report["unreadable_stores"] == 0
@@ -57,7 +50,7 @@ def main(root: Path, seed: int) -> None:
     recovered = []
     for number in range(ROUNDS):
         path = None if number % 2 else own
-        acknowledged = kill_while(lambda path=path: train(recipe, temporary, path), moments)
+        acknowledged = kill_while(lambda out, path=path: train(recipe, temporary, path, out), moments)
         (store,) = [own] if path else temporary.glob("lightning-hetero-*")  # leftovers of earlier rounds are gone
         step = in_child(lambda store=store: check(recipe, store, file))
         assert acknowledged - 2 <= step <= acknowledged + 1, (acknowledged, step)
@@ -94,13 +87,12 @@ def _show_and_exit() -> None:
 
 
 def kill_while(call: Any, moments: random.Random) -> int:
-    """Kills a child that runs ``call`` some time after one of its steps; the last step that it had told of."""
+    """Kills a child that runs ``call`` with a pipe some time after one of its steps; the last step that it had told of there."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(writer, 3)
         try:
-            call()
+            call(writer)
         finally:
             _show_and_exit()
     os.close(writer)
@@ -168,11 +160,11 @@ def reference(recipe: Any, root: Path, file: Path) -> None:
     torch.save(steps, file)
 
 
-def train(recipe: Any, root: Path, path: Path | None) -> None:
+def train(recipe: Any, root: Path, path: Path | None, out: int) -> None:
     """Tells the parent of every step, and waits after the last to be killed."""
 
     def tell(trainer: Any, module: Any) -> None:
-        os.write(3, b".")
+        os.write(out, b".")
         if trainer.global_step == STEPS:
             signal.pause()
 

@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.scripts import run_script
+from support.scripts import output_of, result_of
 from torch import nn
 
 from lightning_hetero._native import library
@@ -375,9 +375,7 @@ def test_a_missing_or_foreign_native_library_is_refused(root: Path, tmp_path: Pa
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(foreign), str(source)], check=True)
     script = tmp_path / "trains.py"
     script.write_text(NATIVE)
-    done = run_script(script, root, "/nowhere/libhetero.so", foreign, source, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    texts = json.loads(done.stdout.splitlines()[-1])
+    texts = result_of(output_of(script, root, "/nowhere/libhetero.so", foreign, source, cwd=tmp_path))
     assert [kind for kind, _ in texts] == [NativeMissingError.__name__] * 3
     for (_, text), path in zip(texts, ["/nowhere/libhetero.so", str(foreign), str(source)], strict=True):
         assert path in text

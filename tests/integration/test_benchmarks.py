@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripts import run_script
+from larger_than_ram import check_space
+from scratch import Log
+from support.scripts import output_of, result_of
 
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -22,9 +24,8 @@ DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 def run(script: str, *arguments: str | Path, cwd: Path) -> tuple[dict[str, Any], str]:
     """The JSON object that a benchmark prints last, and everything it printed."""
-    done = run_script(BENCHMARKS / script, *arguments, cwd=cwd)
-    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+    output = output_of(BENCHMARKS / script, *arguments, cwd=cwd)
+    return result_of(output), output
 
 
 def test_update_prints_its_ratios(tmp_path: Path) -> None:
@@ -114,25 +115,22 @@ def test_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    check_space = importlib.import_module("larger_than_ram").check_space
+def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"free; needed: 1048576\.0 TiB"):
         check_space(tmp_path, 1 << 60)
 
 
-def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    log_of, file = importlib.import_module("scratch").Log, tmp_path / "pairs.jsonl"
-    log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "disk", {"error": 0.1})
-    log_of(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "host", {"error": 0.2})
-    log_of(file, {"rounds": 4, "sizes": (1, 2)}).add("wide", "host", {"error": 0.3})
-    log_of(None, {"rounds": 3}).add("wide", "host", {"error": 0.4})
-    assert log_of(file, {"rounds": 3, "sizes": (1, 2)}).results == {
+def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    Log(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "disk", {"error": 0.1})
+    Log(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "host", {"error": 0.2})
+    Log(file, {"rounds": 4, "sizes": (1, 2)}).add("wide", "host", {"error": 0.3})
+    Log(None, {"rounds": 3}).add("wide", "host", {"error": 0.4})
+    assert Log(file, {"rounds": 3, "sizes": (1, 2)}).results == {
         ("wide", "disk"): {"error": 0.1},
         ("wide", "host"): {"error": 0.2},
     }
-    assert log_of(file, {"rounds": 4, "sizes": (1, 2)}).results == {("wide", "host"): {"error": 0.3}}
+    assert Log(file, {"rounds": 4, "sizes": (1, 2)}).results == {("wide", "host"): {"error": 0.3}}
 
 
 def test_ablation_simulates_and_measures_the_same_variants(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_tiers, elastic_train, ranks
-from support.scripts import run_script
+from support.scripts import output_of, result_of
 from support.sources import bytes_by_source
 
 from lightning_hetero.parallel.elastic import CommittedSteps
@@ -21,8 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on after each step in turn."""
     out = tmp_path_factory.mktemp("stopped")
-    done = run_script(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    output_of(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=300)
     found: dict[str, Any] = torch.load(out / "elastic.pt", weights_only=False)
     return found
 
@@ -203,9 +201,7 @@ def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_bo
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--pipelines",)], ids=["batches", "pipelines"])
 def test_nodes_are_killed_join_and_leave_while_training_goes_on(options: tuple[str, ...], tmp_path: Path) -> None:
-    done = run_script(BENCHMARKS / "preemption.py", "--dir", tmp_path, *options, cwd=tmp_path)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-12000:]}"
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = result_of(output_of(BENCHMARKS / "preemption.py", "--dir", tmp_path, *options, cwd=tmp_path))
     assert result["lost_steps"] == result["wrong_samples"] == 0
     assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
     assert result["max_difference"] <= 1e-12

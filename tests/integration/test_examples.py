@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import run_script
+from support.scripts import output_of
 
 import lightning_hetero
 
@@ -26,17 +26,14 @@ SHORT_RUN = ["--steps", "12", "--lr", "1e-3", "--seq-len", "64"]
 
 def run(script: str, *arguments: str | Path, cwd: Path) -> str:
     """Standard output of an example run in `cwd`; the test fails with both streams if it does."""
-    return output(script, run_script(EXAMPLES / script, *arguments, cwd=cwd))
+    return output_of(EXAMPLES / script, *arguments, cwd=cwd)
 
 
 def run_alone(script: str, *arguments: str | Path, cwd: Path) -> str:
     """As ``run``, in an interpreter that begins with nothing."""
     path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, EXAMPLES / script, *arguments]
-    return output(script, subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True))
-
-
-def output(script: str, done: subprocess.CompletedProcess[str]) -> str:
+    done = subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

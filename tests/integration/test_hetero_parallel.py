@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,38 +9,21 @@ from typing import Any
 import pytest
 import torch
 from support import parallel_train
-from support.scripts import run_script
+from support.ranks import start
 
 RANKS = 3
 SCRIPT = Path(str(parallel_train.__file__))
 Results = dict[str, Any]
 
 
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _train(out: Path, *, world: int, rank: int, port: int, checkpoint: str = "") -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    ranks = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    arguments = [out, *([checkpoint] if checkpoint else [])]
-    done = run_script(SCRIPT, *arguments, cwd=out, env={**os.environ, **address, **ranks}, timeout_s=300)
-    assert done.returncode == 0, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Results], Results]:
     """Of one process, of every rank of three, and of one that goes on where the three were after an epoch."""
     out = tmp_path_factory.mktemp("parallel")
-    together, alone = _port(), _port()
-    with ThreadPoolExecutor(RANKS + 1) as pool:
-        runs = [pool.submit(_train, out, world=RANKS, rank=r, port=together) for r in range(RANKS)]
-        runs.append(pool.submit(_train, out, world=1, rank=0, port=alone))
-        for run in runs:
+    with ThreadPoolExecutor() as pool:
+        for run in [pool.submit(start, SCRIPT, out, cwd=out, world=world) for world in (RANKS, 1)]:
             run.result()
-    _train(out, world=1, rank=0, port=alone, checkpoint=str(out / "rebalanced-3" / "step=4.ckpt"))
+    start(SCRIPT, out, out / "rebalanced-3" / "step=4.ckpt", cwd=out, world=1)
 
     def load(name: str) -> Results:
         found: Results = torch.load(out / name, weights_only=False)

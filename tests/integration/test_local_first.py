@@ -10,9 +10,10 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
+from scratch import free_port
 from support import recovery_train
 from support.elastic import loader
-from support.ranks import port, start
+from support.ranks import start
 from support.recovery_train import Body, Net
 from torch.utils.data import TensorDataset
 
@@ -163,7 +164,7 @@ def test_one_process_goes_on_bit_for_bit(namespace: Any, io: Any, resume: str, t
 
 
 def test_processes_that_lightning_starts_go_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     plain = _weights(_fit(tmp_path / "plain", epochs=2, as_distributed=True))
     _fit(tmp_path, LocalFirst(tmp_path / "memory"), epochs=1, as_distributed=True)
     second = LocalFirst(tmp_path / "memory")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, assert_same, run
 from support.properties import examples
+from support.recipes import few_layers
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfDiskError, OutOfMemoryBudgetError
@@ -30,17 +31,7 @@ OPTIMIZERS = {
 }
 RECIPES = st.builds(
     Recipe,
-    shape=st.builds(
-        Shape,
-        layers=st.integers(2, 3),
-        width=st.sampled_from([13, 24]),
-        dropout=st.sampled_from([0.0, 0.3]),
-        tied=st.booleans(),
-        frozen=st.sampled_from([(), (1,)]),
-        half_frozen=st.booleans(),
-        recompute=st.sampled_from(["", "non_reentrant"]),
-        unused=st.booleans(),
-    ),
+    shape=few_layers(recompute=st.sampled_from(["", "non_reentrant"]), unused=st.booleans()),
     steps=st.integers(3, 5),
     accumulate=st.sampled_from([1, 1, 2]),
     clip=st.sampled_from([None, None, 0.3]),

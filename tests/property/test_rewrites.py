@@ -9,28 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import Outcome, Recipe, Shape, assert_same
+from support.models import Outcome, Recipe, assert_same
 from support.properties import examples
-from support.recipes import adam, adamw, fitting, plans
+from support.recipes import adam, adamw, few_layers, fitting, plans
 from support.resuming import Ends
 from support.twofold import BATCHES, Twofold, train_twofold
 
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
-RECIPES = st.builds(
-    Recipe,
-    shape=st.builds(
-        Shape,
-        layers=st.integers(2, 3),
-        width=st.sampled_from([13, 24]),
-        dropout=st.sampled_from([0.0, 0.3]),
-        tied=st.booleans(),
-        frozen=st.sampled_from([(), (1,)]),
-        half_frozen=st.booleans(),
-    ),
-    steps=st.integers(4, 5),
-    optimizer=st.sampled_from([adamw, adam]),
-)
+RECIPES = st.builds(Recipe, shape=few_layers(), steps=st.integers(4, 5), optimizer=st.sampled_from([adamw, adam]))
 
 
 @examples(6)

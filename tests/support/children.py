@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 
 def in_child(call: Callable[[], object]) -> bool:
@@ -25,3 +26,18 @@ def in_child(call: Callable[[], object]) -> bool:
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "see above"
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def around(
+    owner: Any, name: str, *, before: Callable[..., object] = lambda *_: None, after: Callable[..., object] = lambda *_: None
+) -> None:
+    """Has a function of a class or a module call others before and after itself, with its arguments."""
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        before(*arguments)
+        result = original(*arguments, **options)
+        after(*arguments)
+        return result
+
+    setattr(owner, name, call)

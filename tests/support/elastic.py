@@ -8,9 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from scratch import free_port
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-from support.ranks import port
 
 
 class Killed(Exception):
@@ -19,7 +18,7 @@ class Killed(Exception):
 
 def single_rank() -> None:
     """Gives this process an address for groups of one."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def trainer(out: Path, strategy: Any, *plugins: Any, **options: Any) -> pl.Trainer:

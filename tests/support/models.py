@@ -204,6 +204,15 @@ def outcome(trainer: pl.Trainer, module: LitModel) -> Outcome:
     return Outcome(losses=module.losses, weights=weights, state=[o.state_dict() for o in trainer.optimizers])
 
 
+def difference(got: Outcome, expected: Outcome) -> str:
+    """What :func:`assert_same` says, and nothing where all is the same."""
+    try:
+        assert_same(got, expected)
+    except AssertionError as error:
+        return repr(error)
+    return ""
+
+
 def assert_same(got: Outcome, expected: Outcome) -> None:
     """Bit for bit: losses, weights, buffers, optimizer state and groups."""
     assert len(got.losses) == len(expected.losses)

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
+from scratch import free_port
+
 from support.scripts import run_script, start_server
-
-
-def port() -> int:
-    """A free one, and none that the system gives to whoever asks for any before it is listened on."""
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            found = random.SystemRandom().randrange(lowest // 2, lowest)
-            probe.bind(("127.0.0.1", found))
-            return found
 
 
 def start(
@@ -33,7 +21,7 @@ def start(
     With ``nodes``, each rank's, as torchrun starts them, however many a node has.
     """
     start_server()
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
     def run(rank: int) -> str:
         env = {**os.environ, **address, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -24,6 +24,23 @@ SHAPES = st.builds(
 )
 
 
+def few_layers(**options: Any) -> st.SearchStrategy[Shape]:
+    """Models that a resume or a new plan may go through in a property; further options of :class:`Shape`."""
+    return st.builds(
+        Shape,
+        layers=st.integers(2, 3),
+        width=st.sampled_from([13, 24]),
+        dropout=st.sampled_from([0.0, 0.3]),
+        tied=st.booleans(),
+        frozen=st.sampled_from([(), (1,)]),
+        half_frozen=st.booleans(),
+        **options,
+    )
+
+
+MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))
+
+
 def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3, fused=True)
 

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from scratch import free_port
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
-from support.ranks import port
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -150,7 +150,7 @@ def main() -> None:
             results[f"{kind} plain"] = fit(out, f"plain {kind}", kind, epochs=2, resume=str(plain), seed=8)
         results["fsdp to tensor"] = fit(out, "tensor", "tensor", epochs=2, local="fsdp", resume=str(out / "fsdp" / "epoch=0.ckpt"))
     else:  # one rank is left; it lost what the first strategy kept there
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ddp, fsdp = (str(out / name / "epoch=1.ckpt") for name in ("ddp", "fsdp"))
         results["ddp to fsdp"] = fit(out, "other", "fsdp", epochs=2, resume=ddp, local="lost")
         results["fsdp to one"] = fit(out, "other", "ddp", epochs=2, resume=fsdp, local="fsdp")

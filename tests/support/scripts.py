@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
-from functools import cache
-from multiprocessing import forkserver
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["lightning.pytorch", "pytorch_lightning", "transformers", "lightning_hetero.strategies", "torch.distributed.pipelining"]
-)
-_LOCK = threading.Lock()
+import scratch
 
-
-def start_server() -> None:
-    """Starts the process that the others are forked from: with what is installed, not with what lies in the current directory.
-
-    Threads that start scripts call it before they read the environment, which is another one for a moment.
-    """
-    with _LOCK:
-        _ensure_running()
-
-
-@cache
-def _ensure_running() -> None:
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+PRELOADED = (*scratch.PRELOADED, "pytorch_lightning", "transformers", "torch.distributed.pipelining")
+start_server = partial(scratch.fork_server, PRELOADED)
 
 
 def run_script(
@@ -49,10 +26,10 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script in a process of its own, with its folder first on the path."""
     argv = [str(script), *map(str, arguments)]
-    start_server()
+    context = start_server()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        child = _CONTEXT.Process(target=_run, args=(argv, cwd, dict(env), out, err))
+        child = context.Process(target=_run, args=(argv, cwd, dict(env), out, err))
         child.start()
         child.join(timeout_s)
         if child.exitcode is None:
@@ -62,11 +39,25 @@ def run_script(
         return subprocess.CompletedProcess(argv, child.exitcode, out.read_text(), err.read_text())
 
 
+def output_of(script: Path, *arguments: str | Path, cwd: Path, **options: Any) -> str:
+    """What a script prints; the test fails with the end of that if the script does. Options are those of :func:`run_script`."""
+    done = run_script(script, *arguments, cwd=cwd, **options)
+    assert done.returncode == 0, f"{done.args} failed:\n{done.stdout[-3000:]}\n{done.stderr[-12000:]}"
+    return done.stdout
+
+
+def result_of(output: str) -> Any:
+    """The JSON that a script has printed last."""
+    return json.loads(output.splitlines()[-1])
+
+
 def _run(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # of what it starts: the platform's, not that of this process
+    scratch.FORKS = True
     os.chdir(cwd)
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
