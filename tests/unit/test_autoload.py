@@ -51,27 +51,14 @@ def _entry_point(tmp_path: Path, target: str = "lightning_hetero._autoload:insta
     (info / "entry_points.txt").write_text(f"[torch.backends]\nhetero_under_test = {target}\n")
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_names_are_registered_without_importing_the_package(namespace: str, tmp_path: Path) -> None:
-    _entry_point(tmp_path)
-    code = f"""
-import {namespace} as pl
-from {namespace}.strategies import StrategyRegistry
-assert "lightning_hetero.strategies" not in sys.modules, "something heavy was imported"
-put_stub()
-print(*map(StrategyRegistry.get, ("hetero_offload", "hetero", "hetero_parallel", "hetero_parallel_fsdp")))
-"""
-    made = f"('made', '{namespace}', {{}})"
-    assert _python(code, tmp_path) == f"{made} {made} ('parallel', '{namespace}', {{}}) ('fsdp', '{namespace}', {{}})"
-
-
 BOTH = """
 import json
-import lightning_hetero
 import lightning.pytorch, pytorch_lightning
+report = {"heavy": "lightning_hetero.strategies" in sys.modules}
 put_stub()
-both = (lightning.pytorch, pytorch_lightning)
-report = {"namespaces": [module.strategies.StrategyRegistry.get("hetero")[1] for module in both]}
+names = ("hetero_offload", "hetero", "hetero_parallel", "hetero_parallel_fsdp")
+registries = [module.strategies.StrategyRegistry for module in (lightning.pytorch, pytorch_lightning)]
+report["made"] = [[registry.get(name) for name in names] for registry in registries]
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning_hetero.errors import UnsupportedError
@@ -98,12 +85,17 @@ print(json.dumps(report))
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one interpreter with both Lightnings says: importing them takes seconds."""
-    result: dict[str, Any] = json.loads(_python(BOTH, tmp_path_factory.mktemp("both")))
+    folder = tmp_path_factory.mktemp("both")
+    _entry_point(folder)
+    result: dict[str, Any] = json.loads(_python(BOTH, folder))
     return result
 
 
-def test_both_namespaces_in_one_process_have_their_own_factory(report: dict[str, Any]) -> None:
-    assert report["namespaces"] == ["lightning.pytorch", "pytorch_lightning"]
+def test_the_names_are_registered_without_importing_the_package(report: dict[str, Any]) -> None:
+    """By each namespace with a factory of its own."""
+    assert not report["heavy"]
+    for namespace, made in zip(("lightning.pytorch", "pytorch_lightning"), report["made"], strict=True):
+        assert made == [[kind, namespace, {}] for kind in ("made", "made", "parallel", "fsdp")]
 
 
 def test_fabric_is_refused_by_name(report: dict[str, Any]) -> None:
