@@ -74,14 +74,17 @@ class Engine {
   void RunWorker();
   static void OnTransferDone(IoRequest* request, const Status& status);
   void CompleteTransfer(std::unique_ptr<Transfer> transfer, const Status& status);
+  static Status Poisoned(const Status& first);
 
   // engine.cc: tickets. All under the mutex from here on.
   Status Find(int64_t ticket, Task** task);
   void AddEdges(Task* task, const hetero_task& order);
   bool AddEdge(int64_t ticket, std::vector<Task*> Task::* list, Task* task);
+  void Stop(Task* task);
+
+  // engine_progress.cc: tasks.
   void StartTask(Task* task);
   void FinishTask(Task* task);
-  void Stop(Task* task);
   void Unlink(Task* task);
   void MaybeFinish(Task* task);
   void Poison(Task* task, const Status& status);
