@@ -157,7 +157,7 @@ class KeptSteps:
         """Blocks are about to move, mirrors included: memory that was changed since the last kept step is no part of it."""
         if self.kept and any(part.mirrors and part.mirrored_versions != versions(part) for part in self._parts):
             assert self._store is not None
-            self._store.written = True
+            self._store.unrecorded.changed = True
 
     def reopened(self, part: Part) -> None:
         """The part has got a new home during a step, whose record says so."""
@@ -169,10 +169,10 @@ class KeptSteps:
         if not self.kept:
             return
         assert self._store is not None
-        with self._store.moving():
+        with self._store.unrecorded.moving():
             for part in self._parts:
                 self._retired += self.settled(part)
-        self._store.written = False
+        self._store.unrecorded.changed = False
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in self._parts)
         where = "" if self._store.files.directory is None else str(self._store.files.directory.path)
         often = "Every step" if self._every == 1 else f"One of {self._every} steps"
@@ -204,7 +204,7 @@ class KeptSteps:
         text = state() if whole else ""
         with executor.handed(whole=whole):
             self._write(executor, whole=whole)
-            executor.store.written = False
+            executor.store.unrecorded.changed = False
             self._state, self._why = text, _BETWEEN
             if whole and not text:
                 self._why = "its training state could not be kept (the log says why)"
@@ -258,7 +258,7 @@ class KeptSteps:
 
     def _describe(self) -> bytes:
         assert self._store is not None
-        if self._store.written and self._state:
+        if self._store.unrecorded.changed and self._state:
             self._pin()
             self._state, self._why = "", _CHANGED
         return record.compose([self._entries.get(part, _NOWHERE) for part in self._parts], self._state, self._why)

@@ -99,7 +99,7 @@ class Updater:
     def move_state(self, part: Part) -> None:
         """State that only the optimizer's own code knows follows the part's plan: into memory, or into a blob on disk."""
         owners = {self.owners[id(p)] for p in part.params if id(p) in self.owners}
-        with self.store.moving():
+        with self.store.unrecorded.moving():
             for owner in owners:
                 if owner.capability is not Rule.BLOCKWISE:
                     continue

@@ -52,7 +52,7 @@ def close_home(store: TierStore, part: Part) -> None:
     """
     assert part.native is not None
     if part.on_disk:
-        store.written = True
+        store.unrecorded.changed = True
         store.barrier(part)
         part.native.retire()
         store.commit(always=True)

@@ -72,6 +72,6 @@ def write_mirrors(store: TierStore, part: Part) -> list[Ticket]:
         mirror.ticket = store.engine.store(
             mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=-1, after=after
         )
-        store.mirrored = True
+        store.unrecorded.mirrored = True
         tickets.append(mirror.ticket)
     return tickets

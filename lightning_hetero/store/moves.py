@@ -41,7 +41,7 @@ def move(
     """
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
         return
-    with store.moving():
+    with store.unrecorded.moving():
         old = _exchange(store, part, geometry)
         store.barrier(part)
         gone = [n for n in (*settle(part), old) if n is not None]  # mirrors lie over the old home's memory

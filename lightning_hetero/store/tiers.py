@@ -15,8 +15,8 @@ that revokes it: what was tried too early can always be done again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lightning_hetero.store.files import BlockFiles
 from lightning_hetero.store.geometry import WEIGHTS, has_master, versions, weights_on_file
 from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.options import EngineOptions, staging_bytes
+from lightning_hetero.store.unrecorded import Unrecorded
 from lightning_hetero.units import MIB
 
 _PATCHES_IN_MEMORY = 64 * MIB
@@ -51,9 +52,8 @@ class TierStore:
         files: The files, and the records that name them.
         blobs: Parts that are no parameters.
         describe: Makes a record's user blob.
-        mirrored: A mirror was written since the last commit.
+        unrecorded: What no record names yet.
         on_patched: Told of values that have reached the file.
-        written: Something was written since the last commit, or since :meth:`commit_step` was last called, that is no move.
     """
 
     def __init__(
@@ -68,11 +68,9 @@ class TierStore:
     ) -> None:
         self.chunk_bytes_max = chunk_bytes_max
         self.describe: Callable[[], bytes] = self._describe
-        self.written = self.mirrored = False
+        self.unrecorded = Unrecorded()
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
-        self._moving = False
-        self._uncommitted: set[Part] = set()
         self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back
         self._tried: dict[Part, bool] = {}  # parts with a speculative update; whether they had state before
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
@@ -224,7 +222,7 @@ class TierStore:
             part.dirty = False  # the update writes the weight memory anyway
         self.flush(part)
         if part.on_disk:
-            self._begin_write(part)
+            self.unrecorded.begin(part)
         after = [*after, *writes_of(part)]
         part.opened = self.engine.open_update(
             part.native, weights_resident=resident, speculative=speculative, priority=priority, after=after
@@ -258,7 +256,7 @@ class TierStore:
         self._opened.discard(part)
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
-        part.stepped = self.written = True
+        part.stepped = self.unrecorded.changed = True
         if not speculative:
             self.keep(part)
         return ticket
@@ -285,7 +283,7 @@ class TierStore:
         part.last_write = part.updated = ticket
         if weights_on_file(part):
             part.last_write = self.engine.fetch(part.native) if part.block.resident else None
-        self._undo_write(part)
+        self.unrecorded.undo(part)
 
     def cancel_update(self, part: Part) -> None:
         """Takes back an update that was opened but not armed."""
@@ -294,7 +292,7 @@ class TierStore:
             part.opened = None
             self._opened.discard(part)
             self._tried.pop(part, None)
-            self._undo_write(part)
+            self.unrecorded.undo(part)
 
     # ---- state ----------------------------------------------------------------------------------------------------------
 
@@ -348,35 +346,13 @@ class TierStore:
             self.revoke(part)
         for part in list(self._patched):
             self.flush(part)
-        if self.files.directory is None or not (always or self._uncommitted or self.mirrored):
+        if self.files.directory is None or not (always or self.unrecorded):
             return None
-        self.mirrored = False
-        for part in self._uncommitted:
-            part.uncommitted = 0
-        self._uncommitted.clear()
+        self.unrecorded.recorded()
         return self.files.commit(self.engine, self.describe())
 
     def _describe(self) -> bytes:
         return json.dumps({"step": self.files.step + 1}).encode()
-
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """What is written in the context was there before: it only moves."""
-        before, self._moving = self._moving, True
-        try:
-            yield
-        finally:
-            self._moving = before
-
-    def _begin_write(self, part: Part) -> None:
-        part.uncommitted += 1
-        self._uncommitted.add(part)
-
-    def _undo_write(self, part: Part) -> None:
-        if part.uncommitted:
-            part.uncommitted -= 1
-        if not part.uncommitted:
-            self._uncommitted.discard(part)
 
     def rewrite(self, part: Part, runs: Sequence[tuple[int, int, Tensor]], *, from_memory: bool, state: bool = False) -> Ticket:
         """Writes runs ``(array, first element, flat values)``, and the rest as it was.
@@ -391,8 +367,8 @@ class TierStore:
         self.cancel_update(part)
         self.revoke(part)
         if part.on_disk:
-            self._begin_write(part)
-        self.written |= not self._moving
+            self.unrecorded.begin(part)
+        self.unrecorded.changes()
         patches, keep = [], []
         for array, offset, value in runs:
             start, numel = self._run(part, offset, value)
