@@ -34,7 +34,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant, Turn, interval
-from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from scratch import scratch
 from step import TakesTurns, show_trace
 from torch import Tensor, nn
@@ -168,10 +168,7 @@ def evaluate(turns: dict[str, list[Turn]]) -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt2-124m")
-    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
+    add_model_options(parser, model="gpt2-124m")
     parser.add_argument("--rates", type=float, nargs="+", default=(0.0, 0.1, 0.5, 1.0), help="shares of steps that clip")
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of one turn")

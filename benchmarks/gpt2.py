@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C width, H heads, V vocabulary.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import warnings
 from collections.abc import Iterator
@@ -138,6 +139,14 @@ class RandomTokens(IterableDataset[Tensor]):
         generator = torch.Generator().manual_seed(0)
         while True:
             yield torch.randint(self.size.vocabulary, (self.batch, self.length + 1), generator=generator)
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, model: str, batch: int = 1, seq: int = 128) -> None:
+    """What is trained on how much at once, with these defaults."""
+    parser.add_argument("--model", choices=SIZES, default=model)
+    parser.add_argument("--layers", type=int, help="another number of layers than the model has; 56 of gpt-1.3b make 3 billion")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--seq", type=int, default=seq)
 
 
 def find_size(model: str, layers: int | None = None) -> Size:

@@ -47,7 +47,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant
-from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from gpu_peers import DTYPES, accelerator, capped, deepspeed, device_peak_bytes, fsdp2
 from scratch import Log, scratch
 from step import ComputeOnly, TakesTurns
@@ -272,11 +272,8 @@ def overhead(args: argparse.Namespace) -> float | None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
-    parser.add_argument("--model", choices=SIZES, default="gpt-1.3b")
-    parser.add_argument("--layers", type=int, help="another number of layers than the model has; 56 of gpt-1.3b make 3 billion")
+    add_model_options(parser, model="gpt-1.3b", batch=8, seq=1024)
     parser.add_argument("--cap", nargs="+", default=["24GiB", "12GiB"], help="device memory that a process may use")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--precision", choices=DTYPES, default="bf16-true")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of one turn")
     parser.add_argument("--rounds", type=int, default=3)

@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from scratch import scratch
 
 from lightning_hetero import HeteroOffloadStrategy
@@ -101,12 +101,9 @@ def check_space(directory: Path, needed: int) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 32 GB free")
-    parser.add_argument("--model", choices=SIZES, default="gpt-1.3b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try things out")
+    add_model_options(parser, model="gpt-1.3b")
     parser.add_argument("--host-memory", default="3GiB")
     parser.add_argument("--limit-bytes", type=int, default=6 << 30)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--io-backend", choices=("auto", "io_uring", "pool"), default="auto")
     return parser.parse_args()

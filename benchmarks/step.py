@@ -39,7 +39,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant, Turn, interval
-from gpt2 import GPT2, SIZES, find_size, fit, make_trainer, num_params
+from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
 
@@ -253,10 +253,7 @@ def parse_args() -> argparse.Namespace:
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt2-124m")
-    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
+    add_model_options(parser, model="gpt2-124m")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of one turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
     parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
