@@ -16,6 +16,7 @@ from lightning_hetero.store.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.mirrors import mirror_bytes
 from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.volume import Volume
 
 
 class Directories:
@@ -101,6 +102,12 @@ class Directories:
         if self._swaps is not None:
             self._swaps.close()
             self._swaps = None
+
+    def room_bytes(self, store: TierStore | None) -> int:
+        """Bytes that may be written on the disk beside what the plan in force has there."""
+        free = Volume.of(self.disk_root(store)).free_bytes
+        capacity = self._options.disk_capacity
+        return free if capacity is None else min(free, capacity - self.disk_bytes)
 
     def disk_root(self, store: TierStore | None) -> Path:
         """An existing directory on the disk where files are or would be."""

@@ -27,6 +27,7 @@ from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.device.setup import executor_on
 from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.frozen import Frozen, freeze
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.moving import growth, move_block, reopen
@@ -62,6 +63,7 @@ class Session(Budgets):
         self._handles: list[RemovableHandle] = []
         self._resumes = False
         self._final_report: dict[str, int] = {}
+        self._frozen: Frozen | None = None  # somebody reads the store
 
     # ---- start ------------------------------------------------------------------------------------------------------------
 
@@ -192,6 +194,7 @@ class Session(Budgets):
         self.executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
             assert not any(blob.on_disk for blob in self.store.blobs), "they are dropped first"
+            self._thaw()
             self.store.files.detach()
         if placement.staging_bytes != self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
@@ -337,6 +340,25 @@ class Session(Budgets):
         assert self.store.files.directory is not None
         snapshot(self.store.files.directory.path, path, self.store.files.committed())
 
+    def freeze(self) -> Frozen:
+        """The model and its optimizers as they are now, for a thread that reads them while training goes on.
+
+        Whoever gets it closes it; until then the store's directory stays where it is.
+
+        Raises:
+            StoreError: A transfer or a system call failed.
+        """
+        self._thaw()  # one at a time: what is linked takes space as training goes on
+        self.drain()
+        parts = [part for block in self.blocks for part in block.parts]
+        self._frozen = freeze(self.store, parts, self.disk_root(), room_bytes=self._directories.room_bytes(self.store))
+        return self._frozen
+
+    def _thaw(self) -> None:
+        if self._frozen is not None:
+            self._frozen.wait()
+            self._frozen = None
+
     def keep_step(self, state: Callable[[], str], *, last: bool) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.
 
@@ -403,6 +425,7 @@ class Session(Budgets):
 
     def _close(self) -> None:
         """Of a refused start nothing is left, files included."""
+        self._thaw()
         if self.executor is not None:
             self.executor.stop()
         self._directories.close_swaps()

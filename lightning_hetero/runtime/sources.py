@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import U8, Ticket
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.store.blocks import Part, own_memory, tensor_at
-from lightning_hetero.store.geometry import WEIGHTS, versions
+from lightning_hetero.store.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.tiers import TierStore
 
@@ -31,6 +31,21 @@ class DeviceCopies(Protocol):
 
     def written(self, part: Part, index: int) -> None:
         """The host has got new weights of a parameter: what the device holds of them is outdated."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """Where in the files of a native block a tensor lies, once all that was written is committed.
+
+    Attributes:
+        number: Number of the files.
+        array: -1 the weights, 0.. a state array.
+        first: First element in the block's flat order.
+    """
+
+    number: int
+    array: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +108,16 @@ class WeightSource:
             return lambda: content
         self.store.check_open(self.part, self.name)
         return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
+
+    def on_file(self) -> FileRun | None:
+        """Where the current content lies in a file, while no update is under way; ``None``: in none."""
+        native = self.part.native
+        if native is None or not weights_on_file(self.part) or self.part.block.uses or self.part.dirty or self.part.patches:
+            return None
+        if self.device is not None and self.device.newest(self.part, self.index) is not None:
+            return None
+        unit = self.dtype.itemsize if native.geometry.weight_dtype == U8 else 1
+        return FileRun(native.geometry.id, WEIGHTS, self.part.offsets[self.index] * unit)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
@@ -162,6 +187,14 @@ class StateSource:
         """Fresh memory for the content, as the engine fills it and as it is seen."""
         flat = own_memory(self.part.params[self.index].numel(), torch.float32)
         return flat, self.part.shaped(self.index, flat)
+
+    def on_file(self) -> FileRun | None:
+        """As for :class:`WeightSource`."""
+        native = self.part.native
+        on_file = native is not None and native.geometry.state_on_disk_file and self.part.state_home is None
+        if native is None or not on_file or self._is_outdated:
+            return None
+        return FileRun(native.geometry.id, self.array, self.part.offsets[self.index])
 
     @property
     def _is_outdated(self) -> bool:
@@ -264,6 +297,11 @@ class BlobSource:
         """Fresh memory for the content, as the engine fills it and as it is seen."""
         own = own_memory(self.shape.numel(), self.dtype)
         return own.view(torch.uint8), own.view(self.shape)
+
+    def on_file(self) -> FileRun | None:
+        """As for :class:`WeightSource`."""
+        native = self.part.native
+        return None if native is None else FileRun(native.geometry.id, WEIGHTS, self.part.offsets[self.index])
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""

@@ -332,6 +332,30 @@ class SlotFile:
         if out.numel() and not self._read(offset, out.nbytes, out):
             raise self._corrupt(offset, "the file ends here")
 
+    def read_state(self, array: int, start: int, out: torch.Tensor) -> None:
+        """Reads elements of a state array from ``start`` on into a flat fp32 CPU tensor; zeros where none was written.
+
+        Raises:
+            StoreCorruptError: The file ends before, or a chunk is not of this rewrite.
+        """
+        if not self.block.has_state:
+            out.zero_()
+            return
+        size, done = self.geometry.chunk_elements, 0
+        while done < out.numel():
+            chunk, first = divmod(start + done, size)
+            count = min(out.numel() - done, self._chunk_elements(chunk) - first)
+            begin = self._state_start + chunk * self._state_stride
+            tail = os.pread(self._descriptor, _STAMP.size + _DIGEST_BYTES, begin + self._footer_offset(chunk))
+            if len(tail) < _STAMP.size + _DIGEST_BYTES:
+                raise self._corrupt(begin, "the file ends here")
+            if what := self._stamp_fault(tail[: _STAMP.size], b"HTOFOOT1", chunk, tail[_STAMP.size :]):
+                raise self._corrupt(begin, f"chunk {chunk} of the state: {what}")
+            offset = begin + self._array_offsets(chunk)[array] + 4 * first
+            if not self._read(offset, 4 * count, out[done : done + count]):
+                raise self._corrupt(offset, "the file ends here")
+            done += count
+
     def _read_head(self) -> None:
         fixed = os.pread(self._descriptor, _STAMP.size + _GEOMETRY.size, 0)
         if len(fixed) < _STAMP.size + _GEOMETRY.size:
@@ -369,12 +393,16 @@ class SlotFile:
     def _chunk_elements(self, chunk: int) -> int:
         return min(self.geometry.chunk_elements, self.geometry.num_elements - chunk * self.geometry.chunk_elements)
 
-    def _state_bytes(self, chunk: int) -> int:
-        array_bytes, offset = 4 * self._chunk_elements(chunk), _STAGGER
+    def _array_offsets(self, chunk: int) -> list[int]:
+        """Where the state arrays begin in their chunk."""
+        array_bytes, offsets = 4 * self._chunk_elements(chunk), [_STAGGER]
         for k in range(1, self.geometry.num_state):  # each array starts at another offset in its page
             residue = (k + 1) * _STAGGER % PAGE
-            offset = round_up(offset + array_bytes - residue, PAGE) + residue
-        return round_up(offset + array_bytes + _STAMP.size + _DIGEST_BYTES, PAGE)
+            offsets.append(round_up(offsets[-1] + array_bytes - residue, PAGE) + residue)
+        return offsets
+
+    def _state_bytes(self, chunk: int) -> int:
+        return round_up(self._array_offsets(chunk)[-1] + 4 * self._chunk_elements(chunk) + _STAMP.size + _DIGEST_BYTES, PAGE)
 
     def _footer_offset(self, chunk: int) -> int:
         return self._state_bytes(chunk) - _STAMP.size - _DIGEST_BYTES

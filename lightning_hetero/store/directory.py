@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 import uuid
@@ -33,6 +34,7 @@ PREFIX = "lightning-hetero-"
 
 _OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab](\.new)?|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
 _BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
+_LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # what checkpoints are written from, see runtime.frozen
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -220,6 +222,7 @@ class StoreDirectory:
             found = _BLOCK.fullmatch(name)
             if name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
                 _unlink(self._held.directory_fd, name)
+        _remove_links(self._held.directory_fd)
 
     def remove_block(self, identifier: int) -> None:
         """Removes the closed files of one block."""
@@ -386,6 +389,12 @@ def _own_bytes(directory_fd: int) -> int:
 def _remove_files(directory_fd: int) -> None:
     for name in _own_names(directory_fd):
         _unlink(directory_fd, name)
+    _remove_links(directory_fd)
+
+
+def _remove_links(directory_fd: int) -> None:
+    for name in filter(_LINKS.fullmatch, os.listdir(directory_fd)):
+        shutil.rmtree(name, ignore_errors=True, dir_fd=directory_fd)
 
 
 def _unlink(directory_fd: int, name: str) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from lightning_hetero.checkpoint import release_pages
+from lightning_hetero.checkpoint.landing import Landing
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.frozen import Frozen
 from lightning_hetero.store.pins import roll_back
 from lightning_hetero.store.snapshots import bring
 from lightning_hetero.strategies import checkpoint_io
@@ -38,7 +41,12 @@ class Checkpoints(Core):
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
         if (attach := getattr(io, "attach", None)) is not None:
-            attach(self)  # LocalFirst: it refuses
+            if self._choices.link_checkpoints:
+                raise ConfigError(
+                    "link_checkpoints=True with LocalFirst: a checkpoint's path would have to be a directory of links and a remote "
+                    "copy at once. Leave one of them out; the store is kept in either case."
+                )
+            attach(self)
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -68,6 +76,18 @@ class Checkpoints(Core):
         elif kept != path:
             roll_back(path, kept)
         return as_checkpoint(self._resumed, self.precision_plugin)
+
+    def freeze(self) -> Frozen | None:
+        """For who saves in the background: what a state has to be read from; ``None`` where all of it is in ordinary memory."""
+        return None if self.session is None else self.session.freeze()
+
+    def landing(self) -> Landing:
+        """Where a checkpoint is loaded to, so that it need not fit memory."""
+        if self.session is not None:
+            return Landing(self.session.disk_root())
+        assert self.lightning_module is not None
+        wanted = (self.options.disk_path or local_root(self.lightning_module.trainer)).expanduser().absolute()
+        return Landing(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights on disk appear as lazy tensors."""
@@ -102,3 +122,8 @@ class Checkpoints(Core):
     @property
     def _may_use_disk(self) -> bool:
         return self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
+
+
+def local_root(trainer: Any) -> Path:
+    """Where a Trainer's files go on this machine; a remote root holds checkpoints, not this process's scratch files."""
+    return Path.cwd() if "://" in str(trainer.default_root_dir) else Path(trainer.default_root_dir)

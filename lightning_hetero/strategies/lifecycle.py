@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.reports import Reports
@@ -94,9 +93,7 @@ class Lifecycle(Steps, Checkpoints, Reports):
             self.setup_optimizers(trainer)
             rules = self._rules(trainer)
         self.setup_precision_plugin()
-        root = Path(trainer.default_root_dir)
-        if "://" in str(trainer.default_root_dir):
-            root = Path.cwd()  # a remote root holds checkpoints, not this process's scratch files
+        root = local_root(trainer)
         verify = self._choices.verify
         device = self.root_device if isinstance(self.options.device, CudaDevice) else None
         self._verifier = Verifier(self.lightning_module, verify, device=device) if fitting and verify else None

@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_hetero import checkpoint as streaming
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.errors import CheckpointMissingError, ConfigError, UnsupportedError
 from lightning_hetero.parallel.recovery import TieredCheckpoints
 from lightning_hetero.store import encoding
+from lightning_hetero.strategies.resume import is_store
 from lightning_hetero.strategies.training_state import random_state, set_random_state
-from lightning_hetero.units import MIB
+from lightning_hetero.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _IoBase
@@ -39,15 +42,16 @@ log = logging.getLogger(__name__)
 
 NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLightningLocalFirst"}
 NEWEST = "newest"
-_REFUSED = (
-    "HeteroOffload",
-    "HeteroParallelOffload",
-    "FSDPStrategy",
-    "DeepSpeedStrategy",
-    "XLAStrategy",
-    "XLAFSDPStrategy",
-    "SingleDeviceXLAStrategy",
-)
+_OWN_FORMATS = {  # strategies by name: why not, and what instead
+    "FSDPStrategy": (
+        "FSDP1 keeps a layer's parameters as one flat tensor, whose names and pieces are its own; torch has replaced it by FSDP2",
+        "ModelParallelStrategy with fully_shard (FSDP2)",
+    ),
+    "DeepSpeedStrategy": ("DeepSpeed's engine saves itself, in files by rank", "ModelParallelStrategy (FSDP2) or hetero_offload"),
+    "XLAStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
+    "XLAFSDPStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
+    "SingleDeviceXLAStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
+}
 
 
 @functools.cache
@@ -80,6 +84,7 @@ class _LocalFirst(_IoBase):
     """
 
     namespace = "lightning.pytorch"
+    streams = False  # ordinary checkpoints are mapped, as a strategy with tiers asks for
 
     def __init__(self, memory: Any = None, disk: Any = None, *, keep: int = 2, piece_bytes: int = MIB) -> None:
         super().__init__()
@@ -99,13 +104,18 @@ class _LocalFirst(_IoBase):
         """
         if hasattr(strategy, "plain"):
             return
-        names = {c.__name__ for c in type(strategy).__mro__}
-        if refused := next((name for name in _REFUSED if name in names), None):
-            raise UnsupportedError(
-                f"LocalFirst with {refused}, which keeps or saves its state in a way of its own; "
-                f"allowed: single devices, DDPStrategy, ModelParallelStrategy (FSDP2) and hetero_parallel."
-            )
+        for name in (c.__name__ for c in type(strategy).__mro__):
+            if name in _OWN_FORMATS:
+                why, instead = _OWN_FORMATS[name]
+                raise UnsupportedError(f"LocalFirst with {name}: {why}. Use {instead}, or leave LocalFirst out.")
         strategy.__class__ = _every_rank_class(strategy.__class__)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Loads an ordinary checkpoint."""
+        if self.streams and Place.of(path).is_file():
+            return streaming.load(path, map_location, weights_only=weights_only)
+        options = {} if map_location is None else {"map_location": map_location}
+        return super().load_checkpoint(path, weights_only=weights_only, **options)
 
     def wait(self) -> None:
         """Waits until everything is written, on this rank.
@@ -152,27 +162,50 @@ class _EveryRank(_StrategyBase):
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", [])):
             names = _names(self, number)
             state[f"optimizer_{number}"] = _by_name(optimizer_state, names)
-        self._io.checkpoints.save(
-            state,
-            self.broadcast(filepath),
-            step=checkpoint["global_step"],
-            rest=_dump(rest),
-            own=encoding.dumps(random_state(), "random numbers").encode(),
-        )
+        arguments: dict[str, Any] = {
+            "step": checkpoint["global_step"],
+            "rest": _dump(rest),
+            "own": encoding.dumps(random_state(), "random numbers").encode(),
+        }
+        path = self.broadcast(filepath)
+        self._io.wait()
+        frozen = self.freeze() if hasattr(self, "freeze") else None
+        if frozen is None:
+            self._io.checkpoints.save(state, path, **arguments)
+            return
+        try:
+            state = frozen.freeze(state)
+        except BaseException:
+            frozen.close()
+            raise
+        self._io.checkpoints.save(state, path, **arguments, done=frozen.close)
+        linked, copied = (format_bytes(n) for n in (frozen.linked_bytes, frozen.copied_bytes))
+        log.info("Step %d is being saved to %s: %s linked, %s copied.", checkpoint["global_step"], path, linked, copied)
+        if not frozen.overlaps:
+            log.warning("Training waits until %s is written: the disk has no room for another copy of what lives there.", path)
+            self._io.wait()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads what this rank needs; all of it where Lightning restores from what is returned."""
         path = self.broadcast(checkpoint_path)
         newest = path == NEWEST
+        tiered: Any = self if hasattr(self, "freeze") else None  # weights and state live on tiers
+        if tiered is not None:
+            tiered._resumed = None
+            if is_store(path):
+                resumed: dict[str, Any] = self.plain.load_checkpoint(self, path, weights_only)
+                return resumed
         sharded = not self.lightning_restore_optimizer
         state = _own_state(self) if sharded else None
         places = getattr(self, "places", lambda: None)()  # of ranks that hold some of the tensors
+        landing = None if tiered is None else tiered.landing()
         assert self.lightning_module is not None
         try:
             loaded = self._io.checkpoints.load(
                 None if newest else path,
                 state,
-                place=None if places is None else functools.partial(_place, places),
+                place=_land(landing) if landing is not None else None if places is None else functools.partial(_place, places),
+                filled=None if landing is None else landing.filled,
                 strict=self.lightning_module.strict_loading,
                 folders=_folders(self) if newest else (),
                 required=not newest,
@@ -193,10 +226,11 @@ class _EveryRank(_StrategyBase):
             _restore(self, loaded.state)
             self._restore_random()
             return checkpoint
-        checkpoint["state_dict"] = loaded.state["state_dict"]
-        optimizers = [key for key in loaded.state if key.startswith("optimizer_")]
+        state = loaded.state if landing is None else landing.settled(loaded.state)
+        checkpoint["state_dict"] = state["state_dict"]
+        optimizers = [key for key in state if key.startswith("optimizer_")]
         if optimizers:
-            checkpoint["optimizer_states"] = [loaded.state[f"optimizer_{number}"] for number in range(len(optimizers))]
+            checkpoint["optimizer_states"] = [state[f"optimizer_{number}"] for number in range(len(optimizers))]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -210,9 +244,12 @@ class _EveryRank(_StrategyBase):
         self._io.checkpoints.remove(self.broadcast(filepath))
 
     def teardown(self) -> None:
-        """Waits for the writer: some strategies forget to tell their checkpoint IO."""
-        self.plain.teardown(self)
-        self._io.teardown()
+        """Waits for the writer, which may read what the strategy gives up, and which some forget to tell."""
+        try:
+            self._io.wait()
+        finally:
+            self.plain.teardown(self)
+            self._io.teardown()
 
     @property
     def _io(self) -> Any:
@@ -229,7 +266,7 @@ class _EveryRank(_StrategyBase):
             set_random_state(state)
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.plain, self.__dict__)
+        return _rebuild, (self.plain, self.__getstate__())
 
 
 @functools.cache
@@ -303,6 +340,10 @@ def _place(places: Callable[[str, torch.Tensor], torch.Tensor | None], path: Seq
     if path[0] == "state_dict":
         return places(path[1], saved)
     return places(path[2], saved) if path[1] == "state" else torch.empty_like(saved, device="cpu")
+
+
+def _land(landing: Any) -> Callable[[Sequence[Any], torch.Tensor], torch.Tensor]:
+    return lambda path, saved: landing.place(saved)
 
 
 def _own_state(strategy: Any) -> dict[str, Any]:

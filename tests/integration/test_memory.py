@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.store.capacity import peak_resident_bytes
-from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
 MIB = 2**20
 BUDGET = 192 * MIB
@@ -34,7 +35,13 @@ ALLOCATOR = 48 * MIB  # what malloc, the threads' stacks and the lazily loaded c
 MARGIN = ACTIVATIONS + ALLOCATOR + max(2 * LARGEST_GRADIENT, ONE_TENSOR + PATCHES)
 
 
-def main(phase: str, folder: str) -> None:
+ONE_BLOCK = 16 * MIB + 12 * WIDTH * max(
+    WORDS, 2 * 4 * WIDTH + 7
+)  # LocalFirst writes and reads a block's weights and state as one file
+ONE_READ = 64 * MIB
+
+
+def main(phase: str, folder: str, io: str = "") -> None:
     """Runs one phase and prints the peaks as one line of JSON."""
 
     class Layer(nn.Module):
@@ -77,7 +84,7 @@ def main(phase: str, folder: str) -> None:
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, logger=False, default_root_dir=folder, enable_progress_bar=False,
         max_steps=2 if phase == "save" else 4, callbacks=[callback] if phase == "save" else [], enable_model_summary=False,
-        enable_checkpointing=phase == "save",
+        enable_checkpointing=phase == "save", plugins=[LocalFirst(disk=Path(folder) / "disk")] if io else None,
     )  # fmt: skip
     module = Large()
     if phase == "save":
@@ -88,16 +95,18 @@ def main(phase: str, folder: str) -> None:
     peaks["step"] = trainer.global_step
     peaks["parameters"] = sum(p.numel() for p in module.parameters())
     if phase == "load":  # the model does not fit, so it is parked: written and read through the door
-        os.unlink(saved)
+        trainer.strategy.remove_checkpoint(saved)
         trainer.save_checkpoint(saved)
+        if io:
+            trainer.strategy.checkpoint_io.wait()
         peaks["parked"] = peak_resident_bytes()
     print(json.dumps(peaks))
 
 
-def child(phase: str, folder: Path) -> dict[str, int]:
+def child(phase: str, folder: Path, *io: str) -> dict[str, int]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
-        [sys.executable, __file__, phase, str(folder)], capture_output=True, text=True, timeout=280,
+        [sys.executable, __file__, phase, str(folder), *io], capture_output=True, text=True, timeout=280,
         env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -106,18 +115,19 @@ def child(phase: str, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_model_larger_than_its_budget_is_built_trained_saved_and_loaded_within_it(tmp_path: Path) -> None:
-    allowed = BUDGET + MARGIN
-    saving = child("save", tmp_path)
-    assert saving["parameters"] * 16 > 3 * allowed  # weights, gradients and state
+@pytest.mark.parametrize("io", [(), ("LocalFirst",)], ids=["ordinary", "LocalFirst"])
+def test_a_model_larger_than_its_budget_is_built_trained_saved_and_loaded_within_it(io: tuple[str, ...], tmp_path: Path) -> None:
+    allowed = BUDGET + MARGIN + (ONE_BLOCK + ONE_READ if io else 0)
+    saving = child("save", tmp_path, *io)
+    assert saving["parameters"] * 16 > 3 * (BUDGET + MARGIN)  # weights, gradients and state
     assert saving["step"] == 2
     assert saving["fit"] - saving["before"] < allowed, saving
     assert not list(tmp_path.glob("lightning-hetero-*"))
-    loading = child("load", tmp_path)
+    loading = child("load", tmp_path, *io)
     assert loading["step"] == 4
     assert max(loading["fit"], loading["parked"]) - loading["before"] < allowed, loading
     assert not list(tmp_path.glob("lightning-hetero-*"))
-    (tmp_path / "last.ckpt").unlink()
+    (shutil.rmtree if io else os.unlink)(tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize("plan", ["resident", "host", "disk"])

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import LocalFirst
+from lightning_hetero import HeteroOffloadStrategy, LocalFirst
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
-KINDS = ("ddp", "fsdp", "hetero", "hetero_fsdp")
+KINDS = ("ddp", "fsdp", "hetero", "hetero_fsdp", "tiers")
 
 
 class Body:
@@ -93,6 +93,10 @@ def made(kind: str) -> Any:
         return HeteroParallelStrategy(**CUT)
     if kind == "hetero_fsdp":
         return HeteroParallelFsdpStrategy(**CUT)
+    if kind == "tiers":
+        return HeteroParallelStrategy(offload={0: {"plan": "disk"}, 1: {"plan": "host"}}, **CUT)
+    if kind == "offload":
+        return HeteroOffloadStrategy("disk")
     if kind in ("fsdp", "tensor"):
         sizes = (WORLD, 1) if kind == "fsdp" else (1, WORLD)
         return ModelParallelStrategy(data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
@@ -117,7 +121,7 @@ def fit(
         devices=WORLD,
         strategy=made(kind),
         max_epochs=epochs,
-        plugins=[*keeps, *([LightningEnvironment()] if WORLD > 1 or kind != "ddp" else [])],
+        plugins=[*keeps, *([LightningEnvironment()] if WORLD > 1 or kind not in ("ddp", "offload") else [])],
         callbacks=[weak, ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=1 if name == "ddp" else -1)],
         logger=False,
         enable_progress_bar=False,
@@ -156,6 +160,9 @@ def main() -> None:
         results["fsdp to one"] = fit(out, "other", "ddp", epochs=2, resume=fsdp, local="fsdp")
         tensor = str(out / "tensor" / "epoch=1.ckpt")
         results["tensor to one"] = fit(out, "other", "ddp", epochs=2, resume=tensor, local="fsdp")
+        tiers = str(out / "tiers" / "epoch=1.ckpt")
+        results["tiers to offload"] = fit(out, "other", "offload", epochs=2, resume=tiers, local="tiers")
+        results["tiers to ddp"] = fit(out, "other", "ddp", epochs=2, resume=tiers, local="lost")
         cut = str(out / "hetero_fsdp" / "epoch=1.ckpt")
         results["hetero_fsdp to hetero"] = fit(out, "other", "hetero", epochs=2, resume=cut, local="hetero_fsdp")
     torch.save(results, out / f"{phase}-{RANK}.pt")

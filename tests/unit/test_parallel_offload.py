@@ -22,7 +22,6 @@ from lightning_hetero.strategies import (
     HeteroParallelFsdpStrategy,
     HeteroParallelOffloadStrategy,
     HeteroParallelStrategy,
-    LocalFirst,
     parallel_class,
     parallel_offload_class,
 )
@@ -115,8 +114,6 @@ def test_other_strategies_and_subclasses_say_that_they_have_no_tiers() -> None:
         Own(offload=True)
     with pytest.raises(UnsupportedError, match="offload=True"):
         HeteroParallelFsdpStrategy(offload=True)
-    with pytest.raises(UnsupportedError, match="LocalFirst"):
-        HeteroParallelStrategy(offload=True).checkpoint_io = LocalFirst()
 
 
 class Manual(BoringModel):

@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,16 @@ class TieredCheckpoints:
 
     # ---- saving -------------------------------------------------------------------------------------------------------------
 
-    def save(self, state: dict[str, Any], path: _Path, *, step: int, rest: bytes = b"", own: bytes = b"") -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        path: _Path,
+        *,
+        step: int,
+        rest: bytes = b"",
+        own: bytes = b"",
+        done: Callable[[], None] | None = None,
+    ) -> None:
         """Copies the state, and writes the copy in the background.
 
         Args:
@@ -113,18 +123,27 @@ class TieredCheckpoints:
             step: The optimizer step.
             rest: What is no tensor; rank 0's counts.
             own: What only this rank needs.
+            done: Called when nothing is read any more, in any case. With it the state is not copied, because it stays as it is; its
+                tensors may be handles (``runtime.handles``), which are read one by one.
 
         Raises:
             CheckpointWriteError: An earlier save failed.
         """
-        self.wait()  # one save at a time: its copy is the memory that this one takes
-        self._connect()
+        with ExitStack() as undo:
+            if done is not None:
+                undo.callback(done)
+            self.wait()  # one save at a time: its copy is the memory that this one takes
+            self._connect()
+            remote = Tier(REMOTE, path)
+            warnings.filterwarnings("ignore", _ALONE)
+            staged = self._staged(state) if done is None else state
+            self._submit(f"step {step} to {remote}", self._write, staged, remote, step, rest, own, done=done)
+            undo.pop_all()
+
+    def _staged(self, state: dict[str, Any]) -> Any:
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = self._stager.stage(state)
-        remote = Tier(REMOTE, path)
-        warnings.filterwarnings("ignore", _ALONE)
-        self._submit(f"step {step} to {remote}", self._write, staged, remote, step, rest, own)
+        return self._stager.stage(state)
 
     def _write(self, state: dict[str, Any], remote: Tier, step: int, rest: bytes, own: bytes) -> None:
         planner = LayerPlanner()
@@ -198,18 +217,21 @@ class TieredCheckpoints:
         if self._peers is None or self._peers.rank == 0:
             remote.remove()
 
-    def _submit(self, what: str, job: Any, *arguments: Any) -> None:
+    def _submit(self, what: str, job: Any, *arguments: Any, done: Callable[[], None] | None = None) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         before = self._jobs[-1] if self._jobs else None
 
         def run() -> None:
-            if before is not None and before.exception() is not None:
-                return  # what came before is raised; a checkpoint is not removed when its successor failed
-            try:
-                job(*arguments)
-            except Exception as error:
-                raise CheckpointWriteError(f"writing {what} failed: {error}") from error
+            with ExitStack() as ends:
+                if done is not None:
+                    ends.callback(done)
+                if before is not None and before.exception() is not None:
+                    return  # what came before is raised; a checkpoint is not removed when its successor failed
+                try:
+                    job(*arguments)
+                except Exception as error:
+                    raise CheckpointWriteError(f"writing {what} failed: {error}") from error
 
         self._jobs.append(self._executor.submit(run))
 
@@ -243,6 +265,7 @@ class TieredCheckpoints:
         state: dict[str, Any] | None = None,
         *,
         place: Place | None = None,
+        filled: Callable[[Tensor], object] | None = None,
         strict: bool = True,
         folders: Sequence[_Path] = (),
         required: bool = True,
@@ -254,6 +277,7 @@ class TieredCheckpoints:
             state: Tensors to load into, sharded as they may be; ``None``: everything, into new ones.
             place: Without ``state``: which tensors to load, and into what. What has no place is not read; in what is returned it
                 stays on the meta device.
+            filled: Told of each tensor that has its content. With it one file at a time is in memory.
             strict: Refuse a state with entries that were not saved.
             folders: For ``path=None``: where else to look for checkpoints, beside the local tiers.
             required: Without a save, raise; else return ``None``.
@@ -298,6 +322,7 @@ class TieredCheckpoints:
             peers=self._peers,
             holders=agreed.holders,
             extra=extra,
+            filled=filled,
         )
         elsewhere: dict[Any, Tensor] = {}
         if state is None:

@@ -168,11 +168,11 @@ def pieces_of(
     return [int(p) for p in found.tolist()]
 
 
-def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
-    """Sorted pieces as ranges from first to last, the latter included."""
+def runs_of(pieces: Iterable[int], longest: int | None = None) -> list[tuple[int, int]]:
+    """Sorted pieces as ranges from first to last, the latter included, of at most ``longest`` pieces."""
     runs: list[tuple[int, int]] = []
     for piece in sorted(pieces):
-        if runs and runs[-1][1] == piece - 1:
+        if runs and runs[-1][1] == piece - 1 and (longest is None or piece - runs[-1][0] < longest):
             runs[-1] = (runs[-1][0], piece)
         else:
             runs.append((piece, piece))

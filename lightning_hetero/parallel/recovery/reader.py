@@ -6,7 +6,7 @@ import io
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,14 @@ from lightning_hetero.errors import CheckpointMissingError
 from lightning_hetero.parallel.recovery.layer_map import REST, LayerMap, chunk_key, pieces_of, runs_of
 from lightning_hetero.parallel.recovery.peers import Peers, Want
 from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.store.blocks import own_memory
 from lightning_hetero.units import MIB
 
 log = logging.getLogger(__name__)
 
 PEER = "peer"
 _BATCH_BYTES = 256 * MIB  # of files that are in memory at once while they are read
+_READ_BYTES = 64 * MIB  # of one read
 
 
 class TieredReader(StorageReader):
@@ -43,6 +45,7 @@ class TieredReader(StorageReader):
         peers: The ranks that load together; ``None``: this process loads alone.
         holders: Of each file, the ranks that have it on a local tier.
         extra: Files that are needed whole beside what tensors need.
+        filled: Told of each tensor that has its content. With it one file at a time is in memory.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class TieredReader(StorageReader):
         peers: Peers | None,
         holders: Mapping[str, Sequence[int]],
         extra: Sequence[str] = (REST,),
+        filled: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._metadata, self._map = metadata, layer_map
         self._local, self._remote, self._peers, self._holders = local, remote, peers, holders
-        self._wanted = tuple(extra)
+        self._wanted, self._filled = tuple(extra), filled
         self.extra: dict[str, bytes] = {}
         self.bytes: dict[str, int] = dict.fromkeys([*(t.name for t in local), PEER, remote.name], 0)
 
@@ -127,7 +131,7 @@ class TieredReader(StorageReader):
             size = len(need[0]) * self._map.piece_bytes
             if not batches or size > room:
                 batches.append({})
-                room = _BATCH_BYTES
+                room = _BATCH_BYTES if self._filled is None else 0
             batches[-1][name] = need
             room -= size
         return batches
@@ -157,11 +161,13 @@ class TieredReader(StorageReader):
         target: Any = planner.resolve_tensor(item).detach()
         target.copy_(part)
         planner.commit_tensor(item, target)
+        if self._filled is not None:
+            self._filled(target)
 
     # ---- where it comes from ------------------------------------------------------------------------------------------------
 
     def _fetch(self, needs: Mapping[str, set[int]], missing: list[str]) -> dict[str, Tensor]:
-        files = {name: torch.empty(self._map.files[name].bytes, dtype=torch.uint8) for name in needs}
+        files = {name: own_memory(self._map.files[name].bytes, torch.uint8) for name in needs}
         open_: dict[str, set[int]] = {name: set(pieces) for name, pieces in needs.items()}
         tried: dict[str, list[str]] = defaultdict(list)
         for tier in self._local:
@@ -180,7 +186,7 @@ class TieredReader(StorageReader):
             if not pieces:
                 continue
             try:
-                for first, last in runs_of(pieces):
+                for first, last in runs_of(pieces, max(1, _READ_BYTES // self._map.piece_bytes)):
                     start, end = self._map.span(name, first, last)
                     content = tier.read(f"{self._map.save}/{name}", start, end)
                     self.bytes[tier.name] += self._take(name, range(first, last + 1), content, files[name], pieces)

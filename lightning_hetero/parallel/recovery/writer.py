@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import mmap
 import os
 import struct
 import time
@@ -32,8 +33,12 @@ from torch.futures import Future
 
 from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
 from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.runtime.handles import OffloadedTensor, contents_of
+from lightning_hetero.units import KIB, MIB
 
 REMOTE = "remote"
+_ARCHIVE_BYTES = 64 * KIB  # more than torch.save puts around one tensor
+_OWN_PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ALIGNMENT = 64  # of chunks, as torch.save aligns the numbers in it: they can be viewed where they were read to
 
 
@@ -80,7 +85,24 @@ def own_name(rank: int) -> str:
 
 
 class LayerPlanner(DefaultSavePlanner):
-    """Lets every rank keep all of its plan: replicas are wanted, and the writer chooses among them."""
+    """Lets every rank keep all of its plan: replicas are wanted, and the writer chooses among them.
+
+    Handles (``runtime.handles``) are planned by their shapes, and read when they are written.
+    """
+
+    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        """Puts handles aside."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._handles = {name: value for name, value in self.state_dict.items() if isinstance(value, OffloadedTensor)}
+        self.state_dict = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if name in self._handles else value
+            for name, value in self.state_dict.items()
+        }
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is to be written; of a handle its content."""
+        handle = self._handles.get(index.fqn)
+        return super().lookup_object(index) if handle is None else contents_of(handle)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plans as they came, and metadata with every chunk once."""
@@ -186,6 +208,7 @@ class LayerWriter(StorageWriter):
             for tier in tiers:
                 if tier != REMOTE:
                     self._tiers[tier].publish(f"{work.save}/{name}", content)
+            del content  # before the next file's is made
         for name, blob in work.blobs.items():
             for tier in work.leads:
                 if tier != REMOTE:
@@ -241,6 +264,7 @@ class LayerWriter(StorageWriter):
             if REMOTE in tiers:
                 content, _ = self._content(name, [items[c] for c in chunks])
                 remote.publish(f"{work.save}/{name}", content)
+                del content
         if REMOTE in work.leads:
             for name, blob in work.blobs.items():
                 remote.publish(f"{work.save}/{name}", [blob])
@@ -282,9 +306,12 @@ def _serialise(tensor: torch.Tensor) -> tuple[memoryview, int]:
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
-    file = io.BytesIO()
+    # A mapping of its own gives the memory of large tensors back at once, see [Note: Memory of its own] in store.blocks.
+    file: Any = mmap.mmap(-1, tensor.nbytes + _ARCHIVE_BYTES, flags=_OWN_PAGES) if tensor.nbytes >= MIB else io.BytesIO()
     torch.save(tensor, file)
-    content = file.getbuffer()
+    if isinstance(file, mmap.mmap):
+        file.resize(file.tell())
+    content = memoryview(file.getbuffer() if isinstance(file, io.BytesIO) else file)
     with zipfile.ZipFile(file) as archive:
         header = next(e.header_offset for e in archive.infolist() if e.filename.endswith("/data/0"))
     name, extra = struct.unpack_from("<HH", content, header + 26)

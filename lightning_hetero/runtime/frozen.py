@@ -1,0 +1,210 @@
+"""What a run was at one moment, for a thread that reads it while training goes on.
+
+[Note: Frozen]
+What lives on disk is linked: a snapshot (``store.snapshots``) of the last record, made by names of its slots, so it takes neither
+time nor space; a slot that training writes again gets a fresh file first. It is read without the engine, which one thread alone
+may use. What lives in memory, of the host or of a device, is copied tensor by tensor to a file without a name, since the next
+update, or anybody's own code, may change it at once. So no second copy is ever in memory, and a killed process leaves nothing but
+links, which the next user of the directory removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import OffloadedAccessError, OutOfDiskError
+from lightning_hetero.runtime.door import materialize
+from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.blocks import Part, memory_of, own_memory
+from lightning_hetero.store.geometry import WEIGHTS
+from lightning_hetero.store.snapshots import snapshot
+from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.units import KIB, format_bytes
+
+_SMALL_BYTES = 4 * KIB  # stays in memory: step counts, biases
+
+
+class Frozen:
+    """States as they are now, until :meth:`close`; nothing is under way, and all that was written is committed.
+
+    Args:
+        scratch: A folder for the copies of what is in memory.
+        links: A snapshot of the store, removed by :meth:`close`; ``None`` where nothing lives on disk.
+        overlaps: See below.
+
+    Attributes:
+        overlaps: Training may go on before :meth:`close`: there is room for fresh files of all slots that are linked.
+        linked_bytes: Bytes of tensors that are read from the snapshot.
+        copied_bytes: Bytes of tensors that were copied.
+    """
+
+    def __init__(self, scratch: Path, links: Path | None, *, overlaps: bool = True) -> None:
+        self.overlaps = overlaps
+        self.linked_bytes = self.copied_bytes = 0
+        self._folder, self._links = scratch, links
+        self._copies: Any = None
+        self._store = None if links is None else StoreFiles(links)
+        record = None if self._store is None else self._store.record
+        self._blocks = {} if record is None else {block.id: block for block in record.blocks}
+        self._closed = threading.Event()
+
+    def freeze(self, value: Any) -> Any:
+        """The same nested dictionaries and lists, with tensors whose content stays; large ones are handles that read it."""
+        if isinstance(value, Mapping):
+            return {key: self.freeze(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.freeze, value)) if type(value) in (list, tuple) else value
+        return self._tensor(value) if isinstance(value, Tensor) else value
+
+    def read(self, run: FileRun, out: Tensor) -> None:
+        """Reads a run of a block's committed slot into a flat tensor; for one thread at a time."""
+        assert self._store is not None
+        with self._store.slot(self._blocks[run.number]) as slot:
+            if run.array == WEIGHTS:
+                slot.read_weights(run.first, out)
+            else:
+                slot.read_state(run.array, run.first, out)
+
+    def read_copy(self, offset: int, out: Tensor) -> None:
+        """Reads a copy into a flat tensor."""
+        view, done = memory_of(out), 0
+        while done < len(view):
+            got = os.preadv(self._copies.fileno(), [view[done:]], offset + done)
+            if not got:
+                raise OSError(f"the copy ends at byte {offset + done}")
+            done += got
+
+    def close(self) -> None:
+        """Gives links and copies up; a second call does nothing."""
+        if self._copies is not None:
+            self._copies.close()
+        if self._store is not None:
+            self._store.close()
+        if self._links is not None:
+            shutil.rmtree(self._links, ignore_errors=True)
+        self._closed.set()
+
+    def wait(self) -> None:
+        """Waits for :meth:`close`, which the reader calls."""
+        self._closed.wait()
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if not value.numel():
+            return value.detach()
+        source: Any = value.source if isinstance(value, OffloadedTensor) else None
+        run = source.on_file() if isinstance(source, WeightSource | StateSource | BlobSource) else None
+        stride = tuple(value.stride())
+        if run is not None and run.number in self._blocks:
+            self.linked_bytes += value.nbytes
+            return OffloadedTensor(_Linked(source.name, value.shape, value.dtype, self, run, stride), stride=stride)
+        self.copied_bytes += value.nbytes
+        content = materialize(value).detach().to("cpu")
+        if content.nbytes <= _SMALL_BYTES:
+            return content.clone()
+        name = "a tensor in memory" if source is None else source.name
+        return OffloadedTensor(_Copied(name, value.shape, value.dtype, self, self._copy(content.contiguous())))
+
+    def _copy(self, content: Tensor) -> int:
+        if self._copies is None:
+            self._copies = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+        begin, view = self._copies.seek(0, os.SEEK_END), memory_of(content)
+        try:
+            while view:
+                view = view[self._copies.write(view) :]
+        except OSError as error:
+            raise OutOfDiskError(
+                f"{str(self._folder)!r} has no room for a copy of what is in memory ({format_bytes(begin)} so far) while a "
+                f"checkpoint is written: {error.strerror}. Free some, or choose another disk_path or default_root_dir."
+            ) from error
+        return int(begin)
+
+
+def freeze(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> Frozen:
+    """The present moment of a run; no update is under way.
+
+    Args:
+        store: The tiers; ``None``: everything is in memory.
+        parts: The model's parts.
+        scratch: A folder on the disk.
+        room_bytes: Bytes that may be written there.
+
+    Raises:
+        StoreError: A transfer or a system call failed.
+    """
+    if store is None or store.files.directory is None:
+        return Frozen(scratch, None)
+    for part in parts:
+        if part.on_disk:  # what was written to it in memory goes to its file
+            if part.state_home is None:
+                store.refresh_master(part)
+            store.flush(part)
+    store.commit()
+    path, slots = store.files.directory.path, store.files.committed()
+    links = path / f"saving-{uuid.uuid4().hex[:8]}"
+    snapshot(path, links, slots)
+    linked_bytes = sum((path / name).stat().st_size for name in slots)
+    return Frozen(scratch, links, overlaps=linked_bytes <= room_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Linked:
+    """A tensor in the snapshot."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    frozen: Frozen
+    run: FileRun
+    stride: tuple[int, ...]
+
+    @property
+    def address(self) -> None:
+        return None
+
+    def read(self) -> Tensor:
+        out = own_memory(self.shape.numel(), self.dtype)
+        self.frozen.read(self.run, out)
+        return out.as_strided(self.shape, self.stride)
+
+    def write(self, value: Tensor) -> NoReturn:
+        _refuse(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A tensor in the file of copies."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    frozen: Frozen
+    offset: int
+
+    @property
+    def address(self) -> None:
+        return None
+
+    def read(self) -> Tensor:
+        out = own_memory(self.shape.numel(), self.dtype)
+        self.frozen.read_copy(self.offset, out)
+        return out.view(self.shape)
+
+    def write(self, value: Tensor) -> NoReturn:
+        _refuse(self.name)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise OffloadedAccessError(f"{name!r} is being saved as it was; write to the model's own parameter instead.")
