@@ -14,7 +14,8 @@ from support.scripts import output_of, result_of
 
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.planners import PLANNERS
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.planners.judge import simulation
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -167,8 +168,12 @@ def test_gpu_step_trains_with_a_plan_that_was_made_elsewhere(tmp_path: Path) -> 
     assert at_cap["peak_seconds_per_step"] is None
     model, machine = ModelProfile.load(profiles / "model.json"), HardwareProfile.load(profiles / "hardware-256MiB.json")
     assert machine.device_memory_bytes == at_cap["cap_bytes"]
-    plan = tmp_path / "plan.json"
-    plan.write_text(PLANNERS["zero_infinity"](model, machine).to_json())
+    profiled = ("--model-profile", profiles / "model.json", "--hardware-profile", profiles / "hardware-256MiB.json")
+    found, _ = run("ablation.py", "--only", "priority", "--plans", tmp_path / "plans", *profiled, cwd=tmp_path)
+    plans = {plan.stem: Plan.load(plan) for plan in (tmp_path / "plans").iterdir()}
+    assert plans.keys() == {f"priority, {name}" for name in found["simulated_s"]["priority"]}
+    assert all(plan.predicted == simulation(plan, model, machine).prediction for plan in plans.values())
+    plan = tmp_path / "plans" / "priority, with priority.json"
     result, _ = run("gpu_step.py", *common, "--only", "auto", "fsdp2", "--plan", plan, cwd=tmp_path)
     (again,) = result["caps"]
     assert again["contestants"]["fsdp2"] == rows["fsdp2"]  # the log has it
