@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import logging
+import mmap
+import os
 import threading
 import time
 import weakref
@@ -327,6 +331,28 @@ def test_the_drivers_last_error_is_cleared_after_a_refusal() -> None:
     cleared: list[int] = []
     PageLocker(FakeCuda(refuse=2), lambda: cleared.append(1), lambda: 1 << 40).buffer(4096)
     assert cleared == [1]
+
+
+def child_can_read(memory: torch.Tensor) -> bool:
+    """Whether a child of fork has these pages."""
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        ctypes.string_at(memory.data_ptr(), 1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_of_fork_gets_no_page_locked_memory(lanes: CudaLanes) -> None:
+    """The kernel would copy all of it for each worker of a data loader."""
+    pages = mmap.mmap(-1, 5000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    assert child_can_read(memory)
+    lanes.page_lock(memory)
+    assert not child_can_read(memory)
+    assert not child_can_read(lanes.host_buffer(64))
+    lanes.page_unlock(memory)
+    assert child_can_read(memory)
 
 
 def test_memory_beyond_the_control_group_is_not_locked(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,10 +6,14 @@ rounds its own page-locked memory up to powers of two, which is too much for gra
 size and registered with the driver. Registration brings all pages in at once: beyond what a control group has left the kernel
 would end the process, so there the memory stays pageable. NVIDIA's driver does not count against ``RLIMIT_MEMLOCK``, others
 may: the limit is named when registration is refused.
+
+A child of fork, as a worker of a data loader is one, gets none of it. The kernel would copy page-locked pages for each child as it
+forks, or give the parent new ones at its next write, of which the device does not know.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -20,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import format_bytes, round_up
 
 log = logging.getLogger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_libc = ctypes.CDLL(None)
 
 
 class _Pages(mmap.mmap):
@@ -50,7 +55,7 @@ class PageLocker:
 
     def __init__(self, cudart: Any, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
         self._cudart, self._forget_error, self._room = cudart, forget_error, room
-        self._locked: set[int] = set()  # addresses of others' memory
+        self._locked: dict[int, int] = {}  # others' memory: address -> bytes
         self._said: set[str] = set()
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -68,7 +73,6 @@ class PageLocker:
                 f"(docker run --memory).",
             )
         elif self._register(memory.data_ptr(), num_bytes):
-            # A child of fork would share the pages, and the parent's next write would take new ones that the device does not know.
             pages.madvise(mmap.MADV_DONTFORK)
             pages.unregister = self._unregister(memory.data_ptr())
         return memory
@@ -77,19 +81,23 @@ class PageLocker:
         """Registers memory that is mapped until :meth:`close`."""
         address = memory.data_ptr()
         if memory.numel() and address not in self._locked and self._register(address, memory.nbytes):
-            self._locked.add(address)
+            self._locked[address] = memory.nbytes
+            _advise(address, memory.nbytes, mmap.MADV_DONTFORK)
 
     def unlock(self, memory: Tensor) -> None:
         """Unregisters what :meth:`lock` registered."""
         address = memory.data_ptr()
         if address in self._locked:
-            self._locked.remove(address)
-            self._unregister(address)()
+            self._unlock(address, self._locked.pop(address))
 
     def close(self) -> None:
         """Unregisters what :meth:`lock` registered."""
         while self._locked:
-            self._unregister(self._locked.pop())()
+            self._unlock(*self._locked.popitem())
+
+    def _unlock(self, address: int, num_bytes: int) -> None:
+        self._unregister(address)()
+        _advise(address, num_bytes, mmap.MADV_DOFORK)
 
     def _register(self, address: int, num_bytes: int) -> bool:
         code = int(self._cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
@@ -113,3 +121,9 @@ class PageLocker:
         if reason not in self._said:
             self._said.add(reason)
             log.warning(message)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """``madvise`` for the pages of memory that begins with one: those are its own. Pages that are others' too stay as they are."""
+    if address % mmap.PAGESIZE == 0:
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(round_up(num_bytes, mmap.PAGESIZE)), advice)
