@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,26 @@ def check_same(module: nn.Module) -> None:
             f"the ranks' models differ: {[count for count, _ in digests]} parameters, or others by name, shape or dtype, or they "
             f"train others. Build the same model on every rank."
         )
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Where what is done inside fails on one rank, none goes on: the others would wait for it in the next collective.
+
+    Raises:
+        ConfigError: It has failed elsewhere; says where and why. A rank on which it fails raises its own error.
+    """
+    errors: list[Any] = [None] * dist.get_world_size()
+    try:
+        yield
+    except Exception as error:
+        dist.all_gather_object(errors, f"{type(error).__name__}: {error}")
+        raise
+    dist.all_gather_object(errors, None)
+    failed = {rank: text for rank, text in enumerate(errors) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise ConfigError(f"rank {rank} of {len(errors)} cannot begin, nor can the others without it. {text}")
 
 
 @torch.no_grad()

@@ -20,7 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.lowering.needs import Constant
-from lightning_hetero.parallel.replicas import BUCKET_BYTES, average_gradients, broadcast, bucket_memory_bytes, check_same
+from lightning_hetero.parallel.replicas import (
+    BUCKET_BYTES,
+    all_or_none,
+    average_gradients,
+    broadcast,
+    bucket_memory_bytes,
+    check_same,
+)
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import factory
 from lightning_hetero.strategies.core import Choices
@@ -155,18 +162,22 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
         if self._layer_sync is not None:
             raise UnsupportedError("offload with sync_batchnorm=True; batch norms of blocks that move are not synchronised.")
         check_same(module)
-        super().setup(trainer)
+        with all_or_none():
+            super().setup(trainer)
+            self._check_updates()
+        broadcast(module.parameters(), self.root_device)
+        broadcast(module.buffers(), self.root_device)
+        if self.session is not None:
+            self.session.commit()
+        self._buffers_differ = False
+
+    def _check_updates(self) -> None:
         plan = self._running().plan
         if self.options.device is not None and any(b.update is UpdateLane.DEVICE for b in plan.blocks):
             raise UnsupportedError(
                 f"plan {plan.name!r} runs updates on {self.options.device!r}, whose last bits are not the CPU's: ranks "
                 f'would drift apart. Use a plan whose updates run on the CPU, such as "host" or "disk".'
             )
-        broadcast(module.parameters(), self.root_device)
-        broadcast(module.buffers(), self.root_device)
-        if self.session is not None:
-            self.session.commit()
-        self._buffers_differ = False
 
     def _rules(self, trainer: Any) -> StepRules:
         rules = super()._rules(trainer)

@@ -45,6 +45,12 @@ def test_two_ranks_with_tiers_have_the_bits_of_ddp(groups: tuple[list[Results], 
         assert rank["tiers"]["evaluated"] == rank["ddp"]["evaluated"]
 
 
+def test_a_rank_that_cannot_begin_says_so_on_all(groups: tuple[list[Results], list[Results]]) -> None:
+    first, second = (rank["refused"]["error"] for rank in groups[0])
+    assert second.startswith("OutOfMemoryBudgetError: plan 'disk' needs")
+    assert first == f"ConfigError: rank 1 of 2 cannot begin, nor can the others without it. {second}"
+
+
 def test_ranks_agree_on_a_step_that_overflows(groups: tuple[list[Results], list[Results]]) -> None:
     for rank in groups[0]:
         assert_equal(rank["scaled_tiers"], rank["scaled_ddp"])

@@ -55,14 +55,15 @@ def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scenario", ["plain", "clipped", "accumulated", "sharded"])
+@pytest.mark.parametrize("scenario", ["plain", "clipped", "accumulated", "thawed", "sharded"])
 def test_pipelines_train_as_one_process(scenario: str, alone: Results, ranks: list[Results]) -> None:
     expected = alone[scenario]
     for rank in ranks:
         assert_close(expected["weights"], rank[scenario]["weights"])
         assert len(rank[scenario]["gradients"]) == len(expected["gradients"])
         for a, b in zip(expected["gradients"], rank[scenario]["gradients"], strict=True):
-            assert_close(a, b)
+            if b or scenario != "thawed":  # a stage may have none
+                assert_close(a, b)
         torch.testing.assert_close(rank[scenario]["losses"], expected["losses"], rtol=1e-12, atol=1e-12)
         assert rank[scenario]["lr"] == expected["lr"]
 

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroParallelStrategy
@@ -166,6 +167,10 @@ def main() -> None:
     if WORLD == 2:
         ddp: dict[str, Any] = {"find_unused_parameters": True}
         found["ddp"] = fit(folder, "ddp", strategy(**ddp), watches=True, **stepping)
+        try:
+            fit(folder, "refused", strategy(offload={1: {**DISK, "host_memory": "1KiB"}}), max_epochs=1)
+        except (ConfigError, OutOfMemoryBudgetError) as error:
+            found["refused"] = {"error": f"{type(error).__name__}: {error}"}
         for name, kind in (("scaled_tiers", {"offload": tiers}), ("scaled_ddp", ddp)):
             found[name] = fit(folder, name, strategy(**kind), scaled=True, max_epochs=2)
     else:

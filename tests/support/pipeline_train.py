@@ -126,6 +126,14 @@ class Counting(Net):
     padding = -100
 
 
+class Thawing(Net):
+    """Its first layers, all of some stages, are frozen but for the second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for layer in (self.embedding, *self.blocks[:4]):
+            layer.requires_grad_(self.trainer.global_step == 1)
+
+
 class Dropping(nn.Module):
     """A block with dropout before and inside of what ranks of a stage share."""
 
@@ -338,6 +346,7 @@ def main() -> None:
         "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
         "values": fit(folder, "values", plan, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
+        "thawed": fit(folder, "thawed", plan, net=Thawing, max_steps=3),
         "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
         "dropout": fit(folder, "dropout", SHARDED if plan else None, net=DroppingNet, max_steps=2),
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),

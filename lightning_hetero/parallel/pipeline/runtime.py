@@ -184,7 +184,9 @@ class Pipelines:
     def _schedule(self, index: int, count: int, *, training: bool) -> Any:
         """A schedule of torch's for batches of this shape; all ranks of a group see the same ones."""
         shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(self._micro[0]) if isinstance(t, Tensor)]
-        key = (training, torch.is_inference_mode_enabled(), count, tuple(shapes))
+        # A stage learns once whether what it gets and gives needs gradients: layers may be frozen or set free between two steps.
+        trained = tuple(p.requires_grad for p in self.layers.module.parameters()) if training else ()
+        key = (training, torch.is_inference_mode_enabled(), count, tuple(shapes), trained)
         if key not in self._schedules:
             group = self.groups.of(self._pipeline)
             stage = PipelineStage(self._stage, index, len(self._pipeline), self.device, group=group)
