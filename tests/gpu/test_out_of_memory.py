@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -57,6 +58,20 @@ def limited() -> Iterator[Any]:
 
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_what_torch_can_still_be_given(limited: Any) -> None:
+    limited(4 << 30)
+    device, piece = torch.device("cuda", 0), 2 << 20  # as the allocator cuts
+    held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    spare = spare_bytes(device)
+    del held
+    assert spare_bytes(device) == spare + (1 << 30)  # the allocator keeps it
+    whole = torch.empty((spare + (1 << 30)) // piece * piece - piece, dtype=torch.uint8, device=device)
+    assert 0 <= spare_bytes(device) < 2 * piece
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(8 * piece, dtype=torch.uint8, device=device)
+    del whole
 
 
 def test_a_real_lack_of_memory(limited: Any, tmp_path: Path) -> None:

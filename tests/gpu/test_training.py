@@ -13,6 +13,7 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from support.verdicts import counted_verdicts
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, Plan, Tier, UpdateLane
 from lightning_hetero.errors import UnsupportedError
@@ -201,6 +202,18 @@ def test_the_peak_counts_from_the_beginning_of_the_fit(tmp_path: Path) -> None:
     again = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     assert strategy.memory_report()["device_peak_bytes"] == peak
     del again
+
+
+def test_workers_of_a_data_loader_are_forked_beside_page_locked_memory(tmp_path: Path) -> None:
+    found = []
+    for strategy in ("auto", HeteroOffloadStrategy(ON_DEVICE["weights from the host"])):
+        torch.manual_seed(7)
+        module = LitModel(RECIPES["plain"])
+        torch.manual_seed(11)
+        trainer = quiet_trainer(strategy=strategy, max_steps=4, default_root_dir=tmp_path, **GPU)
+        trainer.fit(module, DataLoader(data().dataset, batch_size=2, num_workers=2, multiprocessing_context="fork"))
+        found.append(on_host(outcome(trainer, module)))
+    assert_same(found[1], found[0])
 
 
 def by_lane(spans: Iterable[Span]) -> dict[str, list[str]]:
