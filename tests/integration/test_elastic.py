@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +200,18 @@ def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_bo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--pipelines",)], ids=["batches", "pipelines"])
-def test_nodes_are_killed_join_and_leave_while_training_goes_on(options: tuple[str, ...], tmp_path: Path) -> None:
-    result = result_of(output_of(BENCHMARKS / "preemption.py", "--dir", tmp_path, *options, cwd=tmp_path))
-    assert result["lost_steps"] == result["wrong_samples"] == 0
-    assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
-    assert result["max_difference"] <= 1e-12
-    # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
-    limit_s = 20.0 + 3 * result["start_s"]
-    assert max(result["down_s"], result["up_s"], result["sigterm_s"]) <= limit_s, result
+def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Batches and pipelines at once: both sleep most of the time."""
+    runs = []
+    with ThreadPoolExecutor() as pool:
+        for options in ([], ["--pipelines"]):
+            folder = tmp_path_factory.mktemp("drill")
+            runs.append(pool.submit(output_of, BENCHMARKS / "preemption.py", "--dir", folder, *options, cwd=folder))
+    for run in runs:
+        result = result_of(run.result())
+        assert result["lost_steps"] == result["wrong_samples"] == 0
+        assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
+        assert result["max_difference"] <= 1e-12
+        # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
+        limit_s = 20.0 + 3 * result["start_s"]
+        assert max(result["down_s"], result["up_s"], result["sigterm_s"]) <= limit_s, result
