@@ -44,7 +44,7 @@ NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLi
 NEWEST = "newest"
 _OWN_FORMATS = {  # strategies by name: why not, and what instead
     "FSDPStrategy": (
-        "FSDP1 keeps a layer's parameters as one flat tensor, whose names and pieces are its own; torch has replaced it by FSDP2",
+        "FSDP1 cuts a layer's parameters anywhere as one flat tensor, and torch runs it on accelerators only: it was never tried",
         "ModelParallelStrategy with fully_shard (FSDP2)",
     ),
     "DeepSpeedStrategy": ("DeepSpeed's engine saves itself, in files by rank", "ModelParallelStrategy (FSDP2) or hetero_offload"),
