@@ -21,6 +21,9 @@ that lives there; the gradients of the ``gradient_depth`` largest blocks where u
 on their way to the disk; staging for what streams from disk; where updates speculate, a copy of the weights of blocks with only
 their state on disk; and the cache: at least the largest block whose weights live on disk.
 
+The runtime does not stop at the backward of a pinned block, so the gradients of pinned blocks come beside all that is waiting then,
+on either side.
+
 Ranks average their gradients when backward has ended, beside all of them, through buckets on the device or the host.
 
 Where the device is the host's own CPU the two are one pool, and nothing is there twice. There, gradients that an update after the
@@ -261,17 +264,24 @@ def _gradients(
     for_device = [size for _, size in sizes] if last else []
     leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])
     passing: list[int] = []
-    before = 0  # what comes for a backward may come before its last update has run
-    for cpu, own in sizes:
+    unseen: list[int] = []  # of pinned blocks, whose backward waits for no update, since the last one that does
+    before: list[int] = []  # of the last backward that updates follow at once, and of pinned ones since
+    for row, (cpu, own) in zip(reversed(placed), sizes, strict=True):
         if not last:
-            insort(for_cpu, cpu)
+            unseen.append(cpu)
             for_device.append(own)
+            if not row.shape.pinned:
+                for size in unseen:
+                    insort(for_cpu, size)
+                unseen = []
         all_wait = last or not in_backward
-        down = sum(for_cpu if all_wait else for_cpu[-plan.gradient_depth :])
+        down = sum(for_cpu if all_wait else for_cpu[-plan.gradient_depth :]) + sum(unseen)
         if shared:  # one place for both; an update in the place of the device's follows the verdict there
             yield sum(for_device), down
         else:
             beside = max(cpu + sum(passing[-DEVICE_GRADIENTS + 1 :]), sum(passing[-DEVICE_GRADIENTS:]))
             passing += [cpu] if cpu else []
-            yield max(beside, leaving) + (sum(for_device) if all_wait else max(own, before)), down
-            before = own
+            # What comes for a backward may come before its last update has run.
+            updated = sum(before) + own if row.shape.pinned else max(own, sum(before))
+            yield max(beside, leaving) + (sum(for_device) if all_wait else updated), down
+            before = [*before, own] if row.shape.pinned else [own]

@@ -17,7 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Phase, Schedule
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span
-from lightning_hetero.lowering import Rooms, needs_of, rooms, steady
+from lightning_hetero.lowering import Rooms, fitted, needs_of, rooms, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.sim.links import Flow, max_min
@@ -174,6 +174,7 @@ def cases(draw: st.DrawFn, *, priority: bool | None = None, shared: bool | None 
         host_cache_bytes=draw(st.sampled_from([None, 0])),  # all that is left, or just the largest block
         device_cache_bytes=draw(st.sampled_from([None, 0])),
     )
+    plan = fitted(plan, model.shape(), device=not shared)  # as the strategy and the planners do before anything is lowered
     hardware = draw(memories(plan, model, hardware))
     space = rooms(plan, model, hardware)
     schedules = steady(plan, model.shape(), rooms=space)
