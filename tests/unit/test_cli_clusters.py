@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from lightning_hetero.parallel import elastic
 
 MODEL = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "--sequence", "128", "--micro-batches", "6"]
 CLUSTER = "2xa100-80+1xh800"
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``profile --model`` adds to the path of its process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
