@@ -23,7 +23,7 @@ from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
 MIB = 2**20
-BUDGET = 192 * MIB
+BUDGET = 196 * MIB
 WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 8192, 16
 
 # What comes on top of the budget, by reason (all float32):
