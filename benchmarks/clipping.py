@@ -134,18 +134,23 @@ def offloaded(baton: Baton, args: argparse.Namespace, way: str) -> dict[str, Any
 
 
 def compete(args: argparse.Namespace) -> tuple[dict[float, dict[str, list[Turn]]], dict[str, dict[str, Any]]]:
-    """Turns by rate and by way, and what each process says in the end; of each rate the first round does not count."""
+    """Turns by rate and by way, and what each process says in the end; of each rate the first round does not count.
+
+    ``plain`` takes its turns of a rate after all others. It leaves the disk alone, and a disk that has rested is faster for whoever
+    comes next, which was the same contestant every other round.
+    """
     turns: dict[float, dict[str, list[Turn]]] = {rate: defaultdict(list) for rate in args.rates}
     with contextlib.ExitStack() as stack:
         named: dict[str, tuple[Any, ...]] = {"plain": (plain, args), **{way: (offloaded, args, way) for way in args.ways}}
         processes = {name: stack.enter_context(Contestant(*what)) for name, what in named.items()}
         for rate in args.rates:
-            for number in range(args.rounds + 1):
-                for name in list(processes) if number % 2 else reversed(processes):  # drift cancels
-                    turn = processes[name].turn(args.steps, rate)
-                    if number:
-                        turns[rate][name].append(turn)
-                        print(f"{rate:.0%}, round {number}, {name}: {statistics.mean(turn.seconds):.4f} s/step", flush=True)
+            rounds = range(args.rounds + 1)
+            order = [(n, name) for n in rounds for name in (args.ways if n % 2 else reversed(args.ways))]  # drift cancels
+            for number, name in [*order, *((n, "plain") for n in rounds)]:
+                turn = processes[name].turn(args.steps, rate)
+                if number:
+                    turns[rate][name].append(turn)
+                    print(f"{rate:.0%}, round {number}, {name}: {statistics.mean(turn.seconds):.4f} s/step", flush=True)
         results = {name: process.finish() for name, process in processes.items()}
     return turns, results
 
