@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_hetero.convert.importing import Weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
 
 _AUTO = "holistic"  # the planner behind plan="auto"
@@ -66,27 +68,66 @@ def steps(name: str, value: int) -> int:
     return value
 
 
+def flag(name: str, value: bool) -> bool:
+    """The same for what is on or off: as text, ``"no"`` would be on."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}; allowed: True or False.")
+    return value
+
+
+def emulated(device: EmulatedDevice | None) -> EmulatedDevice | None:
+    """The same for the device that is none."""
+    if device is not None and not isinstance(device, EmulatedDevice):
+        raise ConfigError(
+            f"device={device!r}; allowed: an EmulatedDevice, or None. On which device training computes is the Trainer's choice, "
+            f'such as Trainer(accelerator="cuda").'
+        )
+    return device
+
+
 def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
     """The same for a directory on this machine."""
-    if value is not None and "://" in os.fspath(value):
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{name}={value!r}; allowed: a directory on a disk of this machine, or None.")
+    if "://" in os.fspath(value):
         raise ConfigError(f"{name}={os.fspath(value)!r} is a URL; allowed: a directory on a disk of this machine.")
-    return None if value is None else Path(value)
+    return Path(value)
+
+
+def sources(value: Weights | None) -> Weights | None:
+    """The same for ``weights``."""
+    paths: Iterable[object] = value.values() if isinstance(value, Mapping) else () if value is None else (value,)
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ConfigError(
+            f"weights={value!r}; allowed: a safetensors file or a directory of them, or several of these by the name of the module "
+            f'that each is for, such as {{"model": path}}.'
+        )
+    return value
 
 
 def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
-    """Refuses ``keep_every`` where no steps are kept, and beside links to a step that may not be kept.
+    """Refuses what is about kept steps where none are kept, and links to a step that may not be kept.
 
     Raises:
         ConfigError: It says which.
     """
-    if options.keep_every > 1 and (options.disk_path is None or options.engine.durability == "none"):
+    durability, keep_every = options.engine.durability, options.keep_every
+    given = {
+        f"keep_every={keep_every}": keep_every > 1,
+        "link_checkpoints=True": link_checkpoints,
+        "durability='power'": durability == "power",
+    }
+    asked = [option for option, is_given in given.items() if is_given]
+    if asked and (options.disk_path is None or durability == "none"):
         raise ConfigError(
-            f"keep_every={options.keep_every} is for runs that keep their steps; this one has disk_path={options.disk_path}, "
-            f'durability={options.engine.durability!r}. Pass a disk_path, and durability="process" or "power".'
+            f"{asked[0]} is for runs that keep their steps; this one has disk_path={options.disk_path}, "
+            f'durability={durability!r}. Pass a disk_path, and durability="process" or "power".'
         )
-    if options.keep_every > 1 and link_checkpoints:
+    if keep_every > 1 and link_checkpoints:
         raise ConfigError(
-            f"link_checkpoints=True makes links to the last step, and with keep_every={options.keep_every} that may be one that "
+            f"link_checkpoints=True makes links to the last step, and with keep_every={keep_every} that may be one that "
             f"is not kept. Pass keep_every=1, or leave link_checkpoints out: checkpoints are then ordinary files."
         )
 

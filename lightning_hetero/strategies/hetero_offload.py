@@ -14,7 +14,19 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
-from lightning_hetero.strategies.choices import check_keeping, count, drift, local_path, one_of, planner, planner_name, steps
+from lightning_hetero.strategies.choices import (
+    check_keeping,
+    count,
+    drift,
+    emulated,
+    flag,
+    local_path,
+    one_of,
+    planner,
+    planner_name,
+    sources,
+    steps,
+)
 from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.lifecycle import Lifecycle
@@ -91,6 +103,7 @@ class HeteroOffload(Lifecycle):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        device = emulated(device)
         autoplan = None
         if (name := planner_name(plan)) is not None:
             autoplan = Autoplan(name, Machine(hardware_profile).profile, drift=drift(replan_drift))
@@ -102,9 +115,9 @@ class HeteroOffload(Lifecycle):
             device=device,
             disk_path=local_path("disk_path", disk_path),
             disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
-            allow_tmpfs=allow_tmpfs,
-            allow_rotational=allow_rotational,
-            trace=trace,
+            allow_tmpfs=flag("allow_tmpfs", allow_tmpfs),
+            allow_rotational=flag("allow_rotational", allow_rotational),
+            trace=flag("trace", trace),
             on_patched=release_pages,
             keep_every=count("keep_every", keep_every, most=10**6),
             poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
@@ -113,7 +126,7 @@ class HeteroOffload(Lifecycle):
                 io_threads=count("io_threads", io_threads),
                 update_threads=0 if update_threads is None else count("update_threads", update_threads),
                 durability=one_of("durability", durability, ("none", "process", "power")),
-                verify_digests=verify_digests,
+                verify_digests=flag("verify_digests", verify_digests),
                 emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
@@ -124,9 +137,9 @@ class HeteroOffload(Lifecycle):
                 options=options,
                 autoplan=autoplan,
                 device=device,
-                weights=weights,
+                weights=sources(weights),
                 verify=steps("verify", verify),
-                link_checkpoints=link_checkpoints,
+                link_checkpoints=flag("link_checkpoints", link_checkpoints),
             )
         )
 

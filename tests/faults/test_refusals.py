@@ -503,6 +503,7 @@ def test_a_lazy_module_without_shapes_is_refused(root: Path) -> None:
         ("host_memory", "4GiBB"), ("host_memory", "-1GiB"), ("host_memory", 0), ("host_memory", True), ("device_memory", "much"),
         ("disk_capacity", "1 2 GiB"), ("io_backend", "uring"), ("durability", "always"), ("io_threads", 0), ("io_threads", "many"),
         ("update_threads", 0), ("update_threads", -1), ("update_threads", 2.5), ("io_threads", 4096), ("disk_path", "s3://bucket/run"),
+        ("disk_path", ""), ("disk_path", 3), ("weights", 3), ("device", "cuda"), ("allow_tmpfs", "no"), ("trace", "yes"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_when_the_strategy_is_made(option: str, value: Any) -> None:

@@ -99,6 +99,8 @@ def test_what_is_written_to_the_disk_is_that_of_kept_steps(tmp_path: Path) -> No
         ({"keep_every": 2}, "Pass a disk_path"),
         ({"keep_every": 2, "disk_path": "x", "durability": "none"}, "durability='none'"),
         ({"keep_every": 2, "disk_path": "x", "link_checkpoints": True}, "link_checkpoints"),
+        ({"link_checkpoints": True}, "link_checkpoints=True is for"),
+        ({"durability": "power"}, "durability='power' is for"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], match: str) -> None:
