@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.planners import deep_optimizer_states, lohan
+from lightning_hetero.planners import deep_optimizer_states, lohan, lohan_formulas
 from lightning_hetero.planners.protrain_formulas import interleave
 
 Build = Callable[[ModelProfile, HardwareProfile, Tier], Plan]
@@ -97,14 +97,14 @@ def _by_traffic(*, holistic: bool) -> Build:
     """The amount that is best by LoHan's formulas; Capuchin's knows of no traffic but the activations' own (section III-D)."""
 
     def build(model: ModelProfile, hardware: HardwareProfile, state: Tier) -> Plan:
-        q = lohan.quantities(model, hardware, host_bytes=float(hardware.host_memory_bytes))
+        q = lohan_formulas.quantities(model, hardware, host_bytes=float(hardware.host_memory_bytes))
         compute_s = sum(b.forward_s for b in model.blocks)
         q = replace(q, flop_per_s=q.forward_flop / compute_s)  # the model's own speed on this machine
         if not holistic:
             q = replace(q, weight_bytes=0.0, gradient_bytes=0.0, read_bytes=0.0, written_bytes=0.0)
         elif state is not Tier.DISK:
             q = replace(q, read_bytes=0.0, written_bytes=0.0)
-        order = lohan.swap_order(model)
+        order = lohan_formulas.swap_order(model)
         chosen = {(layer.block, layer.operator) for layer in lohan.walk(q, order).layers}
         names = [b.name for b in model.blocks if not b.pinned]
 

@@ -20,7 +20,7 @@ from lightning_hetero.ir.activations import recomputed_share
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.planners import autohete, baselines, lohan
+from lightning_hetero.planners import autohete, baselines, lohan, lohan_formulas
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.profiling.presets import machine, model, paper_machine
 from lightning_hetero.units import GIB
@@ -87,13 +87,13 @@ def swap_of_13b() -> list[list[Cell]]:
     profile = model("lohan-13b", batch=32, sequence=SEQUENCE, hardware=measured)
     rows: list[list[Cell]] = [["paper", "", 34.0, 32.0, None, None]]
     for reading in ("amount", "first"):
-        q = lohan.quantities(profile, measured, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-        share = 50 * lohan.recomputed_flop(q, lohan.swap_order(profile), 34e9) / q.forward_flop
+        q = lohan_formulas.quantities(profile, measured, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
+        share = 50 * lohan_formulas.recomputed_flop(q, lohan_formulas.swap_order(profile), 34e9) / q.forward_flop
         rows.append([f"ours, 34 GB given, {reading}", "", 34.0, share, None, None])
         for title, hardware in (("12 x datasheet", sheet), ("the paper's 13 s for 2 x 182 GB", measured)):
-            q = lohan.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-            swap = lohan.walk(q, lohan.swap_order(profile))
-            again = lohan.recomputed_flop(q, swap.layers, swap.swapped_bytes)
+            q = lohan_formulas.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
+            swap = lohan.walk(q, lohan_formulas.swap_order(profile))
+            again = lohan_formulas.recomputed_flop(q, swap.layers, swap.swapped_bytes)
             rows.append(
                 [
                     f"ours, {title}, {reading}",
@@ -105,12 +105,12 @@ def swap_of_13b() -> list[list[Cell]]:
                 ]
             )
         # The disk time at which the walk would end at 34 GB: what backward then computes.
-        floor = (2 * q.forward_flop + lohan.recomputed_flop(q, lohan.swap_order(profile), 34e9)) / q.flop_per_s
+        floor = (2 * q.forward_flop + lohan_formulas.recomputed_flop(q, lohan_formulas.swap_order(profile), 34e9)) / q.flop_per_s
         slower = replace(measured, disk_read_bytes_per_s=(q.read_bytes + q.written_bytes) / floor)
         slower = replace(slower, disk_write_bytes_per_s=slower.disk_read_bytes_per_s)
-        q = lohan.quantities(profile, slower, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-        swap = lohan.walk(q, lohan.swap_order(profile))
-        again = lohan.recomputed_flop(q, swap.layers, swap.swapped_bytes)
+        q = lohan_formulas.quantities(profile, slower, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
+        swap = lohan.walk(q, lohan_formulas.swap_order(profile))
+        again = lohan_formulas.recomputed_flop(q, swap.layers, swap.swapped_bytes)
         rows.append(
             [
                 f"ours, disks at which 34 GB are best, {reading}",
@@ -193,8 +193,8 @@ def figure_9() -> tuple[list[list[Cell]], list[list[Cell]]]:
         profile = model("lohan-13b", batch=batch, sequence=SEQUENCE, hardware=hardware)
         row: list[Cell] = [batch, theirs]
         for reading in ("amount", "first"):
-            q = lohan.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-            swap = lohan.walk(q, lohan.swap_order(profile))
+            q = lohan_formulas.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
+            swap = lohan.walk(q, lohan_formulas.swap_order(profile))
             row += [swap.case, swap.swapped_bytes / 1e9]
         cases.append(row)
     return memories, cases

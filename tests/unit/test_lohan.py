@@ -18,7 +18,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.planners import lohan
-from lightning_hetero.planners.lohan import Layer, Quantities
+from lightning_hetero.planners import lohan_formulas as formulas
+from lightning_hetero.planners.lohan_formulas import Layer, Quantities
 from lightning_hetero.units import GIB, MIB
 
 # One step: F/THP = 10 s. 2P = 20 B: 2 s on the link, 4 s read. 14P = 140 B: 28 s read + 35 s written.
@@ -101,7 +102,7 @@ def gpt(blocks: int = 4, *, hidden: int = 2048, tokens: int = 16 * 1024, flop_pe
 
 @pytest.mark.parametrize(("swapped", "spilled"), [(0.0, 0.0), (50.0, 0.0), (80.0, 30.0)])
 def test_what_exceeds_host_memory_spills(swapped: float, spilled: float) -> None:
-    assert lohan.spilled_bytes(swapped, 50.0) == spilled
+    assert formulas.spilled_bytes(swapped, 50.0) == spilled
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_what_exceeds_host_memory_spills(swapped: float, spilled: float) -> None
     ],
 )
 def test_forward_is_the_slowest_of_what_overlaps(quantities: Quantities, swapped: float, seconds: float) -> None:
-    assert lohan.forward_s(quantities, swapped) == pytest.approx(seconds)
+    assert formulas.forward_s(quantities, swapped) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -134,22 +135,22 @@ def test_forward_is_the_slowest_of_what_overlaps(quantities: Quantities, swapped
 def test_backward_is_the_slowest_of_what_overlaps(
     quantities: Quantities, swapped: float, recomputed: float, seconds: float
 ) -> None:
-    assert lohan.backward_s(quantities, swapped, recomputed) == pytest.approx(seconds)
+    assert formulas.backward_s(quantities, swapped, recomputed) == pytest.approx(seconds)
 
 
 def test_an_iteration_is_both_stages() -> None:
-    assert lohan.iteration_s(Q, 90.0, 500.0) == pytest.approx(14.0 + 63.0 + 40 / 5)
+    assert formulas.iteration_s(Q, 90.0, 500.0) == pytest.approx(14.0 + 63.0 + 40 / 5)
 
 
 def test_recomputation_falls_linearly_inside_a_layer() -> None:
-    left = [lohan.recomputed_flop(Q, LAYERS, a) for a in (0, 5, 10, 20, 30, 99)]
+    left = [formulas.recomputed_flop(Q, LAYERS, a) for a in (0, 5, 10, 20, 30, 99)]
     assert left == pytest.approx([1000, 800, 600, 450, 300, 300])
 
 
 def test_the_symbols_are_the_papers_for_16_bit_training() -> None:
     model, hardware = gpt(2), machine()
     params = model.num_params
-    q = lohan.quantities(model, hardware, host_bytes=7.0)
+    q = formulas.quantities(model, hardware, host_bytes=7.0)
     assert (q.weight_bytes, q.gradient_bytes) == (2 * params, 2 * params)
     assert (q.read_bytes, q.written_bytes) == (14 * params, 14 * params)
     assert q.host_bytes == 7.0
@@ -160,14 +161,14 @@ def test_the_symbols_are_the_papers_for_16_bit_training() -> None:
 def test_frozen_blocks_are_read_and_not_written() -> None:
     trained, frozen = gpt(2).blocks
     model = replace(gpt(2), blocks=(trained, replace(frozen, num_trainable_params=0)))
-    q = lohan.quantities(model, machine(), host_bytes=0.0)
+    q = formulas.quantities(model, machine(), host_bytes=0.0)
     assert q.read_bytes == 12 * trained.num_params + 2 * model.num_params
     assert q.written_bytes == 14 * trained.num_params
     assert q.gradient_bytes == 2 * trained.num_params
 
 
 def test_layers_come_in_the_order_of_flop_per_byte() -> None:
-    names = [layer.name for layer in lohan.swap_order(gpt(2))]
+    names = [layer.name for layer in formulas.swap_order(gpt(2))]
     # FLOP per byte in units of hidden: fc2 8, then qkv, proj and fc1 2 each, attention 1, gelu 0.
     operators = ["fc2", "qkv", "proj", "fc1", "attention", "gelu"]
     assert names == [f"layers.{block}.{operator}" for operator in operators for block in range(2)]
@@ -204,13 +205,13 @@ def test_inputs_of_blocks_can_come_first_and_spare_nothing() -> None:
     model, hardware = gpt(4), machine(disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
     boundary = 4 * model.blocks[0].boundary_bytes
     amount, first = (
-        lohan.walk(lohan.quantities(model, hardware, host_bytes=1e12, inter_block=reading), lohan.swap_order(model))
+        lohan.walk(formulas.quantities(model, hardware, host_bytes=1e12, inter_block=reading), formulas.swap_order(model))
         for reading in ("amount", "first")
     )
     assert first.swapped_bytes == boundary + sum(layer.num_bytes for layer in first.layers)
     assert amount.swapped_bytes == sum(layer.num_bytes for layer in amount.layers)
-    q = lohan.quantities(model, hardware, host_bytes=1e12, inter_block="first")
-    assert lohan.recomputed_flop(q, lohan.swap_order(model), boundary) == q.forward_flop
+    q = formulas.quantities(model, hardware, host_bytes=1e12, inter_block="first")
+    assert formulas.recomputed_flop(q, formulas.swap_order(model), boundary) == q.forward_flop
     assert first.iteration_s >= amount.iteration_s
 
 
@@ -250,8 +251,8 @@ def problems(draw: st.DrawFn) -> tuple[Quantities, tuple[Layer, ...]]:
         disk_duplex=draw(st.booleans()),
     )
     reading = draw(st.sampled_from(["amount", "first"]))
-    q = lohan.quantities(model, hardware, host_bytes=draw(st.integers(0, 500)) * MIB, inter_block=reading)  # type: ignore[arg-type]
-    return q, lohan.swap_order(model)
+    q = formulas.quantities(model, hardware, host_bytes=draw(st.integers(0, 500)) * MIB, inter_block=reading)  # type: ignore[arg-type]
+    return q, formulas.swap_order(model)
 
 
 def swapped_bytes(q: Quantities, layers: tuple[Layer, ...], count: int) -> float:
@@ -264,7 +265,7 @@ def test_no_shorter_or_longer_walk_is_faster(problem: tuple[Quantities, tuple[La
     swap = lohan.walk(q, layers)
     every = [(swapped_bytes(q, layers, n), n) for n in range(len(layers) + 1)]
     enough = [n for a, n in every if a >= q.boundary_bytes] or [len(layers)]
-    times = {n: lohan.iteration_s(q, a, lohan.recomputed_flop(q, layers, a)) for a, n in every}
+    times = {n: formulas.iteration_s(q, a, formulas.recomputed_flop(q, layers, a)) for a, n in every}
     assert len(swap.layers) in enough
     assert swap.iteration_s == pytest.approx(min(times[n] for n in enough), rel=1e-12)
 
@@ -279,7 +280,7 @@ def test_walk_and_convex_programme_agree_within_one_layer(problem: tuple[Quantit
     assert swapped >= swapped_bytes(q, layers, max(0, count - 1)) - slack
     assert swapped <= swapped_bytes(q, layers, min(len(layers), count + 1)) + slack
     assert seconds <= walked.iteration_s * (1 + 1e-6)
-    assert seconds == pytest.approx(lohan.iteration_s(q, swapped, lohan.recomputed_flop(q, layers, swapped)), rel=1e-5)
+    assert seconds == pytest.approx(formulas.iteration_s(q, swapped, formulas.recomputed_flop(q, layers, swapped)), rel=1e-5)
     assert abs(len(rounded.layers) - count) <= 1
     assert rounded.iteration_s == pytest.approx(walked.iteration_s, rel=1e-6)
 
@@ -289,7 +290,7 @@ def test_iteration_time_is_convex_in_what_is_swapped(problem: tuple[Quantities, 
     q, layers = problem
     least, most = q.swapped_first_bytes, swapped_bytes(q, layers, len(layers))
     low, middle, high = sorted(least + share * (most - least) for share in at)
-    low_s, middle_s, high_s = (lohan.iteration_s(q, a, lohan.recomputed_flop(q, layers, a)) for a in (low, middle, high))
+    low_s, middle_s, high_s = (formulas.iteration_s(q, a, formulas.recomputed_flop(q, layers, a)) for a in (low, middle, high))
     weight = (high - middle) / (high - low) if high > low else 1.0
     assert middle_s <= (weight * low_s + (1 - weight) * high_s) * (1 + 1e-9)
 
@@ -309,8 +310,8 @@ def test_a_plan_keeps_weights_and_state_on_disk_and_says_what_it_swaps() -> None
     assert plan.decisions["swapped_bytes"] == sum(sizes[name] for name in swapped)
     assert plan.update_order is UpdateOrder.OVERLAPPED
     assert not plan.priority
-    q = lohan.quantities(model, machine(), host_bytes=200 * GIB)
-    assert plan.objective_s == pytest.approx(lohan.walk(q, lohan.swap_order(model)).iteration_s)
+    q = formulas.quantities(model, machine(), host_bytes=200 * GIB)
+    assert plan.objective_s == pytest.approx(lohan.walk(q, formulas.swap_order(model)).iteration_s)
     assert plan.name == "lohan"
     assert plan.predicted is not None
 
@@ -406,7 +407,7 @@ def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
 
 def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     model, hardware = gpt(100), machine()
-    q, layers = lohan.quantities(model, hardware, host_bytes=1e11), lohan.swap_order(model)
+    q, layers = formulas.quantities(model, hardware, host_bytes=1e11), formulas.swap_order(model)
     assert python_calls(lambda: lohan.walk(q, layers)) < 20_000
     swap = lohan.walk(q, layers)
     assert swap.iteration_s == pytest.approx(lohan.convex(q, layers).iteration_s, rel=1e-6)
