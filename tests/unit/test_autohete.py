@@ -18,7 +18,8 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved, Tier, UpdateLane
 from lightning_hetero.lowering import rooms
 from lightning_hetero.planners import autohete
-from lightning_hetero.planners.autohete import Costs, Counts, PerBlock
+from lightning_hetero.planners import autohete_formulas as formulas
+from lightning_hetero.planners.autohete_formulas import Costs, Counts, PerBlock
 from lightning_hetero.units import GIB, MIB
 
 
@@ -97,16 +98,16 @@ def model(blocks: int = 8, *, params: int = 200 * MIB, activation_bytes: int = 2
 
 def test_device_memory_is_equation_1() -> None:
     expected = 7 * 3 + 100 * (5 - 3 + 1) + 20 * (5 - 2 + 1) + 120 * (5 - 4) + 3
-    assert autohete.device_bytes(alike(), counts(3, 2, 4)) == expected
+    assert formulas.device_bytes(alike(), counts(3, 2, 4)) == expected
 
 
 def test_host_memory_is_equation_2() -> None:
-    assert autohete.host_bytes(alike(), 3) == 140 * 3 + 4
+    assert formulas.host_bytes(alike(), 3) == 140 * 3 + 4
 
 
 @pytest.mark.parametrize(("o", "seconds"), [(0, 5.0), (1, 5.0), (2, 2.5 * 2 + 1.0), (5, 2.5 * 5 + 1.0)])
 def test_forward_is_equation_3(o: int, seconds: float) -> None:
-    assert autohete.forward_s(alike(), o) == pytest.approx(seconds)
+    assert formulas.forward_s(alike(), o) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +124,13 @@ def test_forward_is_equation_3(o: int, seconds: float) -> None:
 def test_blocks_in_both_sets_follow_from_all_three_counts(c: int, p: int, o: int, v: int) -> None:
     checkpointed, offloaded = set(range(c)), set(range(5 - o, 5 - o + p))
     assert v == len(checkpointed & offloaded)
-    assert autohete.both(alike(), counts(c, p, o)) == v
+    assert formulas.both(alike(), counts(c, p, o)) == v
 
 
 def test_waiting_is_equation_4() -> None:
     k = alike(upload_s=3.5)  # 0.5 s longer than recomputation and backward, 1.5 s longer than backward
-    assert autohete.sync_s(k, counts(3, 5, 5)) == pytest.approx(3 * 0.5 + 2 * 1.5)
-    assert autohete.sync_s(alike(), counts(3, 5, 5)) == pytest.approx(2 * 0.5)  # recomputation hides it
+    assert formulas.sync_s(k, counts(3, 5, 5)) == pytest.approx(3 * 0.5 + 2 * 1.5)
+    assert formulas.sync_s(alike(), counts(3, 5, 5)) == pytest.approx(2 * 0.5)  # recomputation hides it
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_waiting_is_equation_4() -> None:
     ],
 )
 def test_backward_is_equation_5(n: Counts, seconds: float) -> None:
-    assert autohete.backward_s(alike(), n) == pytest.approx(seconds)
+    assert formulas.backward_s(alike(), n) == pytest.approx(seconds)
 
 
 def test_blocks_that_differ_are_summed_over_the_right_ones() -> None:
@@ -159,17 +160,17 @@ def test_blocks_that_differ_are_summed_over_the_right_ones() -> None:
         boundary_bytes=PerBlock([8, 80, 800, 8000]),
     )
     n = counts(2, 1, 3)  # checkpointed: 1, 2; on the CPU: 2, 3, 4; weights offloaded: 2
-    assert autohete.device_bytes(k, n) == (88 + 9900 + 9000) + (1101 + 1000) + 2 + 3
-    assert autohete.host_bytes(k, 3) == 1110 + 2220 + 4
-    assert autohete.forward_s(k, 3) == pytest.approx(max(1111, 3330 + 1000))
-    assert autohete.sync_s(k, n) == pytest.approx(30 - 10 - 20)
-    assert autohete.sync_s(k, counts(1, 1, 3)) == pytest.approx(30 - 20)
-    assert autohete.backward_s(k, n) == pytest.approx(max(2222 + 11 + 6 + 0, 2000 + 4000 + 5550))
+    assert formulas.device_bytes(k, n) == (88 + 9900 + 9000) + (1101 + 1000) + 2 + 3
+    assert formulas.host_bytes(k, 3) == 1110 + 2220 + 4
+    assert formulas.forward_s(k, 3) == pytest.approx(max(1111, 3330 + 1000))
+    assert formulas.sync_s(k, n) == pytest.approx(30 - 10 - 20)
+    assert formulas.sync_s(k, counts(1, 1, 3)) == pytest.approx(30 - 20)
+    assert formulas.backward_s(k, n) == pytest.approx(max(2222 + 11 + 6 + 0, 2000 + 4000 + 5550))
 
 
 def test_the_symbols_are_the_papers_for_16_bit_training() -> None:
     m, params = model(3), 200 * MIB
-    k = autohete.costs(m, machine())
+    k = formulas.costs(m, machine())
     assert (k.weight_bytes[0], k.state_bytes[0]) == (2 * params, 12 * params)
     assert k.upload_s[1] == pytest.approx(2 * params / 21e9)
     assert k.cpu_update_s[1] == pytest.approx(params / 3e9)
@@ -183,10 +184,10 @@ def enumerated(k: Costs) -> float | None:
     """The least time of all counts that fit."""
     every = (counts(c, p, o) for c, p, o in product(range(k.num_blocks + 1), repeat=3) if p <= o)
     fitting = [
-        autohete.iteration_s(k, n)
+        formulas.iteration_s(k, n)
         for n in every
-        if autohete.device_bytes(k, n) <= k.device_memory_bytes
-        and autohete.host_bytes(k, n.offload_optimizer) <= k.host_memory_bytes
+        if formulas.device_bytes(k, n) <= k.device_memory_bytes
+        and formulas.host_bytes(k, n.offload_optimizer) <= k.host_memory_bytes
         and k.least_offloaded <= n.offload_optimizer <= k.most_offloaded
     ]
     return min(fitting, default=None)
@@ -230,10 +231,10 @@ def optimum(k: Costs, method: str) -> float | None:
     if found is None:
         return None
     assert found.offload_params <= found.offload_optimizer <= k.num_blocks
-    assert autohete.device_bytes(k, found) <= k.device_memory_bytes
-    assert autohete.host_bytes(k, found.offload_optimizer) <= k.host_memory_bytes
+    assert formulas.device_bytes(k, found) <= k.device_memory_bytes
+    assert formulas.host_bytes(k, found.offload_optimizer) <= k.host_memory_bytes
     assert k.least_offloaded <= found.offload_optimizer <= k.most_offloaded
-    return autohete.iteration_s(k, found)
+    return formulas.iteration_s(k, found)
 
 
 @given(k=problems())
@@ -262,13 +263,13 @@ def test_updates_that_the_cpu_hides_are_offloaded_even_where_all_fits() -> None:
 
 def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     m = model(100)
-    k = autohete.costs(m, machine())
+    k = formulas.costs(m, machine())
     found = autohete.exact(k)
     assert found is not None
     assert python_calls(lambda: autohete.exact(k)) + python_calls(lambda: autohete.prefetch_depth(k, found)) < 150_000
     milp = autohete.milp(k)
     assert milp is not None
-    assert autohete.iteration_s(k, found) == pytest.approx(autohete.iteration_s(k, milp), rel=1e-6)
+    assert formulas.iteration_s(k, found) == pytest.approx(formulas.iteration_s(k, milp), rel=1e-6)
 
 
 def test_weights_that_cost_nothing_to_offload_make_room_for_prefetches_where_any_are_offloaded() -> None:
@@ -298,7 +299,7 @@ def test_prefetches_start_earlier_as_backward_frees_memory() -> None:
 def test_only_the_prefetch_that_equation_1_makes_room_for_is_advanced_without_memory() -> None:
     n = counts(0, 3, 5)
     k = alike(activation_bytes=1, boundary_bytes=1)
-    full = replace(k, device_memory_bytes=autohete.device_bytes(k, n))
+    full = replace(k, device_memory_bytes=formulas.device_bytes(k, n))
     assert autohete.prefetch_leads(full, n) == (2, 1, 1)
     assert autohete.prefetch_depth(full, n) == 1
 
@@ -343,7 +344,7 @@ def test_a_plan_places_blocks_by_insights_1_and_2() -> None:
         assert (block.state, block.update) == ((Tier.HOST, UpdateLane.CPU) if on_cpu else (Tier.DEVICE, UpdateLane.DEVICE))
         assert block.weights is (Tier.HOST if first <= index < first + p else Tier.DEVICE)
     assert plan.name == "autohete"
-    assert plan.objective_s == pytest.approx(autohete.iteration_s(autohete.costs(m, hardware), counts(c, p, o)))
+    assert plan.objective_s == pytest.approx(formulas.iteration_s(formulas.costs(m, hardware), counts(c, p, o)))
     assert plan.predicted is not None
     assert plan.predicted.device_peak_bytes <= hardware.device_memory_bytes
     assert plan.gradient_depth == o
@@ -377,8 +378,8 @@ def test_activations_and_weights_stay_where_the_device_is_the_host() -> None:
     assert plan.decisions["checkpoint"] == plan.decisions["offload_params"] == 0
     assert plan.decisions["offload_optimizer"] > 0
     assert {(b.saved, b.boundary, b.weights) for b in plan.blocks} == {(Saved.KEEP, Saved.KEEP, Tier.DEVICE)}
-    k = autohete.costs(model(8), hardware)
-    best = min(autohete.iteration_s(k, counts(0, 0, o)) for o in range(9))
+    k = formulas.costs(model(8), hardware)
+    best = min(formulas.iteration_s(k, counts(0, 0, o)) for o in range(9))
     assert plan.objective_s == pytest.approx(best)
 
 
@@ -387,7 +388,7 @@ def test_too_little_host_memory_names_tier_shortfall_and_remedy() -> None:
     with pytest.raises(PlanError, match=r"no plan of autohete fits.*missing.*lohan") as caught:
         autohete.plan(m, machine(host_memory_bytes=4 * GIB, device_memory_bytes=24 * GIB))
     assert caught.value.tier == "host"
-    k = autohete.costs(m, machine(device_memory_bytes=24 * GIB, host_memory_bytes=4 * GIB + caught.value.shortfall_bytes))
+    k = formulas.costs(m, machine(device_memory_bytes=24 * GIB, host_memory_bytes=4 * GIB + caught.value.shortfall_bytes))
     assert autohete.exact(k) is not None
     assert autohete.exact(replace(k, host_memory_bytes=k.host_memory_bytes - 1)) is None
 
@@ -397,7 +398,7 @@ def test_too_little_device_memory_names_tier_and_shortfall() -> None:
     with pytest.raises(PlanError, match=r"no plan of autohete fits.*missing.*smaller batch") as caught:
         autohete.plan(m, machine(device_memory_bytes=24 * GIB))
     assert caught.value.tier == "device"
-    k = autohete.costs(m, machine(device_memory_bytes=24 * GIB + caught.value.shortfall_bytes))
+    k = formulas.costs(m, machine(device_memory_bytes=24 * GIB + caught.value.shortfall_bytes))
     assert autohete.exact(k) is not None
     assert autohete.exact(replace(k, device_memory_bytes=k.device_memory_bytes - 1)) is None
 
