@@ -22,7 +22,8 @@ from lightning_hetero.planners import deep_optimizer_states as dos
 from lightning_hetero.planners import protrain
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.protrain import space_of
-from lightning_hetero.planners.protrain_search import Configuration, Space, search
+from lightning_hetero.planners.protrain_search import search
+from lightning_hetero.planners.protrain_space import Configuration, Space
 from lightning_hetero.profiling.presets import gpt, machine, model, paper_machine
 from lightning_hetero.units import GIB
 

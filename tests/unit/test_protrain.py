@@ -33,7 +33,8 @@ from lightning_hetero.planners.protrain_formulas import (
     swap_interval,
     wasted_params,
 )
-from lightning_hetero.planners.protrain_search import Configuration, Space, search
+from lightning_hetero.planners.protrain_search import search
+from lightning_hetero.planners.protrain_space import Configuration, Space
 
 KEEP, RECOMPUTE, SWAP = Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST
 GIB = 2**30
