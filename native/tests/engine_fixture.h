@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <string>
@@ -50,13 +51,13 @@ class TempDirectory {
   std::string path_;
 };
 
-inline hetero_store_options StoreOptions(int32_t num_blocks) {
+inline hetero_store_options StoreOptions(int32_t num_blocks, bool digests = true) {
   hetero_store_options o{};
   for (int i = 0; i < 16; ++i) o.uuid[i] = static_cast<uint8_t>(i * 7 + 1);
   o.create = 1;
   o.direct_io = 1;
   o.durability = HETERO_DURABILITY_PROCESS;
-  o.verify_digests = 1;
+  o.verify_digests = digests ? 1 : 0;
   o.num_blocks = num_blocks;
   o.user_bytes = 64;
   return o;
@@ -87,14 +88,19 @@ inline hetero_engine_options EngineOptions(int64_t chunk_bytes, int64_t num_buff
   return o;
 }
 
+// What a block must hold, as bytes and plain arrays.
+struct Expected {
+  std::vector<uint8_t> weights;
+  std::vector<std::vector<float>> state;
+};
+
 // A block with its weight memory and the naive model of what it must hold.
 struct TestBlock {
   hetero_block_geometry geometry{};
   hetero_block* handle = nullptr;
   uint8_t* weights = nullptr;
   int64_t weight_memory_bytes = 0;
-  std::vector<uint8_t> expected_weights;
-  std::vector<std::vector<float>> expected_state;
+  Expected expected;
 
   TestBlock() = default;
   TestBlock(const TestBlock&) = delete;
@@ -123,27 +129,31 @@ struct TestBlock {
 
   void RandomModel(std::mt19937* random) {
     std::normal_distribution<float> normal(0.0f, 1.0f);
-    expected_state.assign(static_cast<size_t>(geometry.num_state),
+    expected.state.assign(static_cast<size_t>(geometry.num_state),
                           std::vector<float>(static_cast<size_t>(geometry.num_elements)));
-    for (size_t k = 0; k < expected_state.size(); ++k) {
-      const bool second_moment = k + 1 == expected_state.size();
-      for (float& x : expected_state[k]) x = second_moment ? std::abs(normal(*random)) : normal(*random);
+    for (size_t k = 0; k < expected.state.size(); ++k) {
+      const bool second_moment = k + 1 == expected.state.size();
+      for (float& x : expected.state[k]) x = second_moment ? std::abs(normal(*random)) : normal(*random);
     }
-    expected_weights.resize(static_cast<size_t>(geometry.num_elements * width()));
+    expected.weights.resize(static_cast<size_t>(geometry.num_elements * width()));
     if (geometry.weight_dtype == HETERO_F32) {
       for (int64_t i = 0; i < geometry.num_elements; ++i)
-        reinterpret_cast<float*>(expected_weights.data())[i] = normal(*random);
+        reinterpret_cast<float*>(expected.weights.data())[i] = normal(*random);
     } else {
-      for (uint8_t& byte : expected_weights) byte = static_cast<uint8_t>((*random)() & 0x3f);  // finite in every dtype
+      for (uint8_t& byte : expected.weights) byte = static_cast<uint8_t>((*random)() & 0x3f);  // finite in every dtype
     }
   }
+
+  // Puts the model's weights into the weight memory.
+  void Load() const { memcpy(weights, expected.weights.data(), expected.weights.size()); }
+  [[nodiscard]] bool HoldsInMemory() const { return memcmp(weights, expected.weights.data(), expected.weights.size()) == 0; }
 
   // Patches that give every array its model content.
   [[nodiscard]] std::vector<hetero_patch> WholePatches(bool weights_too) const {
     std::vector<hetero_patch> patches;
-    if (weights_too) patches.push_back({0, geometry.num_elements, expected_weights.data(), -1});
-    for (size_t k = 0; k < expected_state.size(); ++k)
-      patches.push_back({0, geometry.num_elements, expected_state[k].data(), static_cast<int32_t>(k)});
+    if (weights_too) patches.push_back({0, geometry.num_elements, expected.weights.data(), -1});
+    for (size_t k = 0; k < expected.state.size(); ++k)
+      patches.push_back({0, geometry.num_elements, expected.state[k].data(), static_cast<int32_t>(k)});
     return patches;
   }
 };
@@ -185,11 +195,11 @@ inline TestGradients RandomGradients(int64_t num_elements, int64_t step, std::mt
 // The model's update: whole segments, plain arrays.
 inline void ApplyToModel(const TestGradients& g, TestBlock* block) {
   const bool master = block->master();
-  float* param = master ? block->expected_state[0].data() : reinterpret_cast<float*>(block->expected_weights.data());
+  float* param = master ? block->expected.state[0].data() : reinterpret_cast<float*>(block->expected.weights.data());
   for (const hetero_segment& s : g.segments) {
-    void* copy = master ? block->expected_weights.data() + s.offset * block->width() : nullptr;
-    CHECK_EQ(hetero_adam(param + s.offset, block->expected_state[master ? 1 : 0].data() + s.offset,
-                         block->expected_state[master ? 2 : 1].data() + s.offset, s.grad, s.grad_dtype, copy,
+    void* copy = master ? block->expected.weights.data() + s.offset * block->width() : nullptr;
+    CHECK_EQ(hetero_adam(param + s.offset, block->expected.state[master ? 1 : 0].data() + s.offset,
+                         block->expected.state[master ? 2 : 1].data() + s.offset, s.grad, s.grad_dtype, copy,
                          block->geometry.weight_dtype, s.numel, &g.hypers[static_cast<size_t>(s.hyper)], g.scale, 1),
              0);
   }
@@ -267,9 +277,9 @@ struct Run {
 
   // Reads every array of the block and compares it with the model, bit for bit. False on the first difference.
   [[nodiscard]] bool Holds(const TestBlock& block) const {
-    std::vector<uint8_t> weights(block.expected_weights.size());
+    std::vector<uint8_t> weights(block.expected.weights.size());
     std::vector<std::vector<float>> state;
-    for (const std::vector<float>& array : block.expected_state) state.emplace_back(array.size());
+    for (const std::vector<float>& array : block.expected.state) state.emplace_back(array.size());
     std::vector<hetero_patch> patches{{0, block.geometry.num_elements, weights.data(), -1}};
     for (size_t k = 0; k < state.size(); ++k)
       patches.push_back({0, block.geometry.num_elements, state[k].data(), static_cast<int32_t>(k)});
@@ -277,9 +287,9 @@ struct Run {
     const int64_t ticket =
         hetero_submit_read(engine, block.handle, patches.data(), static_cast<int32_t>(patches.size()), &task);
     if (Complete(ticket) != 0) return false;
-    bool same = weights == block.expected_weights;
+    bool same = weights == block.expected.weights;
     for (size_t k = 0; k < state.size(); ++k)
-      same = same && memcmp(state[k].data(), block.expected_state[k].data(), state[k].size() * sizeof(float)) == 0;
+      same = same && memcmp(state[k].data(), block.expected.state[k].data(), state[k].size() * sizeof(float)) == 0;
     return same;
   }
 };
@@ -305,23 +315,98 @@ inline std::vector<Placement> Placements() {
   return all;
 }
 
-// One block in a store of its own, with a random model stored and committed as step 1.
-struct OneBlock {
+inline hetero_block_geometry Geometry(int32_t id, const Placement& p, int64_t num_elements) {
+  return Geometry(id, p.dtype, num_elements, p.weights_on_disk, p.state_on_disk);
+}
+
+// Alike blocks, with weights and state on disk.
+inline std::vector<hetero_block_geometry> OnDisk(int32_t num_blocks, int32_t dtype, int64_t num_elements) {
+  std::vector<hetero_block_geometry> all;
+  for (int32_t i = 0; i < num_blocks; ++i) all.push_back(Geometry(i, dtype, num_elements, true, true));
+  return all;
+}
+
+// A block of every placement, of random size.
+inline std::vector<hetero_block_geometry> PlacedGeometries(uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<hetero_block_geometry> all;
+  for (const Placement& p : Placements()) {
+    all.push_back(Geometry(static_cast<int32_t>(all.size()), p, static_cast<int64_t>(16 * (1 + random() % 1500))));
+  }
+  return all;
+}
+
+// Blocks with random models in a store of their own, and an engine for them. All is closed when it goes.
+struct Setup {
   std::mt19937 random;
   TempDirectory directory;
-  TestBlock block;
+  std::vector<TestBlock> blocks;
+  TestBlock& block;  // the first one
   Run run;
 
-  OneBlock(const Placement& p, int64_t num_elements, bool digests, uint32_t seed) : random(seed) {
-    hetero_store_options options = StoreOptions(1);
-    options.verify_digests = digests ? 1 : 0;
+  Setup(const std::vector<hetero_block_geometry>& geometries, uint32_t seed, const hetero_store_options& options)
+      : random(seed), blocks(geometries.size()), block(blocks.front()) {
     REQUIRE(run.OpenStore(directory, options));
-    const hetero_block_geometry geometry = Geometry(0, p.dtype, num_elements, p.weights_on_disk, p.state_on_disk);
-    REQUIRE(block.Open(run.store, geometry, &random));
-    REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&geometry), 3, 2)));
-    REQUIRE_EQ(run.StoreModel(block, 1), 0);
-    CHECK_EQ(run.Complete(run.Commit(1)), 0);
+    for (size_t i = 0; i < blocks.size(); ++i) REQUIRE(blocks[i].Open(run.store, geometries[i], &random));
   }
+  Setup(const std::vector<hetero_block_geometry>& geometries, uint32_t seed)
+      : Setup(geometries, seed, StoreOptions(static_cast<int32_t>(geometries.size()))) {}
+  Setup(const hetero_block_geometry& geometry, uint32_t seed) : Setup(std::vector{geometry}, seed) {}
+  Setup(const Setup&) = delete;
+  Setup& operator=(const Setup&) = delete;
+  ~Setup() { (void)End(); }
+
+  // An engine with staging for so many of the largest chunks.
+  [[nodiscard]] hetero_engine_options Options(int64_t num_buffers, int32_t update_threads) const {
+    int64_t staged = 0;
+    for (const TestBlock& b : blocks) staged = std::max(staged, hetero_block_staged_bytes(&b.geometry));
+    return EngineOptions(staged, num_buffers, update_threads);
+  }
+  void Start(int64_t num_buffers, int32_t update_threads) { REQUIRE(run.StartEngine(Options(num_buffers, update_threads))); }
+  // Every model, whole, as step 1.
+  void Store(const std::string& user = "") const {
+    for (const TestBlock& b : blocks) REQUIRE_EQ(run.StoreModel(b, 1), 0);
+    REQUIRE_EQ(run.Complete(run.Commit(1, user)), 0);
+  }
+  void Begin(int64_t num_buffers, int32_t update_threads) {
+    Start(num_buffers, update_threads);
+    Store();
+  }
+  // Updates the first block, whose weights need not be in memory.
+  int32_t Update(int64_t step) {
+    const TestGradients gradients = RandomGradients(block.geometry.num_elements, step, &random);
+    const int64_t ticket = run.OpenUpdate(block, false);
+    if (ticket < 0) return static_cast<int32_t>(ticket);
+    const int32_t armed = run.Arm(ticket, gradients, step);
+    if (armed != 0) return armed;
+    ApplyToModel(gradients, &block);
+    return run.Complete(ticket);
+  }
+  // Updates it and commits that.
+  int32_t Step(int64_t step, const std::string& user = "") {
+    const int32_t code = Update(step);
+    return code != 0 ? code : run.Complete(run.Commit(step, user));
+  }
+  // Closes everything, in order; the engine's code.
+  int32_t End() {
+    const int32_t code = run.StopEngine();
+    for (TestBlock& b : blocks) b.Close();
+    run.CloseStore();
+    return code;
+  }
+  // Opens what is on disk again; the code of recover (or of the open that failed).
+  int64_t Reopen(int64_t* step, hetero_store_options options) {
+    options.create = 0;
+    if (!run.OpenStore(directory, options)) return -100;
+    for (TestBlock& b : blocks) {
+      const hetero_block_geometry g = b.geometry;
+      if (!b.Open(run.store, g, &random)) return -101;
+    }
+    if (!run.StartEngine(Options(4, 2))) return -102;
+    char user[64];
+    return hetero_store_recover(run.store, step, user, sizeof(user));
+  }
+  int64_t Reopen(int64_t* step) { return Reopen(step, StoreOptions(static_cast<int32_t>(blocks.size()))); }
 };
 
 }  // namespace fixture

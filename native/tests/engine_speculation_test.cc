@@ -5,15 +5,15 @@
 #include "engine_fixture.h"
 
 using fixture::ApplyToModel;
-using fixture::EngineOptions;
 using fixture::Geometry;
-using fixture::OneBlock;
+using fixture::OnDisk;
+using fixture::PlacedGeometries;
 using fixture::Placement;
 using fixture::Placements;
 using fixture::RandomGradients;
 using fixture::Run;
+using fixture::Setup;
 using fixture::StoreOptions;
-using fixture::TempDirectory;
 using fixture::TestBlock;
 using fixture::TestGradients;
 
@@ -39,52 +39,47 @@ void Reach(const Run& run, int64_t ticket, Moment moment, std::mt19937* random) 
   if (moment == Moment::kDone) CHECK_EQ(run.Wait(ticket), 0);
 }
 
-bool WeightsInMemoryEqual(const TestBlock& block) {
-  return memcmp(block.weights, block.expected_weights.data(), block.expected_weights.size()) == 0;
-}
-
 // Three steps: the update of each is tried with other gradients first and taken back at `moment`, or kept.
 void TrainOneBlock(const Placement& p, Moment moment, bool digests, uint32_t seed) {
   const int64_t num_elements = 4096 * static_cast<int64_t>(seed % 4) + 48;
-  OneBlock made(p, num_elements, digests, seed);
-  auto& [random, directory, block, run] = made;
-  if (p.resident) CHECK_EQ(run.Complete(run.Fetch(block)), 0);
+  Setup t({Geometry(0, p, num_elements)}, seed, StoreOptions(1, digests));
+  t.Begin(3, 2);
+  if (p.resident) CHECK_EQ(t.run.Complete(t.run.Fetch(t.block)), 0);
   for (int64_t step = 2; step < 5; ++step) {
-    const TestGradients wrong = RandomGradients(num_elements, step, &random);
-    const TestGradients right = RandomGradients(num_elements, step, &random);
-    const int64_t tried = Speculate(run, block, p.resident, wrong, step);
+    const TestGradients wrong = RandomGradients(num_elements, step, &t.random);
+    const TestGradients right = RandomGradients(num_elements, step, &t.random);
+    const int64_t tried = Speculate(t.run, t.block, p.resident, wrong, step);
     REQUIRE(tried > 0);
-    Reach(run, tried, moment, &random);
-    const int64_t discard = Discard(run, block);
+    Reach(t.run, tried, moment, &t.random);
+    const int64_t discard = Discard(t.run, t.block);
     REQUIRE(discard > 0);
-    CHECK_EQ(run.Complete(tried), 0);
+    CHECK_EQ(t.run.Complete(tried), 0);
     if (step == 2) {  // nothing has happened
-      CHECK_EQ(run.Complete(discard), 0);
-      CHECK(run.Holds(block));
-      if (!p.weights_on_disk) CHECK(WeightsInMemoryEqual(block));
+      CHECK_EQ(t.run.Complete(discard), 0);
+      CHECK(t.run.Holds(t.block));
+      if (!p.weights_on_disk) CHECK(t.block.HoldsInMemory());
       int64_t newest_step = 0;
-      CHECK_GE(hetero_block_slot(block.handle, &newest_step), 0);
+      CHECK_GE(hetero_block_slot(t.block.handle, &newest_step), 0);
       CHECK_EQ(newest_step, 1);
     }
-    if (p.resident && p.weights_on_disk) CHECK(run.Fetch(block) > 0);
+    if (p.resident && p.weights_on_disk) CHECK(t.run.Fetch(t.block) > 0);
     const bool again = step == 3;  // a second try may be one more speculation, and is kept
-    const int64_t ticket = again ? Speculate(run, block, p.resident, right, step) : run.OpenUpdate(block, p.resident);
+    const int64_t ticket = again ? Speculate(t.run, t.block, p.resident, right, step) : t.run.OpenUpdate(t.block, p.resident);
     REQUIRE(ticket > 0);
     if (again) {
-      Reach(run, ticket, moment, &random);
-      CHECK_EQ(hetero_keep_update(run.engine, block.handle), 0);
+      Reach(t.run, ticket, moment, &t.random);
+      CHECK_EQ(hetero_keep_update(t.run.engine, t.block.handle), 0);
     } else {
-      REQUIRE_EQ(run.Arm(ticket, right, step), 0);
+      REQUIRE_EQ(t.run.Arm(ticket, right, step), 0);
     }
-    ApplyToModel(right, &block);
-    CHECK_EQ(run.Wait(ticket, HETERO_READY), 0);
-    if (p.resident) CHECK(WeightsInMemoryEqual(block));
-    CHECK_EQ(run.Complete(ticket), 0);
-    CHECK(run.Holds(block));
-    CHECK_EQ(run.Complete(run.Commit(step)), 0);
+    ApplyToModel(right, &t.block);
+    CHECK_EQ(t.run.Wait(ticket, HETERO_READY), 0);
+    if (p.resident) CHECK(t.block.HoldsInMemory());
+    CHECK_EQ(t.run.Complete(ticket), 0);
+    CHECK(t.run.Holds(t.block));
+    CHECK_EQ(t.run.Complete(t.run.Commit(step)), 0);
   }
-  CHECK_EQ(run.StopEngine(), 0);
-  block.Close();
+  CHECK_EQ(t.End(), 0);
 }
 
 }  // namespace
@@ -99,232 +94,160 @@ TEST(an_update_is_kept_or_taken_back_at_any_moment) {
 
 TEST(a_first_update_is_taken_back_to_state_that_reads_as_zeros) {
   for (const bool state_on_disk : {false, true}) {
-    std::mt19937 random(21);
-    const TempDirectory directory;
-    TestBlock block;
-    Run run;
-    REQUIRE(run.OpenStore(directory, StoreOptions(1)));
     const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096 * 2 + 16, true, state_on_disk);
-    REQUIRE(block.Open(run.store, g, &random));
-    for (std::vector<float>& array : block.expected_state) std::fill(array.begin(), array.end(), 0.0f);
-    REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 3, 1)));
-    memcpy(block.weights, block.expected_weights.data(), block.expected_weights.size());
-    CHECK_EQ(run.Complete(run.Store(block, {}, true, 0)), 0);
-    CHECK_EQ(run.Complete(run.Commit(0)), 0);
-    const TestGradients gradients = RandomGradients(g.num_elements, 1, &random);
-    const int64_t tried = Speculate(run, block, true, gradients, 1);
-    CHECK_EQ(run.Wait(tried), 0);
-    CHECK_EQ(run.Complete(Discard(run, block)), 0);
-    CHECK(run.Holds(block));
-    CHECK_EQ(run.Complete(run.Fetch(block)), 0);
-    CHECK(WeightsInMemoryEqual(block));
-    run.StopEngine();
-    block.Close();
+    Setup t(g, 21);
+    for (std::vector<float>& array : t.block.expected.state) std::fill(array.begin(), array.end(), 0.0f);
+    t.Start(3, 1);
+    t.block.Load();
+    CHECK_EQ(t.run.Complete(t.run.Store(t.block, {}, true, 0)), 0);
+    CHECK_EQ(t.run.Complete(t.run.Commit(0)), 0);
+    const TestGradients gradients = RandomGradients(g.num_elements, 1, &t.random);
+    const int64_t tried = Speculate(t.run, t.block, true, gradients, 1);
+    CHECK_EQ(t.run.Wait(tried), 0);
+    CHECK_EQ(t.run.Complete(Discard(t.run, t.block)), 0);
+    CHECK(t.run.Holds(t.block));
+    CHECK_EQ(t.run.Complete(t.run.Fetch(t.block)), 0);
+    CHECK(t.block.HoldsInMemory());
   }
 }
 
 TEST(a_block_that_awaits_its_verdict_is_neither_rewritten_nor_committed) {
-  std::mt19937 random(22);
-  const TempDirectory directory;
-  TestBlock block, in_memory;
-  Run run;
-  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
-  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096 * 2, true, true);
-  REQUIRE(block.Open(run.store, g, &random));
-  REQUIRE(in_memory.Open(nullptr, Geometry(1, HETERO_F32, 4096 * 2, false, false), &random));
-  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 3, 1)));
-  for (const TestBlock* b : {&block, &in_memory}) REQUIRE_EQ(run.StoreModel(*b, 1), 0);
-  CHECK_EQ(run.Complete(run.Commit(1)), 0);
+  Setup t(Geometry(0, HETERO_F32, 4096 * 2, true, true), 22);
+  TestBlock& block = t.block;
+  TestBlock in_memory;
+  REQUIRE(in_memory.Open(nullptr, Geometry(1, HETERO_F32, 4096 * 2, false, false), &t.random));
+  t.Begin(3, 1);
+  REQUIRE_EQ(t.run.StoreModel(in_memory, 1), 0);
   const hetero_task task{};
-  const TestGradients gradients = RandomGradients(g.num_elements, 2, &random);
+  const TestGradients gradients = RandomGradients(block.geometry.num_elements, 2, &t.random);
   for (TestBlock* b : {&block, &in_memory}) {
-    CHECK_EQ(hetero_keep_update(run.engine, b->handle), HETERO_ESTATE);
-    CHECK_EQ(Discard(run, *b), HETERO_ESTATE);
-    const int64_t opened = hetero_open_speculative_update(run.engine, b->handle, 1, &task);
-    CHECK_EQ(hetero_keep_update(run.engine, b->handle), HETERO_ESTATE);  // nobody has armed it
-    CHECK_EQ(hetero_cancel_update(run.engine, opened), 0);
-    CHECK_EQ(Discard(run, *b), HETERO_ESTATE);
-    CHECK_EQ(run.Complete(run.Fetch(*b)), 0);
-    const int64_t tried = Speculate(run, *b, true, gradients, 2);
-    CHECK_EQ(run.OpenUpdate(*b, true), HETERO_ESTATE);
-    CHECK_EQ(run.Store(*b, {}, true, 2), HETERO_ESTATE);
-    if (b == &block) CHECK_EQ(run.Commit(2), HETERO_ESTATE);
-    CHECK_EQ(run.Wait(tried), 0);
-    if (b == &block) CHECK_EQ(run.Commit(2), HETERO_ESTATE);
-    CHECK_EQ(hetero_keep_update(run.engine, b->handle), 0);
-    CHECK_EQ(hetero_keep_update(run.engine, b->handle), HETERO_ESTATE);
-    CHECK_EQ(Discard(run, *b), HETERO_ESTATE);
+    CHECK_EQ(hetero_keep_update(t.run.engine, b->handle), HETERO_ESTATE);
+    CHECK_EQ(Discard(t.run, *b), HETERO_ESTATE);
+    const int64_t opened = hetero_open_speculative_update(t.run.engine, b->handle, 1, &task);
+    CHECK_EQ(hetero_keep_update(t.run.engine, b->handle), HETERO_ESTATE);  // nobody has armed it
+    CHECK_EQ(hetero_cancel_update(t.run.engine, opened), 0);
+    CHECK_EQ(Discard(t.run, *b), HETERO_ESTATE);
+    CHECK_EQ(t.run.Complete(t.run.Fetch(*b)), 0);
+    const int64_t tried = Speculate(t.run, *b, true, gradients, 2);
+    CHECK_EQ(t.run.OpenUpdate(*b, true), HETERO_ESTATE);
+    CHECK_EQ(t.run.Store(*b, {}, true, 2), HETERO_ESTATE);
+    if (b == &block) CHECK_EQ(t.run.Commit(2), HETERO_ESTATE);
+    CHECK_EQ(t.run.Wait(tried), 0);
+    if (b == &block) CHECK_EQ(t.run.Commit(2), HETERO_ESTATE);
+    CHECK_EQ(hetero_keep_update(t.run.engine, b->handle), 0);
+    CHECK_EQ(hetero_keep_update(t.run.engine, b->handle), HETERO_ESTATE);
+    CHECK_EQ(Discard(t.run, *b), HETERO_ESTATE);
     ApplyToModel(gradients, b);
-    CHECK(run.Holds(*b));
+    CHECK(t.run.Holds(*b));
   }
   // What it was before the first update is in no slot that a second one leaves alone: only a commit makes that so.
-  CHECK_EQ(hetero_open_speculative_update(run.engine, block.handle, 1, &task), HETERO_ESTATE);
-  const int64_t again = run.OpenUpdate(block, true);
-  CHECK_EQ(hetero_cancel_update(run.engine, again), 0);
-  CHECK_EQ(hetero_open_speculative_update(run.engine, block.handle, 1, &task), HETERO_ESTATE);
-  CHECK_EQ(run.Complete(run.Commit(2)), 0);
-  CHECK_EQ(run.StopEngine(), 0);
-  for (TestBlock* b : {&block, &in_memory}) b->Close();
+  CHECK_EQ(hetero_open_speculative_update(t.run.engine, block.handle, 1, &task), HETERO_ESTATE);
+  const int64_t again = t.run.OpenUpdate(block, true);
+  CHECK_EQ(hetero_cancel_update(t.run.engine, again), 0);
+  CHECK_EQ(hetero_open_speculative_update(t.run.engine, block.handle, 1, &task), HETERO_ESTATE);
+  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  CHECK_EQ(t.End(), 0);
 }
 
 // What a record says depends on the verdicts before it alone, whether their tasks are over or not.
 TEST(a_commit_right_after_the_verdict_names_what_holds) {
   for (uint32_t seed = 0; seed < 12; ++seed) {
-    std::mt19937 random(seed);
-    const TempDirectory directory;
-    TestBlock kept, discarded;
-    Run run;
-    REQUIRE(run.OpenStore(directory, StoreOptions(2)));
-    const hetero_block_geometry g = Geometry(0, HETERO_BF16, 4096 * 6, true, true);
-    REQUIRE(kept.Open(run.store, g, &random));
-    REQUIRE(discarded.Open(run.store, Geometry(1, HETERO_F32, 4096 * 6, true, true), &random));
-    const int64_t staged = std::max(hetero_block_staged_bytes(&g), hetero_block_staged_bytes(&discarded.geometry));
-    REQUIRE(run.StartEngine(EngineOptions(staged, 3, 2)));
-    for (const TestBlock* b : {&kept, &discarded}) REQUIRE_EQ(run.StoreModel(*b, 1), 0);
-    CHECK_EQ(run.Complete(run.Commit(1)), 0);
-    const TestGradients gradients = RandomGradients(g.num_elements, 2, &random);
-    for (const TestBlock* b : {&kept, &discarded}) REQUIRE(Speculate(run, *b, false, gradients, 2) > 0);
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
-    CHECK_EQ(hetero_keep_update(run.engine, kept.handle), 0);
-    CHECK(Discard(run, discarded) > 0);
-    CHECK_EQ(run.Complete(run.Commit(2)), 0);
+    Setup t({Geometry(0, HETERO_BF16, 4096 * 6, true, true), Geometry(1, HETERO_F32, 4096 * 6, true, true)}, seed);
+    TestBlock &kept = t.blocks[0], &discarded = t.blocks[1];
+    t.Begin(3, 2);
+    const TestGradients gradients = RandomGradients(4096 * 6, 2, &t.random);
+    for (const TestBlock& b : t.blocks) REQUIRE(Speculate(t.run, b, false, gradients, 2) > 0);
+    std::this_thread::sleep_for(std::chrono::microseconds(t.random() % 2000));
+    CHECK_EQ(hetero_keep_update(t.run.engine, kept.handle), 0);
+    CHECK(Discard(t.run, discarded) > 0);
+    CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
     ApplyToModel(gradients, &kept);
-    CHECK_EQ(run.StopEngine(), 0);
-    kept.Close();
-    discarded.Close();
-    run.CloseStore();
-    hetero_store_options options = StoreOptions(2);
-    options.create = 0;
-    REQUIRE(run.OpenStore(directory, options));
-    REQUIRE(kept.Open(run.store, kept.geometry, &random));
-    REQUIRE(discarded.Open(run.store, discarded.geometry, &random));
+    CHECK_EQ(t.End(), 0);
     int64_t step = 0;
-    CHECK_GE(hetero_store_recover(run.store, &step, nullptr, 0), 0);
+    CHECK_GE(t.Reopen(&step), 0);
     CHECK_EQ(step, 2);
-    REQUIRE(run.StartEngine(EngineOptions(staged, 3, 2)));
-    CHECK(run.Holds(kept));
-    CHECK(run.Holds(discarded));
-    CHECK_EQ(run.StopEngine(), 0);
-    kept.Close();
-    discarded.Close();
+    CHECK(t.run.Holds(kept));
+    CHECK(t.run.Holds(discarded));
+    CHECK_EQ(t.End(), 0);
   }
 }
 
 // Many blocks of all placements at once, random verdicts at random moments, three buffers; every discarded one is done again.
 TEST(concurrent_verdicts_with_tiny_staging) {
   for (uint32_t seed = 0; seed < 5; ++seed) {
-    std::mt19937 random(seed);
-    const TempDirectory directory;
+    Setup t(PlacedGeometries(seed), seed);
     const std::vector<Placement> placements = Placements();
-    const auto num_blocks = static_cast<int32_t>(placements.size());
-    std::vector<TestBlock> blocks(placements.size());
-    Run run;
-    REQUIRE(run.OpenStore(directory, StoreOptions(num_blocks)));
-    int64_t staged = 0;
-    for (int32_t i = 0; i < num_blocks; ++i) {
-      const Placement& p = placements[static_cast<size_t>(i)];
-      const auto num_elements = static_cast<int64_t>(16 * (1 + random() % 1500));
-      const hetero_block_geometry g = Geometry(i, p.dtype, num_elements, p.weights_on_disk, p.state_on_disk);
-      REQUIRE(blocks[static_cast<size_t>(i)].Open(run.store, g, &random));
-      staged = std::max(staged, hetero_block_staged_bytes(&g));
-    }
-    REQUIRE(run.StartEngine(EngineOptions(staged, 3 + seed % 3, 1 + static_cast<int32_t>(seed % 3))));
-    for (const TestBlock& block : blocks) REQUIRE_EQ(run.StoreModel(block, 1), 0);
-    for (const TestBlock& block : blocks) CHECK_EQ(run.Complete(run.Fetch(block)), 0);
-    int64_t commit = run.Commit(1);
+    std::vector<TestBlock>& blocks = t.blocks;
+    t.Begin(3 + seed % 3, 1 + static_cast<int32_t>(seed % 3));
+    for (const TestBlock& block : blocks) CHECK_EQ(t.run.Complete(t.run.Fetch(block)), 0);
+    int64_t commit = t.run.Commit(1);
     for (int64_t step = 2; step < 5; ++step) {
       std::vector<TestGradients> gradients(blocks.size()), wrong(blocks.size());
       std::vector<int64_t> tickets;
       std::vector<bool> holds(blocks.size());
       for (size_t i = 0; i < blocks.size(); ++i) {
-        gradients[i] = RandomGradients(blocks[i].geometry.num_elements, step, &random);
-        wrong[i] = RandomGradients(blocks[i].geometry.num_elements, step, &random);
-        holds[i] = random() % 2 == 0;
-        tickets.push_back(Speculate(run, blocks[i], placements[i].resident, holds[i] ? gradients[i] : wrong[i], step));
+        gradients[i] = RandomGradients(blocks[i].geometry.num_elements, step, &t.random);
+        wrong[i] = RandomGradients(blocks[i].geometry.num_elements, step, &t.random);
+        holds[i] = t.random() % 2 == 0;
+        tickets.push_back(Speculate(t.run, blocks[i], placements[i].resident, holds[i] ? gradients[i] : wrong[i], step));
         REQUIRE(tickets.back() > 0);
         ApplyToModel(gradients[i], &blocks[i]);
       }
-      CHECK_EQ(run.Complete(commit), 0);
+      CHECK_EQ(t.run.Complete(commit), 0);
       for (size_t i = 0; i < blocks.size(); ++i) {
         if (holds[i]) {
-          CHECK_EQ(hetero_keep_update(run.engine, blocks[i].handle), 0);
+          CHECK_EQ(hetero_keep_update(t.run.engine, blocks[i].handle), 0);
           continue;
         }
-        tickets.push_back(Discard(run, blocks[i]));
-        if (placements[i].resident && placements[i].weights_on_disk) tickets.push_back(run.Fetch(blocks[i]));
-        tickets.push_back(run.OpenUpdate(blocks[i], placements[i].resident));
-        REQUIRE_EQ(run.Arm(tickets.back(), gradients[i], step, static_cast<int64_t>(random() % 5)), 0);
+        tickets.push_back(Discard(t.run, blocks[i]));
+        if (placements[i].resident && placements[i].weights_on_disk) tickets.push_back(t.run.Fetch(blocks[i]));
+        tickets.push_back(t.run.OpenUpdate(blocks[i], placements[i].resident));
+        REQUIRE_EQ(t.run.Arm(tickets.back(), gradients[i], step, static_cast<int64_t>(t.random() % 5)), 0);
       }
-      commit = run.Commit(step);
-      for (const int64_t ticket : tickets) CHECK_EQ(run.Complete(ticket), 0);
-      for (const TestBlock& block : blocks) CHECK(run.Holds(block));
+      commit = t.run.Commit(step);
+      for (const int64_t ticket : tickets) CHECK_EQ(t.run.Complete(ticket), 0);
+      for (const TestBlock& block : blocks) CHECK(t.run.Holds(block));
     }
-    CHECK_EQ(run.Complete(commit), 0);
-    CHECK_EQ(run.StopEngine(), 0);
-    for (TestBlock& block : blocks) block.Close();
+    CHECK_EQ(t.run.Complete(commit), 0);
+    CHECK_EQ(t.End(), 0);
   }
 }
 
 TEST(an_update_taken_back_while_a_commit_is_pending_is_forgotten) {
-  std::mt19937 random(23);
-  const TempDirectory directory;
-  TestBlock slow, quick;
-  Run run;
-  REQUIRE(run.OpenStore(directory, StoreOptions(2)));
-  const hetero_block_geometry g = Geometry(0, HETERO_F32, 4096 * 2, true, true);
-  REQUIRE(slow.Open(run.store, g, &random));
-  REQUIRE(quick.Open(run.store, Geometry(1, HETERO_F32, 4096 * 2, true, true), &random));
-  REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 6, 1)));
-  for (const TestBlock* b : {&slow, &quick}) REQUIRE_EQ(run.StoreModel(*b, 1), 0);
-  CHECK_EQ(run.Complete(run.Commit(1)), 0);
-  const TestGradients gradients = RandomGradients(g.num_elements, 2, &random);
-  const int64_t opened = run.OpenUpdate(slow, false);
-  const int64_t commit = run.Commit(2);  // waits for the opened update, and later writes wait for it
-  const int64_t cancelled = run.OpenUpdate(quick, false);
-  CHECK_EQ(hetero_cancel_update(run.engine, cancelled), 0);
-  CHECK_EQ(run.Complete(cancelled), 0);
-  const int64_t discarded = Speculate(run, quick, false, gradients, 3);
-  CHECK_EQ(run.Complete(Discard(run, quick)), 0);
-  CHECK_EQ(run.Complete(discarded), 0);
-  CHECK_EQ(run.Arm(opened, gradients, 2), 0);
+  Setup t(OnDisk(2, HETERO_F32, 4096 * 2), 23);
+  TestBlock &slow = t.blocks[0], &quick = t.blocks[1];
+  t.Begin(6, 1);
+  const TestGradients gradients = RandomGradients(slow.geometry.num_elements, 2, &t.random);
+  const int64_t opened = t.run.OpenUpdate(slow, false);
+  const int64_t commit = t.run.Commit(2);  // waits for the opened update, and later writes wait for it
+  const int64_t cancelled = t.run.OpenUpdate(quick, false);
+  CHECK_EQ(hetero_cancel_update(t.run.engine, cancelled), 0);
+  CHECK_EQ(t.run.Complete(cancelled), 0);
+  const int64_t discarded = Speculate(t.run, quick, false, gradients, 3);
+  CHECK_EQ(t.run.Complete(Discard(t.run, quick)), 0);
+  CHECK_EQ(t.run.Complete(discarded), 0);
+  CHECK_EQ(t.run.Arm(opened, gradients, 2), 0);
   ApplyToModel(gradients, &slow);
-  CHECK_EQ(run.Complete(opened), 0);
-  CHECK_EQ(run.Complete(commit), 0);
-  CHECK(run.Holds(slow));
-  CHECK(run.Holds(quick));
-  CHECK_EQ(run.StopEngine(), 0);
-  slow.Close();
-  quick.Close();
+  CHECK_EQ(t.run.Complete(opened), 0);
+  CHECK_EQ(t.run.Complete(commit), 0);
+  CHECK(t.run.Holds(slow));
+  CHECK(t.run.Holds(quick));
+  CHECK_EQ(t.End(), 0);
 }
 
 TEST(an_engine_is_destroyed_before_the_verdict_and_the_committed_step_is_whole) {
   for (uint32_t seed = 0; seed < 8; ++seed) {
-    std::mt19937 random(seed);
-    const TempDirectory directory;
-    TestBlock block;
-    Run run;
-    REQUIRE(run.OpenStore(directory, StoreOptions(1)));
     const hetero_block_geometry g = Geometry(0, HETERO_F16, 4096 * 8, true, true);
-    REQUIRE(block.Open(run.store, g, &random));
-    REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
-    REQUIRE_EQ(run.StoreModel(block, 1), 0);
-    CHECK_EQ(run.Complete(run.Commit(1)), 0);
-    const TestGradients gradients = RandomGradients(g.num_elements, 2, &random);
-    REQUIRE(Speculate(run, block, false, gradients, 2) > 0);
-    if (seed % 2 == 0) CHECK(Discard(run, block) > 0);
-    CHECK_EQ(run.StopEngine(), 0);
-    block.Close();
-    run.CloseStore();
-    hetero_store_options options = StoreOptions(1);
-    options.create = 0;
-    REQUIRE(run.OpenStore(directory, options));
-    REQUIRE(block.Open(run.store, g, &random));
+    Setup t(g, seed);
+    t.Begin(4, 2);
+    const TestGradients gradients = RandomGradients(g.num_elements, 2, &t.random);
+    REQUIRE(Speculate(t.run, t.block, false, gradients, 2) > 0);
+    if (seed % 2 == 0) CHECK(Discard(t.run, t.block) > 0);
+    CHECK_EQ(t.End(), 0);
     int64_t step = 0;
-    CHECK_GE(hetero_store_recover(run.store, &step, nullptr, 0), 0);
+    CHECK_GE(t.Reopen(&step), 0);
     CHECK_EQ(step, 1);
-    REQUIRE(run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
-    CHECK(run.Holds(block));
-    CHECK_EQ(run.StopEngine(), 0);
-    block.Close();
+    CHECK(t.run.Holds(t.block));
+    CHECK_EQ(t.End(), 0);
   }
 }

@@ -12,7 +12,6 @@ using fixture::Trained;
 
 TEST(bad_arguments_are_named) {
   Trained t;
-  REQUIRE(t.Begin());
   const auto geometry_fault = [&](const char* word, const std::function<void(hetero_block_geometry*)>& change) {
     hetero_block_geometry g = Geometry(0, HETERO_F32, kTrainedElements, false, false);
     change(&g);
@@ -69,7 +68,6 @@ TEST(bad_arguments_are_named) {
   CHECK_EQ(t.run.Wait(ticket), 0);
   CHECK_EQ(hetero_block_close(t.block.handle), 0);
   t.block.handle = nullptr;
-  t.End();
 }
 
 TEST(engine_options_are_checked) {
@@ -85,10 +83,8 @@ TEST(engine_options_are_checked) {
   fault("chunk_bytes_max", [](auto* o) { o->chunk_bytes_max = -1; });
   fault("io_backend", [](auto* o) { o->io_backend = 17; });
   Trained t;
-  REQUIRE(t.Begin());
   t.run.StopEngine();
   REQUIRE(t.run.StartEngine(EngineOptions(4096, 3, 1)));  // smaller than the block's chunks
   CHECK_EQ(t.run.OpenUpdate(t.block, false), HETERO_EINVAL);
   CHECK(strstr(hetero_last_error(), "chunk_bytes_max") != nullptr);
-  t.End();
 }

@@ -11,7 +11,10 @@ using fixture::EditFile;
 using fixture::Geometry;
 using fixture::kTrainedElements;
 using fixture::ReadAll;
+using fixture::Run;
 using fixture::StoreOptions;
+using fixture::TempDirectory;
+using fixture::TestBlock;
 using fixture::Trained;
 using hetero::Layout;
 
@@ -32,10 +35,8 @@ TEST(damage_is_found_and_named) {
   };
   for (const bool digests : {true, false}) {
     for (const Damage& damage : cases) {
-      Trained t;
-      hetero_store_options options = StoreOptions(1);
-      options.verify_digests = digests ? 1 : 0;
-      REQUIRE(t.Begin(options));
+      const hetero_store_options options = StoreOptions(1, digests);
+      Trained t(options);
       t.End();
       EditFile(t.directory.File("block-00000.a"), damage.offset, [](uint8_t* byte) { *byte ^= 4; });
       int64_t step = 0;
@@ -45,23 +46,19 @@ TEST(damage_is_found_and_named) {
       CHECK_EQ(code, found ? HETERO_ECORRUPT : 0);
       if (found) CHECK(strstr(hetero_last_error(), damage.words) != nullptr);
       if (found) CHECK(strstr(hetero_last_error(), "block-00000.a") != nullptr);
-      t.End();
     }
   }
 }
 
 TEST(a_chunk_of_an_earlier_rewrite_is_found_even_without_digests) {
-  Trained t;
-  hetero_store_options options = StoreOptions(1);
-  options.verify_digests = 0;
-  REQUIRE(t.Begin(options));
+  const hetero_store_options options = StoreOptions(1, false);
+  Trained t(options);
   Layout layout;
   REQUIRE_OK(Layout::Make(t.block.geometry, &layout));
   const std::string slot_a = t.directory.File("block-00000.a");
   const std::vector<uint8_t> before = Content(slot_a);
   for (int64_t step = 2; step < 4; ++step) {  // slots b, then a again
-    CHECK_EQ(t.Update(step), 0);
-    CHECK_EQ(t.run.Complete(t.run.Commit(step)), 0);
+    CHECK_EQ(t.Step(step), 0);
   }
   t.End();
   const int64_t offset = layout.StateOffset(1);
@@ -73,26 +70,21 @@ TEST(a_chunk_of_an_earlier_rewrite_is_found_even_without_digests) {
   CHECK_EQ(step, 3);
   CHECK_EQ(ReadAll(t), HETERO_ECORRUPT);
   CHECK(strstr(hetero_last_error(), "another rewrite") != nullptr);
-  t.End();
 }
 
 TEST(exchanged_slot_files_are_found) {
   Trained t;
-  REQUIRE(t.Begin());
-  CHECK_EQ(t.Update(2), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  CHECK_EQ(t.Step(2), 0);
   t.End();
   const std::string a = t.directory.File("block-00000.a"), b = t.directory.File("block-00000.b"), c = t.directory.File("c");
   CHECK_EQ(rename(a.c_str(), c.c_str()) | rename(b.c_str(), a.c_str()) | rename(c.c_str(), b.c_str()), 0);
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step), HETERO_ECORRUPT);
   CHECK(strstr(hetero_last_error(), "exchanged") != nullptr);
-  t.End();
 }
 
 TEST(a_store_in_use_is_busy) {
   Trained t;
-  REQUIRE(t.Begin());
   hetero_store_options options = StoreOptions(1);
   options.create = 0;
   options.direct_io = 0;
@@ -106,7 +98,6 @@ TEST(a_store_in_use_is_busy) {
 
 TEST(files_are_private_and_links_refused) {
   Trained t;
-  REQUIRE(t.Begin());
   t.End();
   const std::string a = t.directory.File("block-00000.a");
   struct stat info{};
@@ -134,15 +125,18 @@ TEST(files_are_private_and_links_refused) {
 }
 
 TEST(too_little_space_is_found_when_a_block_is_opened) {
-  Trained t;
-  REQUIRE(t.run.OpenStore(t.directory, StoreOptions(1)));
+  std::mt19937 random(42);
+  const TempDirectory directory;
+  TestBlock block;
+  Run run;
+  REQUIRE(run.OpenStore(directory, StoreOptions(1)));
   {
     const fixture::SmallFiles full(100 << 10);
-    CHECK(!t.block.Open(t.run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &t.random));
+    CHECK(!block.Open(run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &random));
     CHECK(strstr(hetero_last_error(), "block-00000.a needs ") != nullptr);
     CHECK(strstr(hetero_last_error(), "are free") != nullptr);
   }
-  CHECK_NE(access(t.directory.File("block-00000.a").c_str(), F_OK), 0);
-  CHECK(t.block.Open(t.run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &t.random));
-  t.End();
+  CHECK_NE(access(directory.File("block-00000.a").c_str(), F_OK), 0);
+  CHECK(block.Open(run.store, Geometry(0, HETERO_F32, kTrainedElements, true, true), &random));
+  block.Close();
 }

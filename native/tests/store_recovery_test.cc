@@ -8,20 +8,18 @@
 #include "trained_fixture.h"
 
 using fixture::EditFile;
-using fixture::EngineOptions;
+using fixture::Expected;
 using fixture::Geometry;
 using fixture::kTrainedElements;
-using fixture::ReadAll;
+using fixture::Setup;
 using fixture::StoreOptions;
 using fixture::TestBlock;
 using fixture::Trained;
 
 TEST(recover_finds_the_newest_commit_after_the_ring_went_round) {
   Trained t;
-  REQUIRE(t.Begin());
   for (int64_t step = 2; step < 40; ++step) {
-    CHECK_EQ(t.Update(step), 0);
-    CHECK_EQ(t.run.Complete(t.run.Commit(step, "user " + std::to_string(step))), 0);
+    CHECK_EQ(t.Step(step, "user " + std::to_string(step)), 0);
   }
   t.End();
   int64_t step = 0;
@@ -30,33 +28,25 @@ TEST(recover_finds_the_newest_commit_after_the_ring_went_round) {
   CHECK(t.run.Holds(t.block));
   CHECK_EQ(hetero_block_slot(t.block.handle, &step), 0);
   // Training goes on from there.
-  CHECK_EQ(t.Update(40), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(40)), 0);
+  CHECK_EQ(t.Step(40), 0);
   CHECK(t.run.Holds(t.block));
-  t.End();
 }
 
 TEST(an_uncommitted_step_is_forgotten) {
   Trained t;
-  REQUIRE(t.Begin());
-  CHECK_EQ(t.Update(2), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
-  const std::vector<uint8_t> weights = t.block.expected_weights;
-  const std::vector<std::vector<float>> state = t.block.expected_state;
+  CHECK_EQ(t.Step(2), 0);
+  const Expected before = t.block.expected;
   CHECK_EQ(t.Update(3), 0);
   t.End();
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step), 0);
   CHECK_EQ(step, 2);
-  t.block.expected_weights = weights;
-  t.block.expected_state = state;
+  t.block.expected = before;
   CHECK(t.run.Holds(t.block));
-  t.End();
 }
 
 TEST(a_torn_newest_record_falls_back_to_the_one_before) {
   Trained t;
-  REQUIRE(t.Begin());
   CHECK_EQ(t.run.Complete(t.run.Commit(2, "two")), 0);
   t.End();
   const int64_t record_bytes = hetero::RecordBytes(1, 64);
@@ -67,15 +57,11 @@ TEST(a_torn_newest_record_falls_back_to_the_one_before) {
   t.End();
   EditFile(t.directory.File("COMMIT"), 1 * record_bytes + 60, [](uint8_t* byte) { *byte ^= 1; });
   CHECK_EQ(t.Reopen(&step), HETERO_ECORRUPT);
-  t.End();
 }
 
 TEST(nothing_stored_is_an_error_before_any_io) {
-  Trained t;
-  const hetero_block_geometry g = Geometry(0, HETERO_BF16, kTrainedElements, true, true);
-  REQUIRE(t.run.OpenStore(t.directory, StoreOptions(1)));
-  REQUIRE(t.block.Open(t.run.store, g, &t.random));
-  REQUIRE(t.run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 3, 1)));
+  Setup t(Geometry(0, HETERO_BF16, kTrainedElements, true, true), 42);
+  t.Start(3, 1);
   int64_t step = 0;
   CHECK_EQ(hetero_block_slot(t.block.handle, &step), HETERO_ESTATE);
   CHECK_EQ(t.run.Fetch(t.block), HETERO_ESTATE);
@@ -83,14 +69,12 @@ TEST(nothing_stored_is_an_error_before_any_io) {
   CHECK_EQ(t.run.OpenUpdate(t.block, true), HETERO_ESTATE);  // its master is nowhere
   CHECK(strstr(hetero_last_error(), "master") != nullptr);
   CHECK_EQ(hetero_store_recover(t.run.store, &step, nullptr, 0), HETERO_ESTATE);
-  t.End();
 }
 
 TEST(without_durability_slots_flip_in_memory_only) {
-  Trained t;
   hetero_store_options options = StoreOptions(1);
   options.durability = HETERO_DURABILITY_NONE;
-  REQUIRE(t.Begin(options));
+  Trained t(options);
   for (int64_t step = 2; step < 5; ++step) {
     CHECK_EQ(t.Update(step), 0);
     CHECK(t.run.Holds(t.block));
@@ -99,30 +83,24 @@ TEST(without_durability_slots_flip_in_memory_only) {
   t.End();
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step, options), HETERO_ESTATE);
-  t.End();
 }
 
 TEST(durability_power_commits_and_recovers) {
-  Trained t;
   hetero_store_options options = StoreOptions(1);
   options.durability = HETERO_DURABILITY_POWER;
-  REQUIRE(t.Begin(options));
-  CHECK_EQ(t.Update(2), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  Trained t(options);
+  CHECK_EQ(t.Step(2), 0);
   t.End();
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step, options), 0);
   CHECK_EQ(step, 2);
   CHECK(t.run.Holds(t.block));
-  t.End();
 }
 
 TEST(a_block_opened_after_recovery_needs_only_its_committed_slot) {
   for (const bool half : {false, true}) {  // of the other slot: what a process leaves that dies while it makes the file
     Trained t;
-    REQUIRE(t.Begin());
-    const std::vector<uint8_t> weights = t.block.expected_weights;
-    const std::vector<std::vector<float>> state = t.block.expected_state;
+    const Expected before = t.block.expected;
     CHECK_EQ(t.Update(2), 0);  // slot b; the commit names a
     t.End();
     const std::string b = t.directory.File("block-00000.b");
@@ -136,12 +114,10 @@ TEST(a_block_opened_after_recovery_needs_only_its_committed_slot) {
     CHECK_EQ(step, 1);
     const hetero_block_geometry g = t.block.geometry;
     REQUIRE(t.block.Open(t.run.store, g, &t.random));
-    REQUIRE(t.run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)));
-    t.block.expected_weights = weights;
-    t.block.expected_state = state;
+    t.Start(4, 2);
+    t.block.expected = before;
     CHECK(t.run.Holds(t.block));
-    CHECK_EQ(t.Update(2), 0);
-    CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+    CHECK_EQ(t.Step(2), 0);
     CHECK(t.run.Holds(t.block));
     t.End();
     CHECK_EQ(unlink(b.c_str()), 0);
@@ -150,8 +126,7 @@ TEST(a_block_opened_after_recovery_needs_only_its_committed_slot) {
 }
 
 TEST(the_id_of_a_discarded_block_serves_another_one) {
-  Trained t;
-  REQUIRE(t.Begin(StoreOptions(2)));
+  Trained t(StoreOptions(2));
   const hetero_block_geometry second = Geometry(1, HETERO_F32, kTrainedElements, true, false);
   TestBlock other;
   REQUIRE(other.Open(t.run.store, second, &t.random));
@@ -173,5 +148,4 @@ TEST(the_id_of_a_discarded_block_serves_another_one) {
   t.run.StopEngine();
   heir.Close();
   other.Close();
-  t.run.CloseStore();
 }

@@ -12,6 +12,7 @@
 
 using fixture::ApplyToModel;
 using fixture::Content;
+using fixture::Expected;
 using fixture::Geometry;
 using fixture::kTrainedElements;
 using fixture::RandomGradients;
@@ -23,8 +24,7 @@ using fixture::Trained;
 
 TEST(a_block_that_is_written_again_before_a_commit_leaves_the_committed_slot_alone) {
   for (const int32_t dtype : {HETERO_F32, HETERO_BF16}) {
-    Trained t;
-    REQUIRE(t.Begin(StoreOptions(1), Geometry(0, dtype, kTrainedElements, true, true)));
+    Trained t(StoreOptions(1), Geometry(0, dtype, kTrainedElements, true, true));
     for (int64_t step = 2; step < 5; ++step) {
       int64_t written_by = 0;
       const int32_t committed = hetero_block_slot(t.block.handle, &written_by);
@@ -35,9 +35,9 @@ TEST(a_block_that_is_written_again_before_a_commit_leaves_the_committed_slot_alo
         CHECK(t.run.Holds(t.block));
         CHECK_EQ(hetero_block_slot(t.block.handle, &written_by), 1 - committed);
       }
-      std::fill_n(t.block.expected_weights.begin() + 4096, 5000, static_cast<uint8_t>(step));
+      std::fill_n(t.block.expected.weights.begin() + 4096, 5000, static_cast<uint8_t>(step));
       if (dtype == HETERO_F32) {
-        const hetero_patch patch{1024, 1250, t.block.expected_weights.data() + 4096, -1};
+        const hetero_patch patch{1024, 1250, t.block.expected.weights.data() + 4096, -1};
         CHECK_EQ(t.run.Complete(t.run.Store(t.block, {patch}, false, step)), 0);
       } else {
         CHECK_EQ(t.run.StoreModel(t.block, step), 0);
@@ -46,33 +46,27 @@ TEST(a_block_that_is_written_again_before_a_commit_leaves_the_committed_slot_alo
       CHECK(Content(name) == before);
       CHECK_EQ(t.run.Complete(t.run.Commit(step)), 0);
     }
-    const std::vector<uint8_t> weights = t.block.expected_weights;
-    const std::vector<std::vector<float>> state = t.block.expected_state;
+    const Expected before = t.block.expected;
     CHECK_EQ(t.Update(5), 0);
     CHECK_EQ(t.Update(5), 0);
     t.End();
     int64_t step = 0;
     CHECK_GE(t.Reopen(&step), 0);
     CHECK_EQ(step, 4);
-    t.block.expected_weights = weights;
-    t.block.expected_state = state;
+    t.block.expected = before;
     CHECK(t.run.Holds(t.block));
     CHECK_EQ(t.Update(5), 0);  // and goes on: the slot that no record names is the one that was written twice
     CHECK(t.run.Holds(t.block));
-    t.End();
   }
 }
 
 // Whatever comes before a record, all of it submitted at once: the record names what was submitted last.
 TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
   for (uint32_t seed = 0; seed < 40; ++seed) {
-    Trained t;
-    t.random.seed(seed);
-    REQUIRE(t.Begin(StoreOptions(1), Geometry(0, seed % 2 == 0 ? HETERO_F32 : HETERO_F16, kTrainedElements, true, true)));
+    Trained t(StoreOptions(1), Geometry(0, seed % 2 == 0 ? HETERO_F32 : HETERO_F16, kTrainedElements, true, true), seed);
     std::deque<TestGradients> alive;
     std::vector<int64_t> tickets;
-    std::vector<uint8_t> weights = t.block.expected_weights;
-    std::vector<std::vector<float>> state = t.block.expected_state;
+    Expected last = t.block.expected;
     int64_t committed = 1, step = 2;
     int64_t rewrites = 0;  // since the last commit
     std::vector<std::pair<std::string, std::vector<uint8_t>>> snapshots;
@@ -118,8 +112,7 @@ TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
         }
         committed = step++;
         rewrites = 0;
-        weights = t.block.expected_weights;
-        state = t.block.expected_state;
+        last = t.block.expected;
       }
     }
     for (const int64_t ticket : tickets) CHECK_EQ(t.run.Complete(ticket), 0);
@@ -129,21 +122,18 @@ TEST(any_order_of_rewrites_verdicts_and_commits_ends_at_the_last_record) {
     int64_t recovered = 0;
     CHECK_GE(t.Reopen(&recovered), 0);
     CHECK_EQ(recovered, committed);
-    t.block.expected_weights = weights;
-    t.block.expected_state = state;
+    t.block.expected = last;
     CHECK(t.run.Holds(t.block));
-    t.End();
   }
 }
 
 TEST(a_frozen_block_has_one_slot_and_is_written_in_place) {
-  Trained t;
   const hetero_block_geometry g = Geometry(0, HETERO_U8, kTrainedElements, true, false);
-  REQUIRE(t.Begin(StoreOptions(1), g));
+  Trained t(StoreOptions(1), g);
   CHECK(t.run.Holds(t.block));
   for (int round = 0; round < 3; ++round) {  // piece by piece, without commits
-    std::fill_n(t.block.expected_weights.begin() + 3500 * round, 5000, static_cast<uint8_t>(round));
-    const hetero_patch patch{3500 * round, 5000, t.block.expected_weights.data() + 3500 * round, -1};
+    std::fill_n(t.block.expected.weights.begin() + 3500 * round, 5000, static_cast<uint8_t>(round));
+    const hetero_patch patch{3500 * round, 5000, t.block.expected.weights.data() + 3500 * round, -1};
     CHECK_EQ(t.run.Complete(t.run.Store(t.block, {patch}, false, 0)), 0);
     CHECK(t.run.Holds(t.block));
   }
@@ -153,16 +143,13 @@ TEST(a_frozen_block_has_one_slot_and_is_written_in_place) {
   int64_t step = 0;
   CHECK_EQ(t.Reopen(&step), 0);
   CHECK_EQ(t.run.Complete(t.run.Fetch(t.block)), 0);
-  CHECK_EQ(memcmp(t.block.weights, t.block.expected_weights.data(), t.block.expected_weights.size()), 0);
+  CHECK(t.block.HoldsInMemory());
   CHECK_NE(access(t.directory.File("block-00000.b").c_str(), F_OK), 0);
-  t.End();
 }
 
 TEST(a_slot_with_other_names_is_never_written) {
   Trained t;
-  REQUIRE(t.Begin());
-  CHECK_EQ(t.Update(2), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  CHECK_EQ(t.Step(2), 0);
   std::vector<std::vector<uint8_t>> before;
   for (const char* slot : {"a", "b"}) {
     const std::string name = t.directory.File(std::string("block-00000.") + slot);
@@ -170,8 +157,7 @@ TEST(a_slot_with_other_names_is_never_written) {
     before.push_back(Content(name));
   }
   for (int64_t step = 3; step <= 5; ++step) {
-    CHECK_EQ(t.Update(step), 0);
-    CHECK_EQ(t.run.Complete(t.run.Commit(step)), 0);
+    CHECK_EQ(t.Step(step), 0);
   }
   CHECK(Content(t.directory.File("kept.a")) == before[0]);
   CHECK(Content(t.directory.File("kept.b")) == before[1]);
@@ -181,14 +167,12 @@ TEST(a_slot_with_other_names_is_never_written) {
   CHECK_EQ(t.Reopen(&step), 0);
   CHECK_EQ(step, 5);
   CHECK(t.run.Holds(t.block));
-  t.End();
 }
 
 // The slot that a record on the disk names is whole until the next record is there, however early its next rewrite is
 // announced.
 TEST(a_committed_slot_with_other_names_keeps_its_file_until_the_next_record) {
   Trained t;
-  REQUIRE(t.Begin());
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 0);
   const std::string a = t.directory.File("block-00000.a");
   CHECK_EQ(link(a.c_str(), t.directory.File("kept.a").c_str()), 0);
@@ -214,19 +198,15 @@ TEST(a_committed_slot_with_other_names_keeps_its_file_until_the_next_record) {
   CHECK_EQ(t.run.Complete(gate), 0);
   t.run.StopEngine();
   memory.Close();
-  t.End();
 }
 
 TEST(no_space_for_a_fresh_file_stops_the_engine_before_anything_is_written) {
   Trained t;
-  REQUIRE(t.Begin());
-  CHECK_EQ(t.Update(2), 0);
-  CHECK_EQ(t.run.Complete(t.run.Commit(2)), 0);
+  CHECK_EQ(t.Step(2), 0);
   const std::string a = t.directory.File("block-00000.a");
   CHECK_EQ(link(a.c_str(), t.directory.File("kept.a").c_str()), 0);
   const std::vector<uint8_t> before = Content(a);
-  const std::vector<uint8_t> weights = t.block.expected_weights;
-  const std::vector<std::vector<float>> state = t.block.expected_state;
+  const Expected held = t.block.expected;
   {
     const SmallFiles full(100 << 10);
     CHECK_EQ(t.Update(3), HETERO_ENOSPC);
@@ -239,15 +219,12 @@ TEST(no_space_for_a_fresh_file_stops_the_engine_before_anything_is_written) {
   int64_t step = 0;
   CHECK_GE(t.Reopen(&step), 0);
   CHECK_EQ(step, 2);
-  t.block.expected_weights = weights;
-  t.block.expected_state = state;
+  t.block.expected = held;
   CHECK(t.run.Holds(t.block));
-  t.End();
 }
 
 TEST(a_retired_block_is_in_no_later_record) {
   Trained t;
-  REQUIRE(t.Begin());
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 0);
   CHECK_EQ(t.Update(2), 0);
   CHECK_EQ(t.Update(2), 0);
@@ -270,5 +247,4 @@ TEST(a_retired_block_is_in_no_later_record) {
   CHECK_EQ(step, 3);
   CHECK_EQ(hetero_block_committed_slot(t.block.handle), 2);
   CHECK_EQ(hetero_block_slot(t.block.handle, &step), HETERO_ESTATE);
-  t.End();
 }

@@ -19,42 +19,13 @@ namespace fixture {
 
 constexpr int64_t kTrainedElements = 4096 * 3 + 32;
 
-// A store with one F32 block on disk, stored and committed as step 1.
-struct Trained {
-  TempDirectory directory;
-  std::mt19937 random{42};
-  TestBlock block;
-  Run run;
-
-  bool Begin(hetero_store_options options = StoreOptions(1),
-             hetero_block_geometry g = Geometry(0, HETERO_F32, kTrainedElements, true, true)) {
-    return run.OpenStore(directory, options) && block.Open(run.store, g, &random) &&
-           run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2)) && run.StoreModel(block, 1) == 0 &&
-           run.Complete(run.Commit(1, "one")) == 0;
-  }
-  int32_t Update(int64_t step) {
-    const TestGradients gradients = RandomGradients(block.geometry.num_elements, step, &random);
-    const int64_t ticket = run.OpenUpdate(block, false);
-    if (ticket < 0) return static_cast<int32_t>(ticket);
-    const int32_t armed = run.Arm(ticket, gradients, step);
-    if (armed != 0) return armed;
-    ApplyToModel(gradients, &block);
-    return run.Complete(ticket);
-  }
-  void End() {
-    run.StopEngine();
-    block.Close();
-    run.CloseStore();
-  }
-  // Opens what is on disk again; the code of recover (or of the open that failed).
-  int64_t Reopen(int64_t* step, hetero_store_options options = StoreOptions(1)) {
-    options.create = 0;
-    if (!run.OpenStore(directory, options)) return -100;
-    const hetero_block_geometry g = block.geometry;
-    if (!block.Open(run.store, g, &random)) return -101;
-    if (!run.StartEngine(EngineOptions(hetero_block_staged_bytes(&g), 4, 2))) return -102;
-    char user[64];
-    return hetero_store_recover(run.store, step, user, sizeof(user));
+// One block on disk, stored and committed as step 1.
+struct Trained : Setup {
+  explicit Trained(const hetero_store_options& options = StoreOptions(1),
+                   const hetero_block_geometry& g = Geometry(0, HETERO_F32, kTrainedElements, true, true), uint32_t seed = 42)
+      : Setup({g}, seed, options) {
+    Start(4, 2);
+    Store("one");
   }
 };
 
