@@ -1,8 +1,9 @@
-"""Elastic runs that follow each other in one process, and the plain one that they are compared with."""
+"""Elastic runs, and the plain one that they are compared with."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def single_rank() -> None:
 def trainer(out: Path, strategy: Any, *plugins: Any, **options: Any) -> pl.Trainer:
     """Trains quietly, without checkpoints of Lightning's own; ``strategy="auto"`` is plain Lightning."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    environment = [] if strategy == "auto" else [LightningEnvironment()]
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # Lightning sees that by itself
+    environment = [] if strategy == "auto" or torchrun else [LightningEnvironment()]
     return pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -32,6 +34,22 @@ def trainer(out: Path, strategy: Any, *plugins: Any, **options: Any) -> pl.Train
         default_root_dir=out,
         **{"devices": 1, **quiet, **options},
     )
+
+
+def ending(run: Callable[[], None], *, killed: bool) -> Any:
+    """0 where training comes to its end, else the code of the signal that stops it.
+
+    With ``killed``, a rank is: then the name of the error by which the others notice, whoever of gloo and torch does so first.
+    """
+    try:
+        run()
+    except SystemExit as stop:
+        return stop.code
+    except Exception as error:
+        if not killed:
+            raise
+        return type(error).__name__
+    return 0
 
 
 def loader(dataset: Dataset[Any], batch: int, *, alone: bool, **options: Any) -> DataLoader[Any]:

@@ -12,16 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.parallel.pipeline.layout import NODE
 from lightning_hetero.strategies import HeteroParallelStrategy
+from support.elastic import ending, trainer
 from support.pipeline_train import PLANS, RANK, WORLD, Net, cluster_plan, data
 
 STEPS, EVENT = 7, 4  # an epoch has three steps
@@ -48,29 +47,9 @@ def fit(folder: Path, event: signal.Signals, strategy: Any, *plugins: Any) -> di
     """Trains until the end, or until a signal ends it."""
     torch.manual_seed(RANK if WORLD > 1 else 0)
     module, events = Net().double(), Events(event)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        plugins=[*plugins, *([LightningEnvironment()] if WORLD > 1 else [])],
-        callbacks=[events],
-        max_steps=STEPS,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    end: Any = 0
-    try:
-        trainer.fit(module, data(80, step=24, alone=WORLD == 1)[0])
-    except SystemExit as stop:
-        end = stop.code
-    except Exception as error:  # another rank is gone, whoever of gloo and torch notices it first
-        if event != signal.SIGKILL or WORLD < 3:
-            raise
-        end = type(error).__name__
+    made = trainer(folder, strategy, *plugins, devices=WORLD, callbacks=[events], max_steps=STEPS, limit_val_batches=0)
+    killed = event == signal.SIGKILL and WORLD == 3
+    end = ending(lambda: made.fit(module, data(80, step=24, alone=WORLD == 1)[0]), killed=killed)
     return {
         "end": end,
         "losses": events.losses,

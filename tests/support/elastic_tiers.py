@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.pipeline.layout import NODE
 from lightning_hetero.strategies import HeteroParallelStrategy
+from support.elastic import ending, trainer
 from support.group_train import DISK, Net
 from support.parallel_train import RANK, WORLD, data
 
@@ -49,29 +49,9 @@ def fit(out: Path, strategy: Any, signals: dict[int, signal.Signals]) -> dict[st
     first = WORLD == 1 or ("killed" in sys.argv and RANK == 0)
     torch.manual_seed(0 if first else os.getpid())  # whatever the others begin with
     net, events = Net(torch.float64, uneven=False), Events(signals)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        callbacks=[events],
-        max_steps=STEPS,
-        gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
-    end: Any = 0
-    try:
-        trainer.fit(net, *data(BATCH, alone=WORLD == 1))
-    except SystemExit as stop:
-        end = stop.code
-    except Exception as error:  # another rank is gone, whoever of gloo and torch notices it first
-        if "killed" not in sys.argv:
-            raise
-        end = type(error).__name__
-    state = trainer.optimizers[0].state_dict()["state"] if end == 0 else {}
+    made = trainer(out, strategy, callbacks=[events], max_steps=STEPS, gradient_clip_val=0.5)
+    end = ending(lambda: made.fit(net, *data(BATCH, alone=WORLD == 1)), killed="killed" in sys.argv)
+    state = made.optimizers[0].state_dict()["state"] if end == 0 else {}
     return {
         "end": end,
         "began": events.began,
