@@ -26,7 +26,8 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.runtime.lanes import Event, Moment
-from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp, host_moment
+from lightning_hetero.runtime.lanes.op import QueuedOp
+from lightning_hetero.runtime.lanes.queue import QueuedLanes, host_moment
 
 
 @dataclass(frozen=True, slots=True)

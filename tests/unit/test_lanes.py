@@ -410,7 +410,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
 
 
 def test_a_wait_for_a_ticket_outlasts_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetero.runtime.lanes.queue._TICKET_SLICE_S", 0.001)
+    monkeypatch.setattr("lightning_hetero.runtime.lanes.op._TICKET_SLICE_S", 0.001)
     lanes, ticket = InlineLanes(), FakeTicket()
     event = lanes.submit(op(0, Lane.DISK_READ, OpKind.FETCH), lambda: [ticket], [])
     threading.Timer(0.03, ticket.move, [2]).start()

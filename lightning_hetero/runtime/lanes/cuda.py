@@ -31,8 +31,9 @@ from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 from lightning_hetero.runtime.lanes.memory import POISON, Arena
+from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
-from lightning_hetero.runtime.lanes.queue import QueuedLanes, QueuedOp
+from lightning_hetero.runtime.lanes.queue import QueuedLanes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
 

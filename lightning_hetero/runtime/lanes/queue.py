@@ -1,228 +1,30 @@
-"""In-order queues with a worker thread each, and the ops on their way through them."""
+"""In-order queues with a worker thread each."""
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON
+from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
 
-_TICKET_SLICE_S = 0.2  # how late the wait for a ticket notices that the lanes are closed
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
 _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
-
-_T = TypeVar("_T")
 
 
 def host_moment(name: str = "") -> Moment:
     """Now, where compute is the calling thread."""
     now_s = time.monotonic()
     return lambda: now_s
-
-
-class StreamEvent(Protocol):
-    """What is used of ``torch.cuda.Event`` here."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Blocks the host until the stream has passed it."""
-
-
-class Failures:
-    """The first error of any op, and whether the lanes are closing."""
-
-    def __init__(self) -> None:
-        self.closing = threading.Event()
-        self.first: BaseException | None = None
-
-    def note(self, error: BaseException) -> None:
-        """Remembers the first error. That an op was interrupted, or no longer ran because the lanes close, is none."""
-        if self.first is None and not self.closing.is_set() and not isinstance(error, KeyboardInterrupt):
-            self.first = error
-
-
-class QueuedOp:
-    """An op on its way through its lane, and its end as an event.
-
-    Args:
-        op: The op.
-        run: Does it.
-        after: What it waits for.
-        number: Its place in the order of submission.
-        failures: Where its error is noted.
-
-    Attributes:
-        moment: Where on its stream the op ends; ``None`` if it ends on the host.
-        stream_times: Its start and end as the stream knows them.
-        keep: What must live until the stream is through with it.
-        submitted_s: When it was submitted, in seconds of ``time.monotonic``.
-        started_s: When it started; 0 before.
-        is_observed: Whether its tickets are kept, in :attr:`tickets`.
-        tickets: What ``run`` returned.
-    """
-
-    __slots__ = (
-        "_ended_s",
-        "_error",
-        "_failures",
-        "_returned",
-        "_tickets",
-        "_traceback",
-        "after",
-        "is_observed",
-        "keep",
-        "moment",
-        "number",
-        "op",
-        "run",
-        "started_s",
-        "stream_times",
-        "submitted_s",
-        "tickets",
-    )
-
-    def __init__(
-        self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event], *, number: int, failures: Failures
-    ) -> None:
-        self.op, self.run, self.after, self.number = op, run, tuple(after), number
-        self.moment: StreamEvent | None = None
-        self.stream_times: Callable[[], tuple[float, float]] | None = None
-        self.keep: list[Tensor] = []
-        self.submitted_s = time.monotonic()
-        self.started_s = self._ended_s = 0.0
-        self.is_observed = False
-        self.tickets: tuple[Ticket, ...] = ()
-        self._returned = threading.Event()
-        self._tickets: tuple[Ticket, ...] = ()
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._failures = failures
-
-    # ---- for the lane -----------------------------------------------------------------------------------------------------
-
-    def perform(self, work: Callable[[QueuedOp], Iterable[Ticket]]) -> None:
-        """Does the op by ``work``, which waits and runs; what it raises, but for Ctrl-C, becomes the op's error."""
-        try:
-            self._check_open()
-            self._tickets = tuple(work(self))
-            if self.is_observed:
-                self.tickets = self._tickets
-        except BaseException as error:
-            self._fail(error)
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise
-        finally:
-            self._ended_s = time.monotonic()
-            del self.run, self.after  # they may hold large things
-            self._returned.set()
-
-    # ---- for those who wait -----------------------------------------------------------------------------------------------
-
-    def handed(self) -> None:
-        """Blocks until ``run`` has returned."""
-        self._returned.wait()
-        self._check()
-
-    def issued(self) -> None:
-        """Blocks until ``run`` has returned and its tickets have passed; what it gave to a stream may be under way."""
-        self.handed()
-        what = passed_at(self.op)
-        for ticket in self._tickets if what else ():
-            self.passes(ticket, what)
-        self._tickets = ()
-
-    def wait(self) -> None:
-        """Blocks until the op has ended."""
-        self.issued()
-        if self.moment is not None:
-            self._guarded(self.moment.synchronize)
-            self.keep.clear()
-
-    def done(self) -> bool:
-        """Whether the op has ended."""
-        if not self._returned.is_set():
-            return False
-        self._check()
-        what = passed_at(self.op)
-        if what and not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):
-            return False
-        self._tickets = ()
-        if self.moment is not None and not self._guarded(self.moment.query):
-            return False
-        self.keep.clear()
-        return True
-
-    def settled(self) -> bool:
-        """Whether the op has ended or failed; raises nothing of the op."""
-        try:
-            return self.done()
-        except BaseException as error:
-            if error is not self._error:
-                raise
-            return True
-
-    def times(self) -> tuple[float, float] | None:
-        """When the op started and ended."""
-        if not self.settled() or self._error is not None:
-            return None
-        if self.moment is not None:
-            return None if self.stream_times is None else self.stream_times()
-        return self.started_s, self._ended_s
-
-    # ---- errors -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the op raised, or an op that it depends on."""
-        return self._error
-
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None:
-            traceback.clear_frames(error.__traceback__)  # they hold tensors, and what follows an error may need the memory
-            self._error, self._traceback = error, error.__traceback__
-            self._failures.note(error)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # else every raise would lengthen the traceback
-
-    def _guarded(self, call: Callable[[], _T]) -> _T:
-        """What a ticket or a stream raises is the op's error, from then on."""
-        try:
-            return call()
-        except TimeoutError:
-            raise
-        except Exception as error:
-            self._fail(error)
-            assert self._error is not None
-            raise self._error from None
-
-    def passes(self, ticket: Ticket, what: int) -> None:
-        """Blocks until one of its tickets has come so far."""
-        while self._guarded(ticket.poll) < what:
-            try:
-                self._guarded(lambda: ticket.wait(what, _TICKET_SLICE_S))
-            except TimeoutError:
-                self._check_open()
-
-    def _check_open(self) -> None:
-        if self._failures.closing.is_set():
-            op = self.op
-            raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) has not ended: the lanes are closed. Create new ones.")
 
 
 class Queue:
