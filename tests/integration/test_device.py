@@ -103,6 +103,13 @@ def test_batches_of_another_shape(plan: Any, tmp_path: Path) -> None:
     assert_same(train(strategy_of(plan)), train("auto"))
 
 
+@pytest.mark.parametrize("clip", [{}, {"clip": 0.3}, {"clip": 3e-3, "clip_by": "value"}], ids=["sums", "norm", "value"])
+def test_gradients_add_up_in_batches_that_use_other_blocks_than_foreseen(clip: dict[str, Any], tmp_path: Path) -> None:
+    """Some have left for the host by then: those of such a batch are added to them, and are clipped with them."""
+    recipe = Recipe(shape=Shape(counting=False, skips=True), steps=4, accumulate=3, **clip)
+    assert_same(run(recipe, strategy_of("host"), tmp_path), run(recipe, "auto", tmp_path))
+
+
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
     lambda groups: torch.optim.Adafactor(groups, lr=1e-2),

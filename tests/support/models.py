@@ -30,23 +30,31 @@ class Shape:
     recompute: str = ""
     unused: bool = False
     counting: bool = True  # forwards change a buffer, so that they cannot be computed again
+    odd: bool = False  # blocks have a scalar, a parameter without elements, and one that is transposed
+    skips: bool = False  # every other forward leaves out the last block, and the root's positions
 
 
 class MlpBlock(nn.Module):
     """A residual block whose sizes are not multiples of any vector width."""
 
-    def __init__(self, width: int, dropout: float, *, counting: bool = True) -> None:
+    def __init__(self, width: int, dropout: float, *, counting: bool = True, odd: bool = False) -> None:
         super().__init__()
-        self.counting = counting
+        self.counting, self.odd = counting, odd
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 3)
         self.down = nn.Linear(2 * width + 3, width)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        if odd:
+            self.gain = nn.Parameter(torch.tensor(0.9))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+            self.mix = nn.Parameter(0.1 * torch.randn(3, width).t())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.counting:
             self.calls += 1
+        if self.odd:
+            x = self.gain * x + self.nothing.sum() + x @ self.mix @ self.mix.t()
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
@@ -58,7 +66,9 @@ class Model(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(VOCABULARY, shape.width)
         self.position = nn.Parameter(0.1 * torch.randn(5, shape.width))
-        self.blocks = nn.ModuleList(MlpBlock(shape.width, shape.dropout, counting=shape.counting) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            MlpBlock(shape.width, shape.dropout, counting=shape.counting, odd=shape.odd) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         if shape.tied:
@@ -69,10 +79,14 @@ class Model(nn.Module):
             self.blocks[0].up.requires_grad_(False)
         if shape.unused:
             self.spare = nn.Linear(3, 3)
+        self.forwards = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
+        self.forwards += 1
+        x = self.embed(tokens)
+        if not self.shape.skips or self.forwards % 2:
+            x = x + self.position
+        for block in self.blocks[: -1 if self.shape.skips and not self.forwards % 2 else None]:
             reentrant = self.shape.recompute == "reentrant"
             x = checkpoint(block, x, use_reentrant=reentrant) if self.shape.recompute else block(x)
         if self.shape.shared:
@@ -94,6 +108,7 @@ class Recipe:
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda groups: torch.optim.AdamW(groups, lr=3e-3, fused=True)
     precision: str = "32-true"
     validate: bool = False
+    left_out: bool = False  # the optimizer does not have the biases of the blocks, which have gradients all the same
 
 
 class LitModel(pl.LightningModule):
@@ -119,7 +134,8 @@ class LitModel(pl.LightningModule):
         self.losses.append(self.loss(batch))
 
     def configure_optimizers(self) -> Any:
-        params = [p for p in self.parameters() if p.requires_grad]
+        named = ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+        params = [p for n, p in named if not (self.recipe.left_out and n.endswith("up.bias"))]
         groups: Any = params
         if self.recipe.groups:
             groups = [

@@ -2,7 +2,9 @@
 
 [Note: Strays]
 A use of a block that the schedule does not foresee ends the schedule for the rest of the batch: lanes drain, and from then on each
-use brings its weights, and each block's update follows the verdict. The next batch is expected to use the blocks as this one did.
+use brings its weights, and each block's update follows the verdict. Gradients stay on the device, unless the host has those of a
+batch before: sums are made in the order in which autograd makes them, and whoever clips or looks sees them whole. The next batch is
+expected to use the blocks as this one did.
 """
 
 from __future__ import annotations
@@ -109,6 +111,9 @@ class DeviceExecutor(DeviceOps):
     def check_gradients(self) -> None:
         """As for :class:`Executor`; then gradients on the host are shown to whoever clips or looks."""
         super().check_gradients()
+        for block in self.blocks:  # their GRAD never came, or came before all gradients had
+            if any(p in self.side.gradients for p in block.params()):
+                self._take_rest(block)
         self.side.gradients.expose()
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:

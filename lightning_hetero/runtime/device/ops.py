@@ -107,9 +107,9 @@ class DeviceOps(DeviceResidents):
             return end
         block = None if op.block == NO_BLOCK else self.blocks[op.block]
         is_late = block is not None and (op.kind, op.lane) == (OpKind.UPDATE, Lane.CPU) and not self._is_early(block)
-        if is_late and block is not None and _are_here(block):
-            grad = Op(id=-1, kind=OpKind.GRAD, block=op.block, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
-            after = (*after, self._submit(grad, ()))  # its own could not take them yet
+        if is_late and block is not None:
+            self._take_rest(block)  # its own GRAD could not take them yet
+            after = (*after, *self.side.gradients.arriving(block))
         run = self._run_of(op)
         if run is None:
             return All(after)
@@ -131,6 +131,14 @@ class DeviceOps(DeviceResidents):
             self.side.updates.returning(block, end)
         self._ends[op.kind, op.block] = end
         return end
+
+    def _take_rest(self, block: Block) -> None:
+        """Gradients of a backward that has ended leave, where they are still on the device."""
+        if _are_here(block):
+            op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
+            run = self._gradients_of(block)
+            end = self._ends[op.kind, op.block] = self.lanes.submit(op, run, (self._mark(op.at),))
+            self.side.gradients.sent(block, end)
 
     def _mark(self, at: int) -> Event:
         """Compute has come to this anchor."""
@@ -274,7 +282,7 @@ class DeviceOps(DeviceResidents):
 
 def _are_here(block: Block) -> bool:
     """Whether gradients of the block are on the device."""
-    return any(p.grad is not None and type(p.grad) is not HostGradient for p in block.params())
+    return any(p.numel() and p.grad is not None and type(p.grad) is not HostGradient for p in block.params())
 
 
 def _follows_compute(op: Op) -> bool:
