@@ -65,6 +65,7 @@ class OptimizerBinding:
         self.rule = self.capability
         self._on_step, self._on_read, self._on_zero, self._on_load = on_step, on_read, on_zero, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
+        self._empty: dict[nn.Parameter, tuple[Part, int]] = {}
         self._store: TierStore | None = None
         self._replaced: dict[str, Any] = {}
         self._handle: RemovableHandle | None = None
@@ -74,6 +75,7 @@ class OptimizerBinding:
         self.choose(self.rule)
         self._store = store
         self._homes = {param: (part, index) for param, part, index in homes}
+        self._empty = {param: home for param, home in self._homes.items() if not param.numel()}
         existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
         if self.rule is Rule.NATIVE and existing:
             self._import(existing)
@@ -213,6 +215,12 @@ class OptimizerBinding:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["step"] += 1
 
+    def _advance_empty(self) -> None:
+        """Parameters without elements have no update, and torch counts their steps all the same."""
+        for param, (part, index) in self._empty.items() if self.rule is Rule.NATIVE else ():
+            if param.grad is not None:
+                self.advance(part, [index])
+
     def retreat(self, part: Part, indices: Iterable[int]) -> None:
         """Takes :meth:`advance` back: there was no update."""
         for index in indices:
@@ -241,9 +249,10 @@ class OptimizerBinding:
 
     def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
         assert self._store is not None
+        param = part.params[index]
         for array, name in enumerate(adam.state_names(part.dtype)):
             source = StateSource(self._store, part, index, array, name)
-            state[name] = OffloadedTensor(source, stride=part.params[index].stride())
+            state[name] = OffloadedTensor(source, stride=param.stride()) if param.numel() else torch.zeros(param.shape)
 
     # ---- what the user calls ----------------------------------------------------------------------------------------------
 
@@ -257,6 +266,7 @@ class OptimizerBinding:
         # A scaler that meets an optimizer with fused=True leaves unscaling to it (torch.amp.GradScaler.step).
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         if found_inf is None or not float(found_inf):
+            self._advance_empty()
             self._on_step(self, 1.0 if scale is None else 1.0 / float(scale))
         return loss
 
@@ -297,9 +307,10 @@ class OptimizerBinding:
                         f"optimizer state {name!r} of {part.names[index]!r}: got {got}, expected shape {tuple(param.shape)}. The "
                         f"checkpoint belongs to another model or optimizer; load it with ckpt_path of the model it was saved from."
                     )
-                runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
+                if param.numel():
+                    runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
         for part, of_part in runs.items():
             write_state(self._store, part, of_part)
-            if {index for _, index, _ in of_part} == set(range(len(part.params))):
+            if {index for _, index, _ in of_part} == {i for i, p in enumerate(part.params) if p.numel()}:
                 self._store.master_is_current(part)  # the weights were loaded too, maybe before: they do not become it again
         self._store.commit()

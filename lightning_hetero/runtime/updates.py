@@ -244,7 +244,8 @@ class Updater:
             there = param.grad is not None or (self.device is not None and param in self.device.gradients)
             return there and self.owners.get(id(param)) is binding and id(param) not in self._updated
 
-        return [i for i, p in enumerate(part.params) if p.numel() and due(p)]
+        # The engine has nothing to do for a parameter without elements; an optimizer's own code has its books to keep.
+        return [i for i, p in enumerate(part.params) if (p.numel() or binding.rule is not Rule.NATIVE) and due(p)]
 
     def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
         """Gradients where the update finds them: on the host once they have left a device, else where autograd has put them."""

@@ -92,7 +92,7 @@ class Parametrized(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks inside blocks, a block without parameters, an empty parameter, keyword arguments, a dict as output."""
+    """Blocks inside blocks, a block without parameters, a parameter without elements, keyword arguments, a dict as output."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Nested(nn.Module):
         def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
             for layer in self.inner:
                 x = x + scale * layer(x).relu()
-            return {"x": x, "nothing": None}
+            return {"x": x + self.empty.sum(), "nothing": None}
 
     def __init__(self) -> None:
         super().__init__()

@@ -111,10 +111,11 @@ class HostGradients:
                     check_dense(name, param.grad)
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
             for index, param in enumerate(part.params):
-                if type(param.grad) is HostGradient:  # a backward that nobody has announced has added to it there
+                grad = param.grad
+                if type(grad) is HostGradient:  # a backward that nobody has announced has added to it there
                     continue
-                grad, param.grad = param.grad, None
-                if grad is not None and grad.numel():
+                if grad is not None and grad.numel():  # without elements it stays where clipping counts it
+                    param.grad = None
                     of_part[grad.dtype].append((index, grad.detach()))
             arrivals += [self._take_part(part, rows) for rows in of_part.values()]
         return partial(self._receive, arrivals)
