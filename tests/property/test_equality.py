@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,24 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+# Those beside Adam run by their own code.
+OTHERS = (
+    partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    partial(torch.optim.SGD, lr=1e-2, maximize=True, foreach=True),
+    partial(torch.optim.AdamW, lr=2e-3, amsgrad=True, maximize=True),
+    partial(torch.optim.NAdam, lr=2e-3),
+    partial(torch.optim.Adafactor, lr=1e-2),
+)
+ANY = st.one_of(
+    RECIPES,
+    st.builds(replace, RECIPES, optimizer=st.sampled_from(OTHERS)),
+    st.builds(replace, RECIPES, precision=st.just("bf16-mixed"), clip=st.none()),  # Lightning does not clip what is fused
+)
+
+
 @pytest.mark.parametrize(("backend", "threads"), [("pool", 1), ("auto", 2)])
 @examples(20)
-@given(recipe=RECIPES, plan=st.one_of(st.sampled_from(["resident", "host", "disk"]), plans()), tight=st.booleans())
+@given(recipe=ANY, plan=st.one_of(st.sampled_from(["resident", "host", "disk"]), plans()), tight=st.booleans())
 def test_plans_do_not_change_a_bit(backend: str, threads: int, recipe: Recipe, plan: Any, tight: bool) -> None:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,8 @@ SHAPES = st.builds(
     shared=st.booleans(),
     recompute=st.sampled_from(["", "reentrant", "non_reentrant"]),
     unused=st.booleans(),
+    odd=st.booleans(),
+    skips=st.booleans(),
 )
 
 
@@ -49,6 +51,10 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=2e-3, betas=(0.4, 0.98), weight_decay=0.01, fused=True)
 
 
+def maximizing(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-3, maximize=True, fused=True)
+
+
 RECIPES = st.builds(
     Recipe,
     shape=SHAPES,
@@ -58,8 +64,9 @@ RECIPES = st.builds(
     clip_by=st.sampled_from(["norm", "value"]),
     groups=st.booleans(),
     schedule=st.sampled_from(["", "step", "onecycle"]),
-    optimizer=st.sampled_from([adamw, adam]),
+    optimizer=st.sampled_from([adamw, adam, maximizing]),
     validate=st.booleans(),
+    left_out=st.booleans(),
 )
 
 
