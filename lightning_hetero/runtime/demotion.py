@@ -11,45 +11,42 @@ from dataclasses import replace
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 
-_Change = Callable[[int, BlockPlan], BlockPlan]
+_Change = Callable[[BlockPlan], BlockPlan]
 
 
-def demotions(plan: Plan, model: ModelShape, *, recomputable: Callable[[int], bool], native: bool) -> Iterator[tuple[Plan, str]]:
+def demotions(plan: Plan, model: ModelShape, *, native: bool) -> Iterator[tuple[Plan, str]]:
     """Plans that need less of the device than a resolved one, the cheapest first, each with what it changes.
 
     Args:
         plan: The plan in force, resolved.
         model: The blocks.
-        recomputable: Whether the forward of a block, by its index, can run again; else its activations go to the host.
         native: State may leave the device: no optimizer updates it there by its own code.
     """
 
-    def recomputed(index: int, row: BlockPlan) -> BlockPlan:
-        return replace(row, saved=Saved.RECOMPUTE if recomputable(index) else Saved.SWAP_HOST, operators={})
-
-    def swapped(index: int, row: BlockPlan) -> BlockPlan:
-        return replace(row, boundary=Saved.SWAP_HOST)
-
-    def off_device(index: int, row: BlockPlan) -> BlockPlan:
+    def off_device(row: BlockPlan) -> BlockPlan:
         return replace(row, state=Tier.HOST if row.state is Tier.DEVICE else row.state, update=UpdateLane.CPU)
 
     activations: list[tuple[str, Callable[[BlockPlan], bool], _Change]] = [
-        ("recomputes, or swaps to the host, what forward saves", lambda row: row.saved is Saved.KEEP, recomputed),
+        (
+            "recomputes what forward saves",
+            lambda row: row.saved is Saved.KEEP,
+            lambda row: replace(row, saved=Saved.RECOMPUTE, operators={}),
+        ),
         (
             "swaps block inputs to the host",
             lambda row: row.boundary is Saved.KEEP,
-            lambda _, row: replace(row, boundary=Saved.SWAP_HOST),
+            lambda row: replace(row, boundary=Saved.SWAP_HOST),
         ),
     ]
     tiers: list[tuple[str, Callable[[BlockPlan], bool], _Change]] = [
         ("moves optimizer state to the host", lambda row: row.update is UpdateLane.DEVICE, off_device),
-        ("moves weights to the host", lambda row: row.weights is Tier.DEVICE, lambda _, row: replace(row, weights=Tier.HOST)),
+        ("moves weights to the host", lambda row: row.weights is Tier.DEVICE, lambda row: replace(row, weights=Tier.HOST)),
     ]
     for what, gives, change in [*activations, *(tiers if native else [])]:
         able = [i for i, row in enumerate(plan.blocks) if not model.blocks[i].pinned and gives(row)]
         chosen = set(able[: (len(able) + 1) // 2])
         if chosen:
-            rows = tuple(change(i, row) if i in chosen else row for i, row in enumerate(plan.blocks))
+            rows = tuple(change(row) if i in chosen else row for i, row in enumerate(plan.blocks))
             yield replace(plan, blocks=rows, predicted=None, objective_s=None), f"{what} ({len(chosen)} blocks)"
         elif what == activations[0][0] and plan.prefetch_depth > 1:
             yield replace(plan, prefetch_depth=1, predicted=None, objective_s=None), "brings one block at a time"

@@ -55,12 +55,6 @@ class ChangingBuffers:
             for name, buffer in self._root.named_buffers()
         }
 
-    def may_change(self, module: nn.Module) -> bool:
-        """Whether a forward of a module may change one of its buffers; as long as no batch has shown it, whether it has any."""
-        ids = {id(buffer) for buffer in module.buffers()}
-        names = [name for name, (buffer, _, _) in self._before.items() if id(buffer) in ids]
-        return bool(ids) if self._changing is None else any(name in self._changing for name in names)
-
     def restore(self) -> bool:
         """Sets the buffers to what they were; false if one has changed that never did before, or was replaced."""
         now = dict(self._root.named_buffers())

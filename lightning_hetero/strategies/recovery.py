@@ -210,13 +210,8 @@ class Recovery:
         self._metrics.restore()
         self._demotions += 1
         native = all(binding.capability is Rule.NATIVE for binding in self._session.bindings)
-        blocks = self._session.blocks
-
-        def recomputable(index: int) -> bool:
-            return not self._buffers.may_change(blocks[index].spec.module)
-
         before = executor.plan
-        options = demotions(before, executor.model, recomputable=recomputable, native=native)
+        options = demotions(before, executor.model, native=native)
         for plan, what in options if self._demotions <= _MOST else ():
             try:
                 self._session.replan(plan)

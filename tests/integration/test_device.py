@@ -21,7 +21,7 @@ from lightning_hetero.runtime.activations.swaps import Swap
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
-SHAPE = Shape(layers=4, dropout=0.2, counting=False)
+SHAPE = Shape(layers=4, dropout=0.2)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 

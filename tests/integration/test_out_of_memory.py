@@ -74,8 +74,7 @@ def test_a_step_begins_again_under_a_lesser_plan(
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         assert_same(run(recipe, strategy, tmp_path, prepare=prepare, module_class=Once), expected)
     assert any("the step begins again" in record.getMessage() for record in caplog.records)
-    policies = {row.saved for row in strategy.plan.blocks}
-    assert policies >= {Saved.SWAP_HOST if name == "counting" else Saved.RECOMPUTE}
+    assert Saved.RECOMPUTE in {row.saved for row in strategy.plan.blocks}
 
 
 def test_nothing_left_to_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

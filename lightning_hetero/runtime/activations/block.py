@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
+from lightning_hetero.runtime.activations.recompute import Buffers
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage
 from lightning_hetero.runtime.activations.swaps import SwapFiles, Swapper
 from lightning_hetero.runtime.activations.uses import Aside, Rerunning, Use
@@ -115,6 +116,7 @@ class BlockActivations:
 
     Attributes:
         rules: What becomes of what it saves.
+        buffers: The module's.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class BlockActivations:
         self.recomputes = Saved.RECOMPUTE in (rules.saved, *others.values())
         self._is_idle = not (weights_move or others or rules.saved is not Saved.KEEP or rules.boundary is not Saved.KEEP)
         self.names = OperatorNames()
+        self.buffers = Buffers(self.name, module)
         self._params = list(module.named_parameters())
         self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
         self._uses: list[_Slot] = []

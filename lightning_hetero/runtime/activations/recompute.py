@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class Rerun:
         module: The block.
         args: Positional and keyword arguments of the forward.
         save: Saves a tensor among them as the plan says.
+        buffers: Those of the block.
         device: The device.
         allocated: Told of what comes back (:meth:`Lanes.allocated`).
     """
@@ -90,6 +91,7 @@ class Rerun:
         kwargs: dict[str, Any],
         *,
         save: Callable[[Tensor], Packed],
+        buffers: Buffers,
         device: torch.device,
         allocated: Callable[[torch.UntypedStorage], None],
     ) -> None:
@@ -100,7 +102,7 @@ class Rerun:
         self._arguments: tuple[list[Any], TreeSpec] | None = (saved, spec)
         self._random = RandomState.now(device)
         self._autocast = [_Autocast.now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
-        self._buffers = Buffers(name, module)
+        self._buffers: FoundBuffers | None = buffers.now()
         self.record = Record()
         self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
 
@@ -108,16 +110,18 @@ class Rerun:
         """Refuses what could not be run again.
 
         Raises:
-            UnsupportedError: Forward has changed its arguments or buffers in place.
+            UnsupportedError: Forward has changed its arguments in place, or buffers of which there is no copy.
         """
         inputs, self._inputs = self._inputs, []
         if not self.dropped:
+            self._buffers = None
             return
         if any(leaf._version != version for leaf, version in inputs):
             raise UnsupportedError(
                 f"{self._name} changes its input in place, so it cannot be recomputed from it. Give the block saved='keep' or a "
                 f"swap in the plan, or use the out-of-place operation."
             )
+        assert self._buffers is not None, "a forward ends once"
         self._buffers.forward_ended()
 
     def run(self, inside: Callable[[], Any]) -> None:
@@ -131,7 +135,7 @@ class Rerun:
         """
         pending = {number: tensor for number, tensor in ((n, ref()) for n, ref in self.dropped.items()) if tensor is not None}
         pending = {number: tensor for number, tensor in pending.items() if tensor.tensor is None}
-        if self._arguments is None:
+        if self._arguments is None or self._buffers is None:
             raise RecomputationError(f"{self._name}: what forward had dropped was recomputed already, and has been given up since.")
         leaves, spec = self._arguments
         try:
@@ -143,7 +147,7 @@ class Rerun:
             stack.enter_context(self._random.resumed())
             for autocast in self._autocast:
                 stack.enter_context(autocast.resumed())
-            stack.enter_context(self._buffers.as_they_are())
+            stack.enter_context(self._buffers.as_they_were())
             stack.enter_context(torch.enable_grad())
             is_inside = stack.enter_context(inside())
             stack.enter_context(saved_tensors_hooks(collector.collect, _itself))
@@ -152,7 +156,7 @@ class Rerun:
             with suppress(_AllThere):
                 self._module(*args, **kwargs)
         collector.check()
-        self._arguments = None  # all that anybody can still ask for is there
+        self._arguments = self._buffers = None  # all that anybody can still ask for is there
 
 
 class _Collector:
@@ -197,10 +201,11 @@ class _Collector:
 
 
 class Buffers:
-    """The buffers of a block that its forward changes.
+    """The buffers of a block, as its forwards change them.
 
-    Running statistics of normalization count every forward once, so a recomputation leaves them as they are. Other buffers that
-    forward changes in place may decide what it computes, so such a block is not recomputed.
+    A recomputation finds them as its forward did, and what it does to them is thrown away: every forward counts once. Which ones
+    forward changes in place is learned from the first one, by their version counters; only those are copied from then on, and the
+    running statistics of normalization, whose version counters do not count.
 
     Args:
         name: The block's name, for errors.
@@ -208,30 +213,96 @@ class Buffers:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
-        self._norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        counted = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
-        self._others = [(n, b, b._version) for n, b in module.named_buffers() if id(b) not in counted]
+        self.name, self.changing = name, set[str]()
+        self._module, self._known = module, False
+
+    def now(self) -> FoundBuffers:
+        """As a forward finds them that begins now."""
+        rows = [
+            _Found(owner, key, f"{prefix}.{key}".lstrip("."), buffer)
+            for prefix, owner in self._module.named_modules()
+            for key, buffer in owner._buffers.items()
+        ]
+        for row in rows:
+            owner = row.owner
+            if row.buffer is not None:
+                row.is_written = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
+                if row.is_written or not self._known or row.name in self.changing:
+                    row.content = row.buffer.detach().clone()
+        self._known = True
+        return FoundBuffers(self, rows)
+
+
+@dataclass(slots=True)
+class _Found:
+    """A buffer as a forward has found it.
+
+    Attributes:
+        owner: The module that has it.
+        key: Its name there.
+        name: Its name in the block.
+        buffer: It; ``None`` where the module has none yet.
+        content: A copy of what was in it.
+        version: Its version counter.
+        is_written: It is changed in place.
+    """
+
+    owner: nn.Module
+    key: str
+    name: str
+    buffer: Tensor | None
+    content: Tensor | None = None
+    version: int = field(init=False)
+    is_written: bool = False
+
+    def __post_init__(self) -> None:
+        self.version = 0 if self.buffer is None else self.buffer._version
+
+
+class FoundBuffers:
+    """The buffers of a block as one forward has found them.
+
+    Args:
+        buffers: Those of the block.
+        rows: What it has found.
+    """
+
+    def __init__(self, buffers: Buffers, rows: list[_Found]) -> None:
+        self._buffers, self._rows = buffers, rows
 
     def forward_ended(self) -> None:
-        """Refuses a block that has changed a buffer."""
-        others, self._others = self._others, []
-        for name, buffer, version in others:
-            if buffer._version != version:
+        """Keeps what forward has changed.
+
+        Raises:
+            UnsupportedError: It has changed a buffer in place that no forward had changed before, so that there is no copy.
+        """
+        for row in self._rows:
+            row.is_written |= row.buffer is not None and row.buffer._version != row.version
+        self._rows = [row for row in self._rows if row.is_written or row.owner._buffers.get(row.key) is not row.buffer]
+        for row in self._rows:
+            if not row.is_written:
+                row.content = row.buffer  # the forward has put another one in its place
+                continue
+            self._buffers.changing.add(row.name)
+            if row.content is None:
                 raise UnsupportedError(
-                    f"{self._name} changes its buffer {name!r} in forward, so it cannot be recomputed: it would be changed twice. "
-                    f"Give the block saved='keep' or a swap in the plan."
+                    f"{self._buffers.name} changes its buffer {row.name!r} in forward, as its first forward did not, so it cannot "
+                    f"be recomputed: what was in the buffer is lost. Give the block saved='keep' or a swap in the plan."
                 )
 
     @contextmanager
-    def as_they_are(self) -> Iterator[None]:
-        """Whatever happens inside, running statistics are the same afterwards."""
-        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers(recurse=False)]
+    def as_they_were(self) -> Iterator[None]:
+        """Inside, the block has these buffers with the content that the forward has found; afterwards, those that it had before."""
+        known: dict[int, Tensor] = {}  # one that several modules have is one
+        after = [(row, row.owner._buffers.get(row.key)) for row in self._rows]
+        for row in self._rows:
+            content = row.content
+            row.owner._buffers[row.key] = None if content is None else known.setdefault(id(row.buffer), content)
         try:
             yield
         finally:
-            for buffer, value in before:
-                buffer.data.copy_(value)  # not a change that autograd has to know of
+            for row, buffer in after:
+                row.owner._buffers[row.key] = buffer
 
 
 def _given(leaf: Any) -> Any:

@@ -88,8 +88,9 @@ class Use:
         lanes = self._owner.lanes
         if block.recomputes:
             self._rerun = Rerun(
-                self.name, block.module, args, kwargs, save=self._save_input, device=lanes.device, allocated=lanes.allocated
-            )
+                self.name, block.module, args, kwargs, save=self._save_input, buffers=block.buffers, device=lanes.device,
+                allocated=lanes.allocated,
+            )  # fmt: skip
         if block.operators:
             self._watch = Watch(
                 names=block.names,
