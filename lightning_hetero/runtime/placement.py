@@ -230,7 +230,7 @@ class Placer:
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
                     f"update={placed.update.value!r} for block {block.name!r}, but optimizer {name} updates it by its own code, on "
                     f"the device. Allowed with it: weights, state and update on 'device'. Use plan=\"resident\", or "
-                    f"torch.optim.Adam or AdamW."
+                    f"torch.optim.Adam or AdamW without amsgrad, on weights of at most 32 bits."
                 )
             whole = [b for b in owners if b.capability is Rule.WHOLE]
             if whole and Tier.DISK in (placed.state, placed.weights):
