@@ -141,7 +141,25 @@ class AdversariesWithoutToggle(Adversaries):
         self.losses.append(loss.detach().clone())
 
 
-@pytest.mark.parametrize("module_class", [Adversaries, AdversariesWithoutToggle])
+class AdversariesZeroedBefore(Adversaries):
+    """As most are written: the generator's backward adds to gradients that the critic's step has kept, until the next batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (tokens,) = batch
+        made = self.generator(tokens[:, :1].float().expand(-1, 7))
+        generator, critic = self.optimizers()
+        verdict = F.softplus(self.critic(made.detach())).mean()
+        critic.zero_grad()
+        self.manual_backward(verdict)
+        critic.step()
+        loss = F.softplus(-self.critic(made)).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        generator.step()
+        self.losses += [loss.detach().clone(), *(p.grad.clone() for p in self.critic.parameters())]
+
+
+@pytest.mark.parametrize("module_class", [Adversaries, AdversariesWithoutToggle, AdversariesZeroedBefore])
 @pytest.mark.parametrize("kind", [*KINDS, "device"])
 def test_two_optimizers(kind: str, module_class: Any, tmp_path: Path) -> None:
     def train(strategy: Any) -> Outcome:
