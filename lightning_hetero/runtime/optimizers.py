@@ -65,7 +65,7 @@ class OptimizerBinding:
         self.rule = self.capability
         self._on_step, self._on_read, self._on_zero, self._on_load = on_step, on_read, on_zero, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
-        self._empty: dict[nn.Parameter, tuple[Part, int]] = {}
+        self._has_empty = False
         self._store: TierStore | None = None
         self._replaced: dict[str, Any] = {}
         self._handle: RemovableHandle | None = None
@@ -75,7 +75,7 @@ class OptimizerBinding:
         self.choose(self.rule)
         self._store = store
         self._homes = {param: (part, index) for param, part, index in homes}
-        self._empty = {param: home for param, home in self._homes.items() if not param.numel()}
+        self._has_empty = not all(param.numel() for param in self._homes)
         existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
         if self.rule is Rule.NATIVE and existing:
             self._import(existing)
@@ -217,8 +217,9 @@ class OptimizerBinding:
 
     def _advance_empty(self) -> None:
         """Parameters without elements have no update, and torch counts their steps all the same."""
-        for param, (part, index) in self._empty.items() if self.rule is Rule.NATIVE else ():
-            if param.grad is not None:
+        for param in self.params() if self._has_empty and self.rule is Rule.NATIVE else ():
+            if not param.numel() and param.grad is not None:
+                part, index = self._homes[param]
                 self.advance(part, [index])
 
     def retreat(self, part: Part, indices: Iterable[int]) -> None:
@@ -307,10 +308,9 @@ class OptimizerBinding:
                         f"optimizer state {name!r} of {part.names[index]!r}: got {got}, expected shape {tuple(param.shape)}. The "
                         f"checkpoint belongs to another model or optimizer; load it with ckpt_path of the model it was saved from."
                     )
-                if param.numel():
-                    runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
+                runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
         for part, of_part in runs.items():
             write_state(self._store, part, of_part)
-            if {index for _, index, _ in of_part} == {i for i, p in enumerate(part.params) if p.numel()}:
+            if {index for _, index, _ in of_part} == set(range(len(part.params))):
                 self._store.master_is_current(part)  # the weights were loaded too, maybe before: they do not become it again
         self._store.commit()

@@ -305,10 +305,7 @@ class TierStore:
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
-        patches = []
-        for array, index, out in runs:
-            offset, numel = self._run(part, part.offsets[index], out)
-            patches.append(Patch(offset=offset, numel=numel, data=out.data_ptr(), array=array))
+        patches = self._patches(part, [(array, part.offsets[index], out) for array, index, out in runs])
         return self.engine.read(part.native, patches, keep=[out for _, _, out in runs])
 
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
@@ -369,11 +366,7 @@ class TierStore:
         if part.on_disk:
             self.unrecorded.begin(part)
         self.unrecorded.changes()
-        patches, keep = [], []
-        for array, offset, value in runs:
-            start, numel = self._run(part, offset, value)
-            patches.append(Patch(offset=start, numel=numel, data=value.data_ptr(), array=array))
-            keep.append(value)
+        patches, keep = self._patches(part, runs), [value for _, _, value in runs]
         part.stepped |= state
         stamp = self.files.step + 1 if part.stepped else 0  # 0: state reads as zeros, none is written
         after = writes_of(part)
@@ -385,10 +378,15 @@ class TierStore:
             part.mirrored_versions = -1
         return ticket
 
-    def _run(self, part: Part, offset: int, value: Tensor) -> tuple[int, int]:
+    def _patches(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:
+        """Runs as the engine takes them; those of parameters without elements have no address, and are left out."""
         assert part.native is not None
         unit = part.dtype.itemsize if part.native.geometry.weight_dtype == _native.U8 else 1
-        return offset * unit, value.numel() * unit
+        return [
+            Patch(offset=start * unit, numel=value.numel() * unit, data=value.data_ptr(), array=array)
+            for array, start, value in runs
+            if value.numel()
+        ]
 
 
 def _has_failed(ticket: Ticket) -> bool:

@@ -6,9 +6,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain, make_strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -146,6 +147,23 @@ MODELS = [Encoder, Attention, Recurrent, Convolutional, Parametrized, Nested]
 )
 def test_modules(kind: str, kind_of_model: Any, tmp_path: Path) -> None:
     assert_same_as_plain(kind, lambda strategy: fit(strategy, tmp_path, kind_of_model))
+
+
+class Reading(pl.Callback):
+    """Looks at all weights and state between batches, and changes the weights."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        states = sorted(trainer.optimizers[0].state_dict()["state"].items())
+        module.losses += [state["exp_avg"].sum() for _, state in states] + [p.sum() for p in module.parameters()]
+        for p in module.parameters():
+            p.mul_(0.999)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
+def test_parameters_of_any_shape_are_read_and_written(kind: str, tmp_path: Path) -> None:
+    recipe = Recipe(shape=Shape(odd=True))
+    assert_same_as_plain(kind, lambda strategy: run(recipe, strategy, tmp_path, callbacks=[Reading()]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

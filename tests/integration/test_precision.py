@@ -24,7 +24,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
 def recipe(precision: str, factory: Any = ADAMW, **options: Any) -> Recipe:
-    return Recipe(shape=Shape(tied=True, frozen=(1,)), optimizer=factory, precision=precision, steps=4, **options)
+    return Recipe(shape=Shape(tied=True, frozen=(1,), odd=True), optimizer=factory, precision=precision, steps=4, **options)
 
 
 def with_masters(factory: Any) -> Any:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.models import Outcome, Recipe, assert_same
+from support.models import Outcome, Recipe, Shape, assert_same
 from support.properties import examples
 from support.recipes import adam, adamw, few_layers, fitting, plans
 from support.resuming import Ends
@@ -29,6 +29,7 @@ RECIPES = st.builds(Recipe, shape=few_layers(), steps=st.integers(4, 5), optimiz
     point=st.sampled_from(["once", "twice", "changed", "epoch"]),
     at=st.integers(2, 3),
 )
+@example(recipe=Recipe(shape=Shape(odd=True), steps=4), first="host", second="disk", every=1, point="twice", at=2)
 def test_a_batch_that_breaks_off_anywhere_is_done_again(
     recipe: Recipe, first: Any, second: Any, every: int, point: str, at: int
 ) -> None:

@@ -36,6 +36,7 @@ def few_layers(**options: Any) -> st.SearchStrategy[Shape]:
         tied=st.booleans(),
         frozen=st.sampled_from([(), (1,)]),
         half_frozen=st.booleans(),
+        odd=st.booleans(),
         **options,
     )
 
