@@ -28,10 +28,11 @@ OPTIMIZERS = {
     "Adam": partial(torch.optim.Adam, lr=2e-3, betas=(0.4, 0.98), weight_decay=0.01, fused=True),
     "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "NAdam": partial(torch.optim.NAdam, lr=2e-3),
+    "AMSGrad": partial(torch.optim.AdamW, lr=2e-3, amsgrad=True, maximize=True),
 }
 RECIPES = st.builds(
     Recipe,
-    shape=few_layers(recompute=st.sampled_from(["", "non_reentrant"]), unused=st.booleans()),
+    shape=few_layers(recompute=st.sampled_from(["", "non_reentrant"]), unused=st.booleans(), skips=st.booleans()),
     steps=st.integers(3, 5),
     accumulate=st.sampled_from([1, 1, 2]),
     clip=st.sampled_from([None, None, 0.3]),
@@ -39,6 +40,7 @@ RECIPES = st.builds(
     schedule=st.sampled_from(["", "onecycle"]),
     precision=st.sampled_from(["32-true", "32-true", "bf16-true"]),
     validate=st.booleans(),
+    left_out=st.booleans(),
 )
 
 
