@@ -22,32 +22,27 @@ from enum import Enum
 
 import torch
 
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import fitted, needs_of, rooms, steady
-from lightning_hetero.lowering.needs import total_bytes
-from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.speculation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, model_profile
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.sim import simulate
 from lightning_hetero.store.capacity import heap_size, resident_bytes
+from lightning_hetero.strategies.planning import search
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches; the fewest of which the median tells an odd one from the others
 _WINDOW = 5
 _PATIENCE = 16  # steps after a plan before a drift of time or budget calls for another one
-_ATTEMPTS = 4
 _LEAST_S = 0.02  # a difference per step that no planning is worth
 _UNKNOWN_SHORT = 32  # of the device's memory, where nobody says how much was missing
 _LEAST_SHORT = 4096  # bytes by which a device that is too small is taken to be smaller
-_SPARE = 0.9  # of the memory that the machine has free, this much is planned with
 
 log = logging.getLogger(__name__)
 
@@ -72,28 +67,6 @@ class Batch:
 
     tokens: int
     micro_batches: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """How the training loop runs a plan.
-
-    Attributes:
-        deferred: Updates wait for all gradients.
-        accumulates: Gradients live through several batches.
-        micro_batches: Batches of one optimizer step.
-        speculates: Updates that can be taken back are tried before all gradients are known.
-    """
-
-    deferred: bool = False
-    speculates: bool = False
-    accumulates: bool = False
-    micro_batches: int = 1
-
-    @property
-    def updates(self) -> Updates:
-        """When gradients leave memory: during backward, or all at once."""
-        return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
 
 
 class Autoplan:
@@ -289,7 +262,14 @@ class Autoplan:
         assert session.executor is not None
         begin = time.monotonic()
         session.profile = self.model = self._profile(session)
-        plan, self.machine = self._search(session, self.model, batch.micro_batches)
+        plan, self.machine = search(
+            session,
+            self.model,
+            self._hardware(session),
+            planner=self.planner,
+            micro_batches=batch.micro_batches,
+            short_bytes=self._short_bytes,
+        )
         self.planned_s = time.monotonic() - begin
         before = session.executor.plan
         self.plan = plan = session.replan(plan)
@@ -324,116 +304,6 @@ class Autoplan:
             constant_host_bytes=self._constant_bytes + (kept_bytes(self._recorded, grown) if native else 0),
         )
         return replace(profile, kept_every=session.executor.model.kept_every)
-
-    def _search(self, session: Session, model: ModelProfile, micro_batches: int) -> tuple[Plan, HardwareProfile]:
-        """A plan that fits both the machine as the planner sees it and the session's own account of its budget."""
-        rules = session.rules
-        loop = Loop(
-            deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
-        )
-        machine = room = self._machine(session, model, loop)
-        refusal: HeteroError | None = None
-        for _ in range(_ATTEMPTS):
-            try:
-                plan = self._planned(session, model, room, loop)
-            except ImportError as error:
-                raise ConfigError(
-                    f"planner {self.planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
-                    f'{error.name}`, or pass plan="host" or plan="disk".'
-                ) from error
-            try:
-                fitting = session.fitting(plan)
-                if fitting.blocks != plan.blocks and session.device_memory is not None:
-                    plan = replace(fitting, predicted=None)  # it was made of another plan
-                plan = in_loop(plan, model, machine, loop)
-                session.check(plan)
-                return plan, machine
-            except OutOfMemoryBudgetError as error:
-                on_device = error.tier == "device"
-                refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
-            except PlanError as error:  # of the plan as this loop runs it: with all gradients at once, for instance
-                refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
-            if short <= 0:
-                break
-            tier = "device_memory_bytes" if on_device else "host_memory_bytes"
-            room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
-        raise PlanError(f"no plan of {self.planner!r} can run here: {refusal}", tier="host") from refusal
-
-    def _planned(self, session: Session, model: ModelProfile, room: HardwareProfile, loop: Loop) -> Plan:
-        """What the planner finds; an optimizer whose own code runs on a device leaves it no choice but of activations."""
-        if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
-            return PLANNERS[self.planner](model, room, updates=loop.updates)
-        try:
-            return PLANNERS["resident"](model, room, updates=loop.updates)
-        except PlanError:
-            return PLANNERS["full_recompute"](model, room, updates=loop.updates)
-
-    def _machine(self, session: Session, model: ModelProfile, loop: Loop) -> HardwareProfile:
-        """The machine with the capacities that training may use, and the speed that this model reaches."""
-        hardware = self._hardware(session)
-        spare = _SPARE if session.options.host_memory is None else 1
-        memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
-        disk = hardware.disk_capacity_bytes
-        if session.options.disk_capacity is not None:
-            disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
-        compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
-        flop = 3 * sum(b.forward_flop for b in model.blocks)
-        speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
-        hardware = replace(
-            hardware,
-            host_memory_bytes=memory,
-            device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - self._short_bytes),
-            disk_capacity_bytes=disk,
-            device_flop_per_s=speed,
-            source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
-        )
-        if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
-            hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
-        return hardware
-
-
-def in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loop) -> Plan:
-    """The plan with a prediction for the way in which the training loop runs it.
-
-    Raises:
-        PlanError: It does not fit the machine then.
-    """
-    if plan.predicted is not None and loop == Loop():
-        return plan
-    if loop.speculates:  # most verdicts keep what was tried; without room for that nothing is
-        with suppress(PlanError):
-            return _predicted(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
-    waits = Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD
-    return _predicted(plan, model, machine, loop, waits, room_for=loop.updates)
-
-
-def _predicted(
-    plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: Loop, updates: Updates, *, room_for: Updates
-) -> Plan:
-    shape = model.shape()
-    plan = fitted(plan, shape, device=not machine.shared_memory)
-    space = rooms(plan, model, machine, updates=room_for)
-    order = tuple(range(len(shape.blocks)))
-    last = StepSignature(order=order, training=True, updates=updates)
-    batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
-    schedules = steady(plan, shape, batches, rooms=space)
-    return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)
-
-
-def _on_top(session: Session, model: ModelProfile, loop: Loop) -> int:
-    """What planners count beyond the session's budget: the process itself, activations where the user gave it, what they round up.
-
-    The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
-    """
-    assert session.executor is not None
-    shared = session.device_memory is None
-    plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
-    differences = []
-    for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
-        needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)
-        planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
-        differences.append(planners - session.needed_bytes(plan))
-    return max(differences)
 
 
 def _differs(value: float, reference: float, drift: float) -> bool:

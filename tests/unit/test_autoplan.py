@@ -50,11 +50,11 @@ class Driver:
         self.made = 0
         self.stages: list[Stage] = []
 
-        def search(session: Any, model: Any, micro_batches: int) -> tuple[Plan, Any]:
+        def search(*profiles: Any, **options: Any) -> tuple[Plan, Any]:
             self.made += 1
             return plans[min(self.made, len(plans)) - 1], None
 
-        monkeypatch.setattr(self.auto, "_search", search)
+        monkeypatch.setattr("lightning_hetero.strategies.autoplan.search", search)
         monkeypatch.setattr(self.auto, "_profile", lambda session: SimpleNamespace(tokens=self.tokens))
         profiler = SimpleNamespace(start=lambda: None, stop=lambda: object())
         monkeypatch.setattr("lightning_hetero.strategies.autoplan.BatchProfiler", lambda *a, **k: profiler)

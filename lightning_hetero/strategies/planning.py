@@ -1,0 +1,182 @@
+"""A plan for a session: what the planner finds for the machine as training may use it, and what the session says to that.
+
+Planner and session count memory each in its own way; what is run fits both accounts, in the way in which the training loop runs it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.schedule import StepSignature, Updates
+from lightning_hetero.lowering import fitted, needs_of, rooms, steady
+from lightning_hetero.lowering.needs import total_bytes
+from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.runtime.optimizers import Rule
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.sim import simulate
+
+_ATTEMPTS = 4
+_SPARE = 0.9  # of the memory that the machine has free, this much is planned with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """How the training loop runs a plan.
+
+    Attributes:
+        deferred: Updates wait for all gradients.
+        accumulates: Gradients live through several batches.
+        micro_batches: Batches of one optimizer step.
+        speculates: Updates that can be taken back are tried before all gradients are known.
+    """
+
+    deferred: bool = False
+    speculates: bool = False
+    accumulates: bool = False
+    micro_batches: int = 1
+
+    @property
+    def updates(self) -> Updates:
+        """When gradients leave memory: during backward, or all at once."""
+        return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
+
+
+def search(
+    session: Session,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    planner: str,
+    micro_batches: int,
+    short_bytes: int,
+) -> tuple[Plan, HardwareProfile]:
+    """A plan that fits both the machine as the planner sees it and the session's own account of its budget.
+
+    Args:
+        session: What the plan is for.
+        model: Its model, as measured.
+        hardware: The machine, whoever else uses it.
+        planner: A name in ``PLANNERS``.
+        micro_batches: Batches of one optimizer step.
+        short_bytes: Of the device's memory, to keep clear of.
+
+    Returns:
+        The plan, and the machine that it was made for: with the capacities that training may use.
+
+    Raises:
+        PlanError: No plan fits.
+        ConfigError: The planner lacks something.
+    """
+    rules = session.rules
+    loop = _Loop(
+        deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
+    )
+    machine = room = _machine(session, model, hardware, loop, short_bytes=short_bytes)
+    refusal: HeteroError | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            plan = _planned(session, model, room, loop, planner)
+        except ImportError as error:
+            raise ConfigError(
+                f"planner {planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
+                f'{error.name}`, or pass plan="host" or plan="disk".'
+            ) from error
+        try:
+            fitting = session.fitting(plan)
+            if fitting.blocks != plan.blocks and session.device_memory is not None:
+                plan = replace(fitting, predicted=None)  # it was made of another plan
+            plan = _in_loop(plan, model, machine, loop)
+            session.check(plan)
+            return plan, machine
+        except OutOfMemoryBudgetError as error:
+            on_device = error.tier == "device"
+            refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
+        except PlanError as error:  # of the plan as this loop runs it: with all gradients at once, for instance
+            refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
+        if short <= 0:
+            break
+        tier = "device_memory_bytes" if on_device else "host_memory_bytes"
+        room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
+    raise PlanError(f"no plan of {planner!r} can run here: {refusal}", tier="host") from refusal
+
+
+def _machine(session: Session, model: ModelProfile, hardware: HardwareProfile, loop: _Loop, *, short_bytes: int) -> HardwareProfile:
+    """The machine with the capacities that training may use, and the speed that this model reaches."""
+    spare = _SPARE if session.options.host_memory is None else 1
+    memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
+    disk = hardware.disk_capacity_bytes
+    if session.options.disk_capacity is not None:
+        disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
+    compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
+    flop = 3 * sum(b.forward_flop for b in model.blocks)
+    speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
+    hardware = replace(
+        hardware,
+        host_memory_bytes=memory,
+        device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
+        disk_capacity_bytes=disk,
+        device_flop_per_s=speed,
+        source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
+    )
+    if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
+        hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+    return hardware
+
+
+def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
+    """What planners count beyond the session's budget: the process itself, activations where the user gave it, what they round up.
+
+    The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
+    """
+    assert session.executor is not None
+    shared = session.device_memory is None
+    plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
+    differences = []
+    for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
+        needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)
+        planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
+        differences.append(planners - session.needed_bytes(plan))
+    return max(differences)
+
+
+def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop: _Loop, planner: str) -> Plan:
+    """What the planner finds; an optimizer whose own code runs on a device leaves it no choice but of activations."""
+    if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
+        return PLANNERS[planner](model, room, updates=loop.updates)
+    try:
+        return PLANNERS["resident"](model, room, updates=loop.updates)
+    except PlanError:
+        return PLANNERS["full_recompute"](model, room, updates=loop.updates)
+
+
+def _in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Plan:
+    """The plan with a prediction for the way in which the training loop runs it.
+
+    Raises:
+        PlanError: It does not fit the machine then.
+    """
+    if plan.predicted is not None and loop == _Loop():
+        return plan
+    if loop.speculates:  # most verdicts keep what was tried; without room for that nothing is
+        with suppress(PlanError):
+            return _predicted(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
+    waits = Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD
+    return _predicted(plan, model, machine, loop, waits, room_for=loop.updates)
+
+
+def _predicted(
+    plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop, updates: Updates, *, room_for: Updates
+) -> Plan:
+    shape = model.shape()
+    plan = fitted(plan, shape, device=not machine.shared_memory)
+    space = rooms(plan, model, machine, updates=room_for)
+    order = tuple(range(len(shape.blocks)))
+    last = StepSignature(order=order, training=True, updates=updates)
+    batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
+    schedules = steady(plan, shape, batches, rooms=space)
+    return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)
