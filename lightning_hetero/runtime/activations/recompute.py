@@ -1,10 +1,11 @@
 """Running a block's forward once more, for the saved tensors that it has dropped.
 
 [Note: Recomputation]
-A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, and the state of the random
-generators and of autocast. The first tensor that backward misses runs the module again, on detached arguments and under a hook
-that counts what autograd saves: the n-th saved tensor is what the n-th was in forward. When all that are missing have been met
-the run is broken off. The graph that it has built is thrown away; backward goes on in the first one.
+A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, the state of the random generators
+and of autocast, and what was in the buffers that its forward changes. The first tensor that backward misses runs the module again,
+on detached arguments and under a hook that counts what autograd saves: the n-th saved tensor is what the n-th was in forward. When
+all that are missing have been met the run is broken off. The graph that it has built is thrown away; backward goes on in the first
+one.
 
 This is torch's non-reentrant checkpointing, written anew with public parts. torch's own has a form for hooks
 (``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which ``torch.distributed._composable.checkpoint`` uses), but
