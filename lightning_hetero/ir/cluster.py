@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object
+from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, to_text
 
 FORMAT = "lightning-hetero-cluster"
 VERSION = 1
@@ -80,12 +79,12 @@ class Cluster:
 
     def to_json(self) -> str:
         """The cluster as JSON text, a node a line; what is missing is left out."""
-        head = {"format": FORMAT, "version": VERSION, "name": self.name, "network_bytes_per_s": self.network_bytes_per_s}
-        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        lines.append(_rows("nodes", [{"name": n.name, "device": n.device, "count": n.count} for n in self.nodes]))
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}
+        values["network_bytes_per_s"] = self.network_bytes_per_s
+        values["nodes"] = Rows({"name": n.name, "device": n.device, "count": n.count} for n in self.nodes)
         if self.devices:
-            lines.append(_rows("devices", [_device_row(d) for d in self.devices]))
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+            values["devices"] = Rows(_device_row(d) for d in self.devices)
+        return to_text(values)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster") -> Cluster:
@@ -119,11 +118,6 @@ class Cluster:
                 raise ConfigError(f"{source}: {what} names repeat: {names}; every {what} needs its own.")
         network = number(data["network_bytes_per_s"], key="network_bytes_per_s", where=source, positive=True)
         return cls(name=_text(data, "name", source), network_bytes_per_s=network, nodes=nodes, devices=devices)
-
-
-def _rows(key: str, rows: list[dict[str, Any]]) -> str:
-    body = ",\n".join("    " + json.dumps(row) for row in rows)
-    return f"  {json.dumps(key)}: [\n{body}\n  ]"
 
 
 def _device_row(device: DeviceType) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
+from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
 
 FORMAT = "lightning-hetero-cluster-plan"
 VERSION = 1
@@ -124,22 +124,18 @@ class ClusterPlan:
 
     def to_json(self) -> str:
         """The plan as JSON text, a stage a line."""
-        head = {"format": FORMAT, "version": VERSION} | {key: getattr(self, key) for key in _HEAD}
-        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        groups = []
-        for group in self.groups:
-            stages = ",\n".join("      " + json.dumps(asdict(stage)) for stage in group.stages)
-            groups.append(
-                f'    {{"micro_batches": {group.micro_batches}, "seconds": {group.seconds}, "stages": [\n{stages}\n    ]}}'
-            )
-        lines.append('  "groups": [\n' + ",\n".join(groups) + "\n  ]")
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {key: getattr(self, key) for key in _HEAD}
+        values["groups"] = Rows(
+            {"micro_batches": g.micro_batches, "seconds": g.seconds, "stages": Rows(asdict(stage) for stage in g.stages)}
+            for g in self.groups
+        )
         if self.idle:
-            lines.append(f'  "idle": {json.dumps(dict(self.idle))}')
+            values["idle"] = dict(self.idle)
         if self.runner_ups:
-            lines.append('  "runner_ups": [\n' + ",\n".join("    " + json.dumps(asdict(r)) for r in self.runner_ups) + "\n  ]")
+            values["runner_ups"] = Rows(asdict(r) for r in self.runner_ups)
         if self.origin:
-            lines.append(f'  "origin": {json.dumps(dict(self.origin))}')
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+            values["origin"] = dict(self.origin)
+        return to_text(values)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster plan") -> ClusterPlan:

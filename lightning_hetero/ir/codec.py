@@ -62,6 +62,26 @@ def number(value: Any, *, key: str, where: str, positive: bool = False, whole: b
     return int(value) if whole else float(value)
 
 
+class Rows(tuple[Any, ...]):
+    """A list of which :func:`to_text` writes one row a line."""
+
+    __slots__ = ()
+
+
+def to_text(values: Mapping[str, Any]) -> str:
+    """An object as JSON text, a key a line and a row a line, so that files diff well."""
+    return "{\n" + ",\n".join(f"  {json.dumps(k)}: {_text(v, '  ')}" for k, v in values.items()) + "\n}\n"
+
+
+def _text(value: Any, indent: str) -> str:
+    if isinstance(value, Rows):
+        rows = ",\n".join(f"{indent}  {_text(row, indent + '  ')}" for row in value)
+        return f"[\n{rows}\n{indent}]"
+    if isinstance(value, dict) and any(isinstance(v, Rows) for v in value.values()):
+        return "{" + ", ".join(f"{json.dumps(k)}: {_text(v, indent)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
 def read_text(path: str | Path, *, what: str) -> str:
     """The text of a file.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
+from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
 
 FORMAT = "lightning-hetero-model"
 VERSION = 1
@@ -190,9 +189,7 @@ class ModelProfile:
         """The profile as JSON text, one block a line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
         head |= {"kept_every": self.kept_every} if self.kept_every else {}
-        body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
-        rows = ",\n".join("    " + json.dumps(_row(b)) for b in self.blocks)
-        return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
+        return to_text({**head, "blocks": Rows(_row(b) for b in self.blocks)})
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "model profile") -> ModelProfile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.codec import check_format, check_keys, number, parse_object, read_text
+from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
 
 FORMAT = "lightning-hetero-plan"
 VERSION = 1
@@ -189,9 +188,7 @@ class Plan:
             head["predicted"] = asdict(self.predicted)
         if self.origin:
             head["origin"] = dict(self.origin)
-        rows = ",\n".join("    " + json.dumps(_row(b)) for b in self.blocks)
-        body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
-        return f'{{\n{body},\n  "blocks": [\n{rows}\n  ]\n}}\n'
+        return to_text({**head, "blocks": Rows(_row(b) for b in self.blocks)})
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
