@@ -106,3 +106,10 @@ def test_what_is_written_to_the_disk_is_that_of_kept_steps(tmp_path: Path) -> No
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         HeteroOffloadStrategy(**options)
+
+
+@pytest.mark.parametrize("cache", [None, 0], ids=["roomy", "tight"])
+def test_state_in_memory_is_kept_where_weights_leave_memory_before_that(cache: int | None, tmp_path: Path) -> None:
+    rules = (BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.HOST), BlockPlan(name="*"))
+    plan = Plan(name="p", blocks=rules, host_cache_bytes=cache)
+    assert_same(train(tmp_path, HeteroOffloadStrategy(plan, disk_path=tmp_path / "store")), train(tmp_path, "auto"))
