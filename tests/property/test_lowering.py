@@ -52,15 +52,16 @@ def models(draw: st.DrawFn, *, unpinned: int = 0) -> ModelShape:
     """The first ``unpinned`` blocks are there, and not pinned."""
     blocks = []
     for index in range(draw(st.integers(max(1, unpinned), 7))):
-        weight_bytes, trainable = draw(st.integers(1, 9)), draw(st.integers(0, 4)) > 0
+        weight_bytes = draw(st.integers(1, 9))
+        trained = draw(st.sampled_from([0, weight_bytes, weight_bytes]) | st.integers(1, weight_bytes))
         blocks.append(
             BlockShape(
                 name=f"b{index}",
                 num_params=weight_bytes,
-                num_trainable_params=weight_bytes * trainable,
+                num_trainable_params=trained,
                 weight_bytes=weight_bytes,
-                gradient_bytes=weight_bytes * trainable,
-                state_bytes=2 * weight_bytes * trainable,
+                gradient_bytes=trained,
+                state_bytes=2 * trained,
                 pinned=index >= unpinned and draw(st.integers(0, 5)) == 0,
             )
         )

@@ -47,14 +47,15 @@ class Case:
 def models(draw: st.DrawFn) -> ModelProfile:
     blocks = []
     for index in range(draw(st.integers(1, 6))):
-        params, trainable = draw(st.integers(1, 9)), draw(st.integers(0, 4)) > 0
+        params = draw(st.integers(1, 9))
+        trained = draw(st.sampled_from([0, params, params]) | st.integers(1, params))
         sizes = draw(st.lists(st.integers(0, 9), max_size=3))
         boundary = draw(st.integers(0, 5))
         blocks.append(
             BlockProfile(
                 name=f"b{index}",
                 num_params=params,
-                num_trainable_params=params * trainable,
+                num_trainable_params=trained,
                 forward_s=1.0,
                 backward_s=2.0,
                 forward_flop=4.0,
@@ -66,8 +67,9 @@ def models(draw: st.DrawFn) -> ModelProfile:
             )
         )
     return ModelProfile(
-        name="m", tokens=1, compute_itemsize=2, constant_device_bytes=3, constant_host_bytes=5, blocks=tuple(blocks)
-    )
+        name="m", tokens=1, compute_itemsize=draw(st.sampled_from([2, 4])), constant_device_bytes=3, constant_host_bytes=5,
+        blocks=tuple(blocks), kept_every=draw(st.integers(0, 2)),
+    )  # fmt: skip
 
 
 @st.composite
