@@ -121,7 +121,8 @@ class Store(Handle):
         create: True creates the files; False opens existing ones.
         direct_io: True bypasses the page cache.
         durability: 0 none, 1 survives the process, 2 survives power loss.
-        verify_digests: Check the contents of every chunk read, not only its stamp.
+        verify_digests: Write digests of everything, and check the contents of every chunk read, not only its stamp.
+        write_digests: Write them, and check what a record is recovered with.
         num_blocks: Disk blocks that the store holds.
         user_bytes: Largest user blob of a commit record.
 
@@ -144,6 +145,7 @@ class Store(Handle):
         verify_digests: bool,
         num_blocks: int,
         user_bytes: int,
+        write_digests: bool = False,
     ) -> None:
         if not isinstance(uuid, bytes) or len(uuid) != _UUID_BYTES:
             raise ConfigError(f"uuid is {uuid!r}; allowed: {_UUID_BYTES} bytes.")
@@ -153,7 +155,7 @@ class Store(Handle):
             bool(create),
             bool(direct_io),
             check_range("durability", durability, low=0, high=2),
-            bool(verify_digests),
+            1 if verify_digests else 2 * bool(write_digests),
             check_range("num_blocks", num_blocks, low=0, high=_INT32_MAX),
             user_bytes,
         )

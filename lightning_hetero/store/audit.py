@@ -301,14 +301,11 @@ class SlotFile:
 
     def check(self) -> Iterator[Fault]:
         """Reads all of it, and gives what is wrong."""
-        g, width = self.geometry, _WIDTHS[self.geometry.weight_dtype]
-        buffer = torch.empty(max(g.chunk_elements * width, self._state_stride), dtype=torch.uint8)
-        for chunk, wanted in enumerate(self._digests):
-            offset, length = self._head_bytes + chunk * g.chunk_elements * width, self._chunk_elements(chunk) * width
-            if not self._read(offset, length, buffer):
-                yield self._fault(offset, "the file ends here")
-            elif digest(buffer.data_ptr(), length) != wanted:
-                yield self._fault(offset, f"the digest of chunk {chunk} of the weights differs")
+        g = self.geometry
+        buffer = torch.empty(max(self._weight_stride, self._state_stride), dtype=torch.uint8)
+        for chunk in range(len(self._digests)):
+            if fault := self._read_chunk(chunk, buffer):
+                yield fault
         if not (g.state_on_disk_file and self.block.has_state):
             return
         for chunk in range(self.num_chunks):
@@ -323,14 +320,29 @@ class SlotFile:
                 yield self._fault(offset, f"the digest of chunk {chunk} of the state differs")
 
     def read_weights(self, start: int, out: torch.Tensor) -> None:
-        """Reads elements of the weights from ``start`` on into a flat CPU tensor of their dtype.
+        """Reads elements of the weights from ``start`` on into a flat CPU tensor of their dtype; their chunks are checked.
 
         Raises:
-            StoreCorruptError: The file ends before.
+            StoreCorruptError: The file ends before, or a digest differs.
         """
-        offset = self._head_bytes + start * _WIDTHS[self.geometry.weight_dtype]
-        if out.numel() and not self._read(offset, out.nbytes, out):
-            raise self._corrupt(offset, "the file ends here")
+        begin, raw = start * _WIDTHS[self.geometry.weight_dtype], out.view(torch.uint8)
+        if not self._digests:
+            if raw.numel() and not self._read(self._head_bytes + begin, raw.numel(), raw):
+                raise self._corrupt(self._head_bytes + begin, "the file ends here")
+            return
+        buffer, done = torch.empty(self._weight_stride, dtype=torch.uint8), 0
+        while done < raw.numel():
+            chunk, first = divmod(begin + done, self._weight_stride)
+            if chunk >= self.num_chunks:
+                raise self._corrupt(self._head_bytes + begin + done, "the file ends here")
+            length = self._chunk_elements(chunk) * _WIDTHS[self.geometry.weight_dtype]
+            count = min(raw.numel() - done, length - first)
+            whole = count == length
+            if fault := self._read_chunk(chunk, raw[done:] if whole else buffer):
+                raise _CorruptSlotError(self._store.path, fault)
+            if not whole:
+                raw[done : done + count] = buffer[first : first + count]
+            done += count
 
     def read_state(self, array: int, start: int, out: torch.Tensor) -> None:
         """Reads elements of a state array from ``start`` on into a flat fp32 CPU tensor; zeros where none was written.
@@ -355,6 +367,16 @@ class SlotFile:
             if not self._read(offset, 4 * count, out[done : done + count]):
                 raise self._corrupt(offset, "the file ends here")
             done += count
+
+    def _read_chunk(self, chunk: int, out: torch.Tensor) -> Fault | None:
+        """Reads a chunk of weights that has a digest, and says what is wrong with it."""
+        offset = self._head_bytes + chunk * self._weight_stride
+        length = self._chunk_elements(chunk) * _WIDTHS[self.geometry.weight_dtype]
+        if not self._read(offset, length, out):
+            return self._fault(offset, "the file ends here")
+        if digest(out.data_ptr(), length) != self._digests[chunk]:
+            return self._fault(offset, f"the digest of chunk {chunk} of the weights differs")
+        return None
 
     def _read_head(self) -> None:
         fixed = os.pread(self._descriptor, _STAMP.size + _GEOMETRY.size, 0)
@@ -381,6 +403,7 @@ class SlotFile:
         g = self.geometry
         self._head_bytes = round_up(_STAMP.size + _GEOMETRY.size + self.num_chunks * _DIGEST_BYTES, PAGE)
         weights = round_up(g.num_elements * _WIDTHS[g.weight_dtype], PAGE) if g.weights_on_disk_file else 0
+        self._weight_stride = g.chunk_elements * _WIDTHS[g.weight_dtype]
         self._state_start = self._head_bytes + weights
         self._state_stride = self._state_bytes(0) if g.state_on_disk_file else 0
         wanted = self._state_start

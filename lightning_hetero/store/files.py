@@ -61,6 +61,7 @@ class BlockFiles:
             create=create,
             direct_io=self._options.direct_io and not directory.in_memory,
             durability={"none": 0, "process": 1, "power": 2}[self._options.durability],
+            write_digests=not directory.temporary and self._options.durability != "none",
             verify_digests=self._options.verify_digests,
             num_blocks=self._num_blocks,
             user_bytes=self._user_bytes,

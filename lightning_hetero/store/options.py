@@ -19,7 +19,7 @@ class EngineOptions:
         staging_bytes: Memory through which state streams; 0 means eight chunks.
         durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
         direct_io: Bypass the page cache.
-        verify_digests: Check the contents of every chunk that is read, not only its stamp.
+        verify_digests: Check the contents of every chunk that is read, also of those that this run wrote.
         emulated_bytes_per_s: The disk reads so much in a second, and writes as much beside that, if it can; 0: as fast as it is.
     """
 

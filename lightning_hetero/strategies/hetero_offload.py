@@ -63,7 +63,7 @@ class HeteroOffload(Lifecycle):
         keep_every: Of a run that keeps its steps, keep one of so many: the others cost nothing, and at a crash as many are lost.
         verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
             raises :class:`~lightning_hetero.errors.VerificationError`.
-        verify_digests: Check digests of everything read from disk.
+        verify_digests: Check digests of everything read from disk, not only of what a resume finds.
         link_checkpoints: Checkpoints of a run that keeps its steps are directories of hard links to the store's last step. They
             take neither time nor space until it is written over, and ``ckpt_path`` takes them like a store.
         hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable

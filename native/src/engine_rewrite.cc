@@ -32,7 +32,8 @@ Status RewriteTask::Start(int64_t* num_units) {
   has_state_ = state_staged_ && block()->stored() && block()->newest().has_state;
   if (!layout.has_file()) return Status::Ok();
   target_ = block()->store()->NextRewrite(block()->id(), block()->target_slot(write_edges > 0), 0);
-  if (layout.weights_in_file() && block()->store()->digests()) weight_digests_.resize(static_cast<size_t>(layout.num_chunks()));
+  if (layout.weights_in_file() && block()->store()->writes_digests())
+    weight_digests_.resize(static_cast<size_t>(layout.num_chunks()));
   return AllocatePages(layout.head_bytes(), &head_);
 }
 
@@ -83,7 +84,7 @@ Status RewriteTask::Compute(Unit* unit) {
   if (!layout.has_file()) return Status::Ok();
   Rewrite stamp = target_;
   stamp.step = step_;
-  const bool digests = block()->store()->digests();
+  const bool digests = block()->store()->writes_digests();
   if (state_staged_) SealState(layout, stamp, unit->index, digests, unit->staging + layout.staged_state_offset());
   if (!weight_digests_.empty())
     weight_digests_[static_cast<size_t>(unit->index)] = DigestOf(WeightsOf(*unit), layout.WeightsBytes(unit->index));

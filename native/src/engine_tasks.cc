@@ -35,12 +35,12 @@ void AddState(Transfers* transfers, IoKind kind, const Block& block, int32_t slo
 
 Status CheckStagedState(const Block& block, int64_t chunk, const uint8_t* image) {
   const Rewrite& rewrite = block.newest().rewrite;
-  return CheckState(block.layout(), rewrite, chunk, block.store()->digests(), image, block.file(rewrite.slot).path());
+  return CheckState(block.layout(), rewrite, chunk, block.checks_digests(), image, block.file(rewrite.slot).path());
 }
 
 Status CheckStagedWeights(const Block& block, int64_t chunk, const uint8_t* weights) {
   const SlotContent& source = block.newest();
-  if (!block.store()->digests() || source.weight_digests.empty()) return Status::Ok();
+  if (!block.checks_digests() || source.weight_digests.empty()) return Status::Ok();
   return CheckWeights(block.layout(), chunk, source.weight_digests[static_cast<size_t>(chunk)], weights,
                       block.file(source.rewrite.slot).path());
 }
@@ -54,7 +54,7 @@ Status FetchTask::Start(int64_t* num_units) {
   *num_units = 0;
   if (!layout.weights_in_file()) return Status::Ok();
   if (!block()->stored()) return NothingStored(*block());
-  check_ = block()->store()->digests() && !block()->newest().weight_digests.empty();
+  check_ = block()->checks_digests() && !block()->newest().weight_digests.empty();
   chunks_per_unit_ = std::max<int64_t>(1, kFetchBytes / layout.WeightsBytes(0));
   *num_units = (layout.num_chunks() + chunks_per_unit_ - 1) / chunks_per_unit_;
   return Status::Ok();

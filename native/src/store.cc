@@ -300,6 +300,7 @@ Status Block::Apply(const CommittedBlock& committed) {
   if (committed.slot >= 0) {
     content.rewrite = {store_->uuid(), committed.write_id, committed.step, id(), committed.slot};
     content.has_state = committed.has_state != 0;
+    content.recovered = true;
     Pages head;
     HETERO_RETURN_IF_ERROR(AllocatePages(layout_.head_bytes(), &head));
     const File& slot_file = files_[committed.slot];

@@ -50,7 +50,8 @@ class Store {
   [[nodiscard]] const CommitRecord& committed() const { return committed_; }
   [[nodiscard]] bool has_record() const { return committed_.sequence > 0; }
   [[nodiscard]] const std::vector<Block*>& blocks() const { return blocks_; }  // by id, null where not open
-  [[nodiscard]] bool digests() const { return options_.verify_digests != 0; }
+  [[nodiscard]] bool writes_digests() const { return options_.verify_digests != HETERO_DIGESTS_NONE; }
+  [[nodiscard]] bool verifies_digests() const { return options_.verify_digests == HETERO_DIGESTS_ALWAYS; }
 
   void Attach(Block* block);
   void Detach(Block* block);
@@ -80,6 +81,7 @@ class Store {
 struct SlotContent {
   Rewrite rewrite{.slot = -1};
   bool has_state = false;  // otherwise the state reads as zeros
+  bool recovered = false;  // by another process, perhaps long ago
   std::vector<Digest> weight_digests;
 };
 
@@ -103,6 +105,8 @@ class Block {
   // Stable while a task of the block runs.
   [[nodiscard]] const SlotContent& newest() const { return newest_; }
   [[nodiscard]] bool stored() const { return newest_.rewrite.slot >= 0; }
+  // Whether what is read of it is compared with its digests, where it has any.
+  [[nodiscard]] bool checks_digests() const { return newest_.recovered || store_->verifies_digests(); }
   // The slot for a rewrite: not the one that the last record names or, while one is pending, will name.
   [[nodiscard]] int32_t target_slot(bool record_pending) const;
   // Before a slot is written: one whose file has other names, as checkpoints by hard links have them, gets a fresh file.

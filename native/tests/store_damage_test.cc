@@ -33,16 +33,17 @@ TEST(damage_is_found_and_named) {
       {layout.StateOffset(3) + layout.FooterOffset(3), "chunk 3: no stamp", false},
       {100, "the head's checksum differs", false},
   };
-  for (const bool digests : {true, false}) {
+  for (const int32_t digests : {HETERO_DIGESTS_NONE, HETERO_DIGESTS_ALWAYS, HETERO_DIGESTS_RECOVERED}) {
     for (const Damage& damage : cases) {
-      const hetero_store_options options = StoreOptions(1, digests);
+      hetero_store_options options = StoreOptions(1);
+      options.verify_digests = digests;
       Trained t(options);
       t.End();
       EditFile(t.directory.File("block-00000.a"), damage.offset, [](uint8_t* byte) { *byte ^= 4; });
       int64_t step = 0;
       int64_t code = t.Reopen(&step, options);
       if (code >= 0) code = ReadAll(t);
-      const bool found = digests || !damage.digests_needed;
+      const bool found = digests != HETERO_DIGESTS_NONE || !damage.digests_needed;
       CHECK_EQ(code, found ? HETERO_ECORRUPT : 0);
       if (found) CHECK(strstr(hetero_last_error(), damage.words) != nullptr);
       if (found) CHECK(strstr(hetero_last_error(), "block-00000.a") != nullptr);

@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_hetero import export_weights
 from lightning_hetero.convert.exporting import import_weights, weights_of
 from lightning_hetero.convert.safetensors import WeightFiles
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, StoreCorruptError
+from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -95,6 +96,17 @@ def test_a_stores_last_step_is_exported(plan: str, precision: str, tmp_path: Pat
     assert same(read(tmp_path / "out"), dict(module.model.state_dict()))
     export_weights(tmp_path / "store", tmp_path / "x.ckpt")
     assert same(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"], dict(module.state_dict()))
+    with StoreFiles(tmp_path / "store") as store:
+        assert store.record is not None
+        block = store.record.blocks[0]
+        with store.slot(block) as slot:
+            has_weights = slot.geometry.weights_on_disk_file
+    if has_weights:
+        content = bytearray((tmp_path / "store" / block.file).read_bytes())
+        content[4096] ^= 1  # behind the head
+        (tmp_path / "store" / block.file).write_bytes(content)
+        with pytest.raises(StoreCorruptError, match=rf"{block.file} at offset 4096, block {block.id}: the digest of chunk 0"):
+            export_weights(tmp_path / "store", tmp_path / "changed")
 
 
 def test_weights_come_back_as_a_lightning_checkpoint(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ typedef struct hetero_block hetero_block;
 typedef struct hetero_engine hetero_engine;
 
 enum { HETERO_DURABILITY_NONE = 0, HETERO_DURABILITY_PROCESS = 1, HETERO_DURABILITY_POWER = 2 };
+// Digests of payloads: none are written; or they are, and checked on every read; or on reads of what a record was recovered
+// with.
+enum { HETERO_DIGESTS_NONE = 0, HETERO_DIGESTS_ALWAYS = 1, HETERO_DIGESTS_RECOVERED = 2 };
 
 typedef struct hetero_store_options {
   uint8_t uuid[16];
@@ -105,7 +108,7 @@ typedef struct hetero_store_options {
                    // blocks that its record does not name are created
   int32_t direct_io;  // 1: O_DIRECT (EUNSUPPORTED when the file system refuses it); 0: page cache
   int32_t durability;
-  int32_t verify_digests;  // 1: payload digests are checked on every read; 0: stamps only
+  int32_t verify_digests;  // HETERO_DIGESTS_*
   int32_t num_blocks;      // disk blocks that the store holds (sizes the commit record)
   int32_t user_bytes;      // largest user blob of a commit record
 } hetero_store_options;
