@@ -62,10 +62,13 @@ def run(path: Path, *, as_json: bool) -> bool:
 def _store(path: Path) -> Report:
     from lightning_hetero.store.audit import StoreFiles
     from lightning_hetero.store.committed import block_names
+    from lightning_hetero.store.pins import pins
 
     with StoreFiles(path) as store:
         names = block_names(store)
         faults = tuple(f"{name}: {fault}" if (name := names.get(fault.block)) else str(fault) for fault in store.check())
+        kept = [_store(pin) for pin in pins(path)]
+        faults += tuple(f"{report.path.name}: {fault}" for report in kept for fault in report.faults)
         blocks = () if store.record is None else store.record.blocks
         step = "no step" if store.record is None else f"step {store.record.step}"
         notes = [] if store.record is None else [f"an older record is in use: {note}" for note in store.notes]
@@ -74,9 +77,9 @@ def _store(path: Path) -> Report:
         notes.append(
             f"{without} of {len(blocks)} blocks have no digests: their stamps are right, their contents could not be checked."
         )
-    return Report(
-        kind=STORE, path=path, checked=f"{step}: stamps and digests of {len(blocks)} blocks", faults=faults, notes=tuple(notes)
-    )
+    notes += [f"{report.path.name}: {note}" for report in kept for note in report.notes]
+    checked = "; ".join([f"{step}: stamps and digests of {len(blocks)} blocks", *(f"{r.path.name}, {r.checked}" for r in kept)])
+    return Report(kind=STORE, path=path, checked=checked, faults=faults, notes=tuple(notes))
 
 
 def _weights(path: Path) -> Report:

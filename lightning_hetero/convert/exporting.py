@@ -23,7 +23,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import stored_buffers, stored_weights
+from lightning_hetero.store.committed import last_kept, stored_buffers, stored_weights
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.units import parse_bytes
 
@@ -42,8 +42,8 @@ def export_weights(
     """Writes weights as a safetensors directory of Hugging Face, or as a Lightning checkpoint that holds weights only.
 
     Args:
-        source: A model, also while it trains with weights on disk; or the path of a store that nobody uses (its last step), of a
-            Lightning checkpoint, or of safetensors; of the latter two also a URL.
+        source: A model, also while it trains with weights on disk; or the path of a store that nobody uses (its last kept step),
+            of a Lightning checkpoint, or of safetensors; of the latter two also a URL.
         destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``. Also a URL of fsspec, such
             as ``"s3://bucket/model"``.
         module: Name of the module whose weights are wanted, such as ``"model"`` for a Hugging Face model inside a LightningModule;
@@ -132,7 +132,7 @@ def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) ->
         return list(_of_state(source.state_dict(keep_vars=True)))
     path = Place.of(source)
     if path.local is not None and (path.local / MANIFEST).is_file():
-        return list(_of_store(opened.enter_context(StoreFiles(path.local))))
+        return list(_of_store(last_kept(opened.enter_context(StoreFiles(path.local)), opened)))
     if path.is_dir() or path.suffix == ".safetensors":
         return list(_of_files(WeightFiles.open(path)))
     return list(_of_state(state_dict_of(path), mapped=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_hetero.store.audit import CommittedBlock, StoreFiles
 from lightning_hetero.store.blocks import own_memory
 from lightning_hetero.store.manifest import layout_of
 from lightning_hetero.store.partition import ALIGN_ELEMENTS
+from lightning_hetero.store.pins import pins
 from lightning_hetero.store.record import PartEntry, parse, state_of
 from lightning_hetero.units import round_up
 
@@ -51,6 +53,19 @@ class StoredWeight:
             opaque = slot.geometry.weight_dtype == U8  # the run as bytes
             slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)
         return out.as_strided(self.shape, self.stride).contiguous()
+
+
+def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
+    """The store, or its newest pin where its last record is that of a step that is not kept.
+
+    Args:
+        store: The store, which stays open as long as the pin.
+        opened: Closes the pin.
+    """
+    found = pins(store.path)
+    if not found or store.record is None or parse(store.record.user).state:
+        return store
+    return opened.enter_context(StoreFiles(found[-1]))
 
 
 def block_names(store: StoreFiles) -> dict[int, str]:

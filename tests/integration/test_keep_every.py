@@ -10,6 +10,8 @@ import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 
 from lightning_hetero import BlockPlan, Plan, Tier
+from lightning_hetero.cli.verify import run as verify
+from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -76,11 +78,19 @@ def test_another_run_at_the_same_path_does_not_find_the_pins_of_the_first(tmp_pa
 def test_a_pin_can_be_gone_on_from_elsewhere(tmp_path: Path) -> None:
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy(plan=MIXED, disk_path=store, keep_every=2), at=3)
+    (pinned,) = pins(store)
+    export_weights(store, tmp_path / "weights.ckpt")
+    export_weights(pinned, tmp_path / "pinned.ckpt")
+    kept, same = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"] for name in ("weights", "pinned"))
+    assert all(torch.equal(value, same[name]) for name, value in kept.items())
     got = train(tmp_path, HeteroOffloadStrategy(plan="disk", disk_path=tmp_path / "other"), store=store)
     expected = train(tmp_path, "auto")
     expected.losses = expected.losses[2:]
     assert_same(got, expected)
     assert pins(store), "the store stays as it is"
+    for slot in pinned.glob("block-00000.*"):
+        slot.unlink()
+    assert verify(store, as_json=True), "what a resume needs is checked"
 
 
 def test_what_is_written_to_the_disk_is_that_of_kept_steps(tmp_path: Path) -> None:
