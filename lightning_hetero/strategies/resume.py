@@ -151,6 +151,7 @@ def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
     _forward(trainer, state["data"], loop.epoch_loop.batch_progress.current.ready, namespace)
     if state["validation"]:
         _restore_validation(trainer, state["validation"])
+    _begin_averaging(trainer, namespace)
     end_batch(trainer, namespace)
     # The data has been brought to the right place; Lightning cannot know.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
@@ -160,6 +161,15 @@ def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
         raise ConfigError(
             f"the store has no random numbers of rank {trainer.global_rank}; resume with as many processes."
         ) from error
+
+
+def _begin_averaging(trainer: Any, namespace: str) -> None:
+    """Has callbacks that average weights go on: they make their scheduler as an epoch begins, and this one has begun."""
+    averaging = importlib.import_module(f"{namespace}.callbacks").StochasticWeightAveraging
+    if trainer.fit_loop.restarted_mid_epoch:
+        for callback in trainer.callbacks:
+            if isinstance(callback, averaging):
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def end_batch(trainer: Any, namespace: str) -> None:
