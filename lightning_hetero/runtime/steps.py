@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _NO_STEP = "no step has been committed yet"
 _BETWEEN = "its last step was not to be kept (keep_every)"
+_TOO_LARGE = "its training state was too large for a record (the log says so)"
 _CHANGED = "it was changed after its last step, whose pin is gone, and no other step followed"
 
 
@@ -64,6 +65,7 @@ class KeptSteps:
         self._found: dict[Part, record.PartEntry] = {}
         self._retired: list[NativeBlock] = []
         self._state, self._why = "", _NO_STEP
+        self._is_too_large = False
         self._store: TierStore | None = None
         self._blobs: StateBlobs | None = None
         self._every, self._count = options.keep_every, 0
@@ -216,9 +218,9 @@ class KeptSteps:
             self._retired, blobs.retired = [], []
             for native in retired:
                 executor.store.files.close_block(native)
-            if text and self._every > 1:
+            if self._state and self._every > 1:
                 self._pin()
-            elif text and self._has_pins:  # of a run that kept fewer steps
+            elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
                 self._unpin()
 
@@ -261,7 +263,19 @@ class KeptSteps:
         if self._store.unrecorded.changed and self._state:
             self._pin()
             self._state, self._why = "", _CHANGED
-        return record.compose([self._entries.get(part, _NOWHERE) for part in self._parts], self._state, self._why)
+        parts = [self._entries.get(part, _NOWHERE) for part in self._parts]
+        blob, room = record.compose(parts, self._state, self._why), self._store.files.user_bytes
+        if len(blob) <= room or not self._state:
+            return blob
+        if not self._is_too_large:
+            self._is_too_large = True
+            log.warning(
+                "The training state of a step has %s, and a record of this store holds %s: a callback or the datamodule gives much "
+                "in its state_dict. Steps of this run cannot be resumed from; save checkpoints.",
+                format_bytes(len(blob)), format_bytes(room),
+            )  # fmt: skip
+        self._state, self._why = "", _TOO_LARGE
+        return record.compose(parts, self._state, self._why)
 
 
 _NOWHERE = record.PartEntry(None, stepped=False, weights=None, state=None).to_json()

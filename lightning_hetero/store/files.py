@@ -96,6 +96,11 @@ class BlockFiles:
         if self.directory is not None:
             self.directory.close(remove)
 
+    @property
+    def user_bytes(self) -> int:
+        """Largest user blob of a record of this store, which an earlier run may have laid out."""
+        return self._user_bytes if self._store is None else self._store.user_bytes
+
     # ---- blocks -----------------------------------------------------------------------------------------------------------
 
     def next_id(self) -> int:

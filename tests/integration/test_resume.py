@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.resuming import BATCHES, Model, after, train
+from support.resuming import BATCHES, Ends, EndsAt, Model, after, train
 from support.strategies import on_device
 from torch import Tensor, nn
 
@@ -361,6 +362,26 @@ def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "Steps are not kept: optimizer Coupled" in caplog.text
 
 
+def test_a_training_state_that_no_record_holds_costs_the_steps_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Averages(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"average": torch.zeros(2**18)}
+
+    def fit(**options: Any) -> None:
+        strategy = offload("disk", tmp_path / "store")
+        trainer = quiet_trainer(
+            strategy=strategy, max_steps=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=[Averages()]
+        )  # fmt: skip
+        trainer.fit(LitModel(Recipe()), data(BATCHES), **options)
+
+    fit()
+    assert caplog.text.count("a record of this store holds") == 1
+    with pytest.raises(ConfigError, match="too large for a record"):
+        fit(ckpt_path=str(tmp_path / "store"))
+
+
 class Odd(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"odd": nn.Identity()}
@@ -446,3 +467,26 @@ def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_pa
     run(offload("disk", store), 2)
     got = run(offload("disk", store), 4, str(store))
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_averaging_of_weights_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    """Its callback makes a scheduler as an epoch begins, which a resume within the epoch does not see begin."""
+
+    def fit(strategy: Any, *, stop: int | None = None, store: Path | None = None) -> Outcome | None:
+        torch.manual_seed(7)
+        module = LitModel(Recipe(shape=Shape(layers=2)))
+        swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+        callbacks = [swa, *([] if stop is None else [EndsAt(stop)])]
+        trainer = quiet_trainer(
+            strategy=strategy, max_epochs=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=callbacks
+        )  # fmt: skip
+        with nullcontext() if stop is None else pytest.raises(Ends):
+            trainer.fit(module, data(BATCHES), ckpt_path=None if store is None else str(store))
+        return outcome(trainer, module) if stop is None else None
+
+    store = tmp_path / "store"
+    fit(offload("disk", store), stop=BATCHES + 2)
+    got, expected = fit(offload("host", store), store=store), fit("auto")
+    assert got is not None
+    assert expected is not None
+    assert_same(got, after(expected, len(got.losses)))
