@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 # OpenMP's threads wait for each other by spinning, ten times longer than they compute. Where a test wants more, they sleep.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Who runs the tests in the background may have had Ctrl-C ignored, and with them their children: tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks for new ones, and for longer.
 settings.register_profile(

@@ -473,7 +473,6 @@ print("end")
 def test_ctrl_c_interrupts_a_wait(tmp_path: Path) -> None:
     code = """
 import signal, threading, os
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have had it ignored
 from lightning_hetero import _native as n
 arena = n.Arena(4 * 4096)
 block = n.Block(None, n.BlockGeometry(id=0, weight_dtype=n.F32, num_elements=4096, num_state=2, weights_on_disk_file=False,
