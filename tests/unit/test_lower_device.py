@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import time
+import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -395,11 +396,11 @@ def test_micro_batches_come_before_the_step_that_updates() -> None:
 
 @pytest.mark.parametrize("rule", [ON_DISK, RENEWED, VISITOR, replace(ON_DISK, saved=Saved.SWAP_DISK)], ids=range(4))
 def test_a_step_of_a_hundred_blocks_is_lowered_at_once(rule: BlockPlan) -> None:
-    plan, model = _plan(rule, num_blocks=100), _model(100)
-    seconds = []
-    for _ in range(7):
-        began = time.thread_time()
-        room = DeviceRoom(capacity_bytes=30 * UNIT)
+    plan, model, counted = _plan(rule, num_blocks=100), _model(100), Counter[str]()
+    room = DeviceRoom(capacity_bytes=30 * UNIT)
+    sys.setprofile(lambda frame, event, arg: counted.update((event,)))
+    try:
         lower(plan, model, step_signatures(plan)[0], resident=frozenset(), capacity_bytes=30 * UNIT, device=room)
-        seconds.append(time.thread_time() - began)
-    assert min(seconds) < 0.03
+    finally:
+        sys.setprofile(None)
+    assert counted["call"] + counted["c_call"] < 120_000  # some 20 ms; counted, since machines are as fast as they like
