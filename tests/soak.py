@@ -80,7 +80,7 @@ def one_round(root: Path, draw: random.Random) -> None:
     own = not device and draw.random() < 0.7
     options: dict[str, Any] = {
         "disk_path": root / "store" if own else None,
-        "durability": draw.choice(["none", "process", "process", "power"]),
+        "durability": draw.choice(["none", "process", "process", *(["power"] if own else [])]),
         "io_backend": draw.choice(["auto", "pool"]),
         "verify_digests": draw.random() < 0.5,
         "update_threads": draw.choice([1, 2]),
