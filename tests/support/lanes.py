@@ -109,6 +109,15 @@ class Program:
         for number in range(num_ops):
             self.random.choice(steps)(number, *(self.random.randrange(self.NUM_BUFFERS) for _ in range(3)))
 
+    def run_uploads_last(self, num_ops: int) -> None:
+        """What uploads only edges would put into its place comes after everything else, whatever the machine is busy with."""
+        gate = threading.Event()
+        self.lanes.submit(op(num_ops, Lane.H2D), doing(lambda: gate.wait(PATIENCE_S)), [])
+        self.run(num_ops)
+        for lane in (Lane.D2H, Lane.CPU, Lane.COMPUTE):
+            self.lanes.submit(op(num_ops + 1, lane), nothing, []).wait()
+        gate.set()
+
     def up(self, number: int, i: int, j: int, _: int) -> None:
         run = doing(lambda: self.lanes.copy(self.device(i), self.host[j]))
         self._submit(op(number, Lane.H2D), run, [("host", j)], ("device", i))
