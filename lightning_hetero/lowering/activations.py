@@ -10,7 +10,9 @@ on the way to the disk, or back, take host memory, so each takes over that of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.chains import Carried, Issue
@@ -39,12 +41,14 @@ class ActivationMoves:
 
     def __init__(self, placed: Sequence[Placement], issue: Issue, order: Sequence[int], *, depth: int) -> None:
         self._placed, self._issue, self._order, self._depth = placed, issue, order, depth
-        self._backward = [u for u in reversed(range(len(order))) if placed[order[u]].swaps]
-        self._out: dict[int, int] = {}  # use -> SWAP_OUT from the device, in the order of issue
+        self._uses = [use for use, block in enumerate(order) if placed[block].swaps]
+        self._out: dict[int, int] = {}  # use -> SWAP_OUT from the device
         self._out_disk: dict[int, int] = {}  # use -> SWAP_OUT to the disk
         self._in: dict[int, int] = {}  # use -> SWAP_IN to the device
         self._in_disk: dict[int, int] = {}  # use -> SWAP_IN from the disk
-        self._waited = 0  # SWAP_OUTs that compute has waited for
+        self._leaving: deque[int] = deque()  # SWAP_OUTs from the device that compute has not waited for
+        self._written: list[int] = []  # SWAP_OUTs to the disk: each gives host memory back
+        self._lifted: list[int] = []  # SWAP_INs to the device of what came from the disk: the same
 
     def forward_ended(self, use: int) -> None:
         """Sends what the use has saved on its way."""
@@ -53,17 +57,18 @@ class ActivationMoves:
         if not placed.swaps:
             return
         size = placed.swapped_bytes
-        over = _taken_over(self._out_disk.values(), len(self._out_disk), 2 * self._depth) if placed.swaps_to_disk else ()
+        over = self._taken_over(self._written, len(self._written)) if placed.swaps_to_disk else ()
         carried = swapped_before(block, placed)
         self._out[use] = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.ACTIVATIONS, size, after=over, carried=carried)
+        self._leaving.append(self._out[use])
         if placed.swaps_to_disk:
             self._out_disk[use] = self._swap(OpKind.SWAP_OUT, block, Lane.DISK_WRITE, placed.saved.to_disk, (self._out[use],))
+            self._written.append(self._out_disk[use])
 
     def space(self) -> Iterator[int]:
         """The SWAP_OUTs whose memory the next use takes over: all but the latest ones."""
-        out = list(self._out.values())[self._waited : max(0, len(self._out) - self._depth)]
-        self._waited += len(out)
-        yield from out
+        while len(self._leaving) > self._depth:
+            yield self._leaving.popleft()
 
     def need(self, use: int) -> int | None:
         """Brings the use's activations back if they are not under way; returns the op to wait for, if there is any."""
@@ -73,8 +78,9 @@ class ActivationMoves:
 
     def prefetch(self, use: int) -> None:
         """Brings back what the backwards after that of ``use`` need."""
-        ahead = [u for u in self._backward if u < use][: 2 * self._depth]
-        for distance, other in enumerate(ahead):
+        place = bisect_left(self._uses, use)
+        ahead = self._uses[max(0, place - 2 * self._depth) : place]
+        for distance, other in enumerate(reversed(ahead)):
             if other in self._out and distance < self._depth and other not in self._in:
                 self._bring(other)
             elif other in self._out_disk and other not in self._in_disk:
@@ -90,19 +96,18 @@ class ActivationMoves:
         block = self._order[use]
         after = (self._in_disk.get(use, self._out[use]),)
         self._in[use] = self._swap(OpKind.SWAP_IN, block, Lane.H2D, self._placed[block].swapped_bytes, after)
+        if use in self._in_disk:
+            self._lifted.append(self._in[use])
 
     def _bring_from_disk(self, use: int) -> None:
         block = self._order[use]
-        arrived = [op for other, op in self._in.items() if other in self._in_disk]
-        over = _taken_over(arrived, len(self._in_disk), 2 * self._depth)
-        after = (self._out_disk[use], *over)
+        after = (self._out_disk[use], *self._taken_over(self._lifted, len(self._in_disk)))
         self._in_disk[use] = self._swap(OpKind.SWAP_IN, block, Lane.DISK_READ, self._placed[block].saved.to_disk, after)
 
     def _swap(self, kind: OpKind, block: int, lane: Lane, size: int, after: Sequence[int]) -> int:
         return self._issue(kind, block, lane, Payload.ACTIVATIONS, size, after=after)
 
-
-def _taken_over(freed: Iterable[int], num_taken: int, most: int) -> tuple[int, ...]:
-    """The op whose memory one more takes over, where ``num_taken`` have taken some before and ``most`` may hold some."""
-    place = num_taken - most
-    return tuple(freed)[place : place + 1] if place >= 0 else ()
+    def _taken_over(self, freed: Sequence[int], num_taken: int) -> Sequence[int]:
+        """The op whose memory between host and disk one more takes over, where ``num_taken`` have taken some before."""
+        place = num_taken - 2 * self._depth
+        return freed[place : place + 1] if place >= 0 else ()

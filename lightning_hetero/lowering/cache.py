@@ -5,13 +5,19 @@ Weights that live below a tier share ``capacity_bytes`` of its memory: those on 
 disk share device memory. A step uses blocks in a known order (forward, then backward in reverse), so eviction is Belady's: when
 memory is needed, the weights whose next use lies farthest ahead go. At the turn from forward to backward, and from backward to
 the next forward, this keeps the blocks that are used again at once.
+
+Next uses are in a heap. Where one may have become farther (an anchor has passed, a copy higher up serves it) there is a new
+entry, and each entry is looked up again when it comes first.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import sys
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from heapq import heapify, heappop, heappush
+
+_FAR = sys.maxsize  # in the place of a next use that is yet to be looked up
 
 
 class Uses:
@@ -34,13 +40,18 @@ class Uses:
         """Anchor ``index`` uses ``block`` too: it issues an update on the device."""
         insort(self._positions.setdefault(block, []), index)
 
-    def after(self, index: int) -> Iterator[int]:
-        """The blocks that anchors after ``index`` use, each once, without that of ``index``."""
+    def of(self, blocks: Collection[int]) -> list[int]:
+        """The anchors that use one of ``blocks``."""
+        return [index for index, block in enumerate(self.anchors) if block in blocks]
+
+    def after(self, index: int, anchors: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The next ones of ``anchors`` after ``index``, and their blocks: each block once, without that of ``index``."""
         seen = {None, self.anchors[index]}
-        for block in islice(self.anchors, index + 1, None):
+        for place in range(bisect_right(anchors, index), len(anchors)):
+            block = self.anchors[anchors[place]]
             if block is not None and block not in seen:
                 seen.add(block)
-                yield block
+                yield anchors[place], block
 
     def following(self, index: int, block: int, *, skip: bool = False) -> int:
         """The first anchor from ``index`` on that uses ``block``, counting into the next step; ``skip``: the second one."""
@@ -70,6 +81,11 @@ class Cache:
         self.last_release: int | None = None
         self._sizes, self._capacity_bytes, self._uses = sizes, capacity_bytes, uses
         self._used_bytes = sum(sizes[b] for b in self.held)
+        self._at = 0  # the anchor for which victims were sought last
+        self._farthest = [
+            (-_FAR, -b) for b in self.held if sizes[b]
+        ]  # a heap; of each block's next uses, negated, the first is no nearer
+        heapify(self._farthest)
 
     def victims(self, index: int, block: int, *, keep: Collection[int], served: Collection[int] = ()) -> list[int] | None:
         """What anchor ``index`` must release to make room for ``block``: weights outside ``keep`` whose next use is farthest.
@@ -79,19 +95,39 @@ class Cache:
         excess = self._used_bytes + self._sizes[block] - self._capacity_bytes
         if excess <= 0 or not self._sizes[block]:
             return []
-        candidates = [b for b in self.held if b not in keep and self._sizes[b]]
-        candidates.sort(key=lambda b: (self._uses.following(index, b, skip=b in served), b), reverse=True)
-        for count, victim in enumerate(candidates, 1):
-            excess -= self._sizes[victim]
-            if excess <= 0:
-                return candidates[:count]
-        return None
+        for used in self._uses.anchors[self._at : index]:
+            self.touch(used)
+        self._at = index
+        found: dict[int, tuple[int, int]] = {}
+        victims: list[int] = []
+        while self._farthest and excess > 0:
+            entry = heappop(self._farthest)
+            victim = -entry[1]
+            if victim not in self.held or victim in found:
+                continue
+            use = self._uses.following(index, victim, skip=victim in served)
+            if entry != (-use, -victim):
+                heappush(self._farthest, (-use, -victim))
+                continue
+            found[victim] = entry
+            if victim not in keep:
+                victims.append(victim)
+                excess -= self._sizes[victim]
+        for entry in found.values():
+            heappush(self._farthest, entry)
+        return victims if excess <= 0 else None
+
+    def touch(self, block: int | None) -> None:
+        """The block's next use may be farther than it was."""
+        if block in self.held and self._sizes[block]:
+            heappush(self._farthest, (-_FAR, -block))
 
     def add(self, block: int, op: int) -> None:
         """``op`` brings the block's weights."""
         self.held.add(block)
         self.arriving[block] = op
         self._used_bytes += self._sizes[block]
+        self.touch(block)
 
     def remove(self, block: int, op: int | None = None) -> None:
         """``op`` releases the block's weights; ``None``: they are outdated, and nothing is given back."""

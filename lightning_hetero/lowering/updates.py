@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
@@ -41,6 +43,10 @@ class UpdateMoves:
         self._uses, self._weights, self._activations = uses, weights, activations
         self._in_backward = updates_in_backward(plan, signature.updates)
         self._speculates = speculates(plan, signature.updates)
+        stops = (i for i, b in enumerate(uses.anchors) if b is not None and not placed[b].shape.pinned)
+        self._last_stop = max(stops, default=-1)  # the last anchor before the verdict at which the runtime stops
+        self._ahead = 0  # the weights and activations of all backwards before this anchor are under way
+        self._moving: deque[int] = deque()  # blocks whose state is to come from the host, once there is room
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
         self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
@@ -61,8 +67,7 @@ class UpdateMoves:
             self._weights.outdate(block)
         if self._activations is not None and placed.on_cpu:
             self._grad(block)
-        next_is_verdict = all(b is None or self._placed[b].shape.pinned for b in self._uses.anchors[index:])
-        if self._may_update(placed) and not (self._speculates and next_is_verdict):
+        if self._may_update(placed) and not (self._speculates and index > self._last_stop):
             self._update(index, block)
 
     def _may_update(self, placed: Placement) -> bool:
@@ -79,8 +84,8 @@ class UpdateMoves:
         if self._activations is None:
             if self._speculates:
                 return  # gradients stay until the verdict, however far updates are
-            waiting = list(self._updated.values())  # gradients become host memory: the oldest must have been used up
-            yield from waiting[-depth:][:1] if len(waiting) >= depth else []
+            latest = reversed(self._updated.values())  # gradients become host memory: the oldest must have been used up
+            yield from islice(latest, depth - 1, depth)
         elif len(self._grads) >= DEVICE_GRADIENTS:
             grad, _, over = self._grads[-DEVICE_GRADIENTS]
             if over is not None:
@@ -101,10 +106,9 @@ class UpdateMoves:
                 self._renew(block)
         blocks = dict.fromkeys(self._signature.order)
         left = [b for b in blocks if self._placed[b].trainable and (again or b not in self._updated)]
-        moving = iter([b for b in left if self._placed[b].state_moves and b not in self._opened])
+        self._moving = deque(b for b in left if self._placed[b].state_moves)
         for block in left:
-            while self._num_up - len(self._down) < DEVICE_STATES and (following := next(moving, None)) is not None:
-                self._open(following)
+            self._open_moving()
             if block in self._updated:
                 self._weights.restore(block)
                 self._opened.remove(block)
@@ -172,13 +176,22 @@ class UpdateMoves:
         disk reads in order, and state that waits for staging must not hold up what backward needs to use that staging up. An
         opened block keeps its weights until it is used, so only memory that no use needs before may be kept.
         """
-        for ahead, block in enumerate(self._uses.anchors[index:], index):
-            if block is None or not self._is_under_way(ahead, block):
-                return
+        self._open_moving()
+        self._ahead = max(self._ahead, index)
+        while (block := self._uses.anchors[self._ahead]) is not None and self._is_under_way(self._ahead, block):
             placed = self._placed[block]
-            if self._uses.last[block] != ahead or block in self._opened or not placed.trainable or not self._may_update(placed):
-                continue
-            if placed.plan.state is Tier.DISK or (placed.state_moves and self._num_up - len(self._down) < DEVICE_STATES):
+            if self._uses.last[block] == self._ahead and placed.trainable and self._may_update(placed):
+                if placed.plan.state is Tier.DISK:
+                    self._open(block)
+                elif placed.state_moves:
+                    self._moving.append(block)
+                    self._open_moving()
+            self._ahead += 1
+
+    def _open_moving(self) -> None:
+        """State comes from the host as room for it on the device becomes free."""
+        while self._moving and self._num_up - len(self._down) < DEVICE_STATES:
+            if (block := self._moving.popleft()) not in self._opened:
                 self._open(block)
 
     def _is_under_way(self, ahead: int, block: int) -> bool:

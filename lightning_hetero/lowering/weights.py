@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.cache import Cache, Uses
@@ -29,6 +30,9 @@ class WeightMoves:
     ) -> None:
         self.host, self.device = host, device
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
+        self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
+        self._below_device = uses.of({b for b, p in enumerate(placed) if p.below_device})
+        self._outdated = deque(b for b in dict.fromkeys(uses.anchors) if b is not None and placed[b].renewed)
 
     def need(self, index: int, block: int) -> int | None:
         """Brings the weights for anchor ``index``, whatever else has to go; returns the op to wait for, if any of this step."""
@@ -43,34 +47,37 @@ class WeightMoves:
         """Brings the weights of the uses after anchor ``index``, as many as depth and memory allow."""
         current = self._uses.anchors[index]
         assert current is not None, "the verdict uses no weights"
-        ahead = self._uses.after(index)
         if self.device is None:
-            self._prefetch_to_host(index, ahead, keep={current})
+            self._prefetch_to_host(index, keep={current})
         else:
-            first = self._prefetch_to_device(index, ahead, keep={current})
-            self._prefetch_to_host(index, chain(first, ahead), keep=set())
+            self._prefetch_to_device(index, keep={current})
+            self._prefetch_to_host(index, keep=set())
 
-    def _prefetch_to_device(self, index: int, ahead: Iterator[int], *, keep: set[int]) -> tuple[int, ...]:
-        """Brings the next ``depth`` blocks to the device; takes them from ``ahead`` and returns the one too many.
+    def _prefetch_to_device(self, index: int, *, keep: set[int]) -> None:
+        """Brings the next ``depth`` blocks to the device.
 
         Weights that live on the device take no memory there: outdated ones are renewed on the way, all of them if none that
         take memory come between.
         """
-        up = 0
-        for block in ahead:
-            placed = self._placed[block]
-            if not (placed.below_device or placed.renewed):
-                continue
+        for count, (at, block) in enumerate(self._uses.after(index, self._below_device), 1):
+            self._renew_before(at)
             keep.add(block)
-            if up == self._depth or not self._up(index, block, keep=keep):
-                return (block,)
-            up += placed.below_device
-        return ()
+            if not self._up(index, block, keep=keep) or count == self._depth:
+                return
+        self._renew_before(len(self._uses.anchors))
 
-    def _prefetch_to_host(self, index: int, ahead: Iterable[int], *, keep: set[int]) -> None:
+    def _renew_before(self, index: int) -> None:
+        """Brings outdated weights that are used before anchor ``index`` to their place on the device."""
+        assert self.device is not None
+        while self._outdated and self._uses.following(0, self._outdated[0]) < index:
+            if (block := self._outdated.popleft()) not in self.device.held:
+                self.renew(block)
+
+    def _prefetch_to_host(self, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks from disk to the host that are not higher up yet."""
         higher = () if self.device is None else self.device.held
-        for block in islice((b for b in ahead if self._placed[b].on_disk and b not in higher), self._depth):
+        ahead = (block for _, block in self._uses.after(index, self._on_disk) if block not in higher)
+        for block in islice(ahead, self._depth):
             keep.add(block)
             if not self._fetch(index, block, keep=keep):
                 return
@@ -93,6 +100,7 @@ class WeightMoves:
         assert self.device is not None
         size = self._placed[block].shape.weight_bytes
         self.device.add(block, self._issue(OpKind.UPLOAD, block, Lane.H2D, Payload.WEIGHTS, size, after=after))
+        self.host.touch(block)
 
     def renew(self, block: int) -> None:
         """Brings the weights that an UPDATE of this step has made to their place on the device."""
