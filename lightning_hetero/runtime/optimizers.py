@@ -174,7 +174,7 @@ class OptimizerBinding:
         if sizes != books["sizes"]:
             raise ConfigError(
                 f"{name} has groups of {sizes} parameters, the store's optimizer {books['sizes']}. Resume with the optimizer that "
-                f"training began with; where a callback has added groups since, go on from a checkpoint file."
+                f"training began with."
             )
 
     def take_over(self, books: dict[str, Any]) -> None:

@@ -112,7 +112,8 @@ class Checkpoints(Core):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State goes to the tier that the plan chose; nothing is moved to a device."""
-        if self._resumed is not None and self.session is not None:
+        if self._resumed is not None and self.session is not None and self._state is not None:
+            self._state.changes.restore()
             for binding, books in zip(self.session.bindings, checkpoint["optimizer_states"], strict=True):
                 binding.take_over(books)
             return

@@ -6,7 +6,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.recovery import Recovery
@@ -87,10 +88,12 @@ class Lifecycle(Steps, Checkpoints, Reports):
             if fitting:
                 self._leave_room_for_reference()
             self.session = session = Session(self.lightning_module, self.options, self._content())
-        rules = StepRules()
+        rules, changes = StepRules(), None
         self._move_rest()  # before optimizers are made, as plain Lightning does it
         if fitting:
             self.setup_optimizers(trainer)
+            changes = Changes(self.lightning_module, self.optimizers, self._resumed)
+            changes.to_model()
             rules = self._rules(trainer)
         self.setup_precision_plugin()
         root = local_root(trainer)
@@ -101,9 +104,10 @@ class Lifecycle(Steps, Checkpoints, Reports):
             self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self.namespace, self.autoplan)
             trainer.callbacks.insert(0, self._callback)
-        session.start(self.optimizers if fitting else None, rules, default_root=root, resume=resuming)
-        if fitting and session.keeps_steps:
-            self._state = TrainingState(trainer, self.namespace)
+        with changes.in_groups() if changes is not None else nullcontext():
+            session.start(self.optimizers if fitting else None, rules, default_root=root, resume=resuming)
+        if changes is not None and session.keeps_steps:
+            self._state = TrainingState(trainer, self.namespace, changes)
             self._state.attach(self._batch_ends)
         if resuming and self._resumed is not None:
             load_buffers(self.lightning_module, self._resumed["buffers"])

@@ -1,10 +1,10 @@
 """What a training run is beside weights and optimizer state, taken at the end of a batch: what a commit record carries.
 
 [Note: What is carried]
-Carried: the loops' progress, the optimizers' groups and step counts, schedulers, the precision plugin's state, what callbacks
-and the datamodule return from ``state_dict``, hyper-parameters, persistent buffers, the random number generators of torch,
-NumPy and Python by rank, and how the data was iterated. Not carried: what ``on_save_checkpoint`` hooks would add, metrics of an
-epoch that is not over, loggers.
+Carried: the loops' progress, the optimizers' groups and step counts, what callbacks have unfrozen ([Note: Changes]), schedulers,
+the precision plugin's state, what callbacks and the datamodule return from ``state_dict``, hyper-parameters, persistent buffers,
+the random number generators of torch, NumPy and Python by rank, and how the data was iterated. Not carried: what
+``on_save_checkpoint`` hooks would add, metrics of an epoch that is not over, loggers.
 
 [Note: Data]
 A dataloader with ``state_dict`` is asked for it. Any other is replayed: the record has the generators as they were when the
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.encoding import dumps
+from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ class TrainingState:
     Args:
         trainer: The Trainer.
         namespace: Whose Trainer it is.
+        changes: What callbacks change of model and optimizers.
     """
 
-    def __init__(self, trainer: Any, namespace: str) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, namespace: str, changes: Changes) -> None:
+        self._trainer, self.changes = trainer, changes
         self._calls = importlib.import_module(f"{namespace}.trainer.call")
         self._is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
         self._version = importlib.import_module(namespace).__version__
@@ -129,6 +131,7 @@ class TrainingState:
                 "global_step": dumps(trainer.global_step, "global_step"),
                 "fit_loop": dumps(after_batch(trainer.fit_loop.state_dict()), "loops"),
                 "optimizers": dumps(steps, "optimizers"),
+                "changes": dumps(self.changes.take(), "changes"),
                 "lr_schedulers": dumps([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
                 "precision": dumps(trainer.precision_plugin.state_dict(), "precision"),
                 "buffers": dumps(self._buffers(), "buffers"),

@@ -76,6 +76,8 @@ CASES = [
     Case("unfrozen", plan="mixed", at=3, joins=0),
     Case("unfrozen", plan="mixed", at=3, joins=1),
     Case("both", plan="mixed", at=3, joins=0),  # the second one's files have the number that those of the first one had
+    Case("recording", plan="mixed", at=3, joins=1),
+    Case("twice", plan="mixed", at=4, joins=0),  # parameters had joined in the step that was kept
     Case("twice", plan="mixed", at=3, every=2),
 ]
 

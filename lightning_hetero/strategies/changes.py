@@ -1,0 +1,142 @@
+"""Who is trained, and how, once callbacks have changed it: optimizers' groups, frozen parameters, modes of modules.
+
+[Note: Changes]
+A resume makes model and optimizers as they were when training began. Callbacks that unfreeze layers in the middle of it have since
+changed them, and do not do so again: Lightning's own give optimizers their groups back, and leave the layers frozen. So a record
+says what is no longer as it was. The store is opened with the groups of its record, which say who has state in it. Then the
+optimizers have those that they were made with, as hooks that run as a fit starts have to find them; and when Lightning restores the
+optimizers, the record counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hetero.errors import ConfigError
+
+_MODES = ("training", "track_running_stats")  # the second is what a frozen batch norm has off
+
+Groups = list[list[list[int]]]  # of each optimizer, by the numbers of their parameters
+
+
+class Changes:
+    """What is no longer as it was when a fit began.
+
+    Args:
+        module: The model, as the fit begins.
+        optimizers: Its optimizers, as they were made.
+        found: The training state that the fit goes on from.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any] | None) -> None:
+        self._params = list(module.parameters())
+        self._numbers = {id(param): number for number, param in enumerate(self._params)}
+        self._modules = dict(module.named_modules())
+        self._optimizers = list(optimizers)
+        self._groups, self._frozen, self._modes = self._groups_now(), self._frozen_now(), self._modes_now()
+        self._found = {} if found is None else found
+        self._record = self._found.get("changes")  # stores of before have none
+
+    def take(self) -> dict[str, Any]:
+        """The changes so far; ``None`` where there is none.
+
+        Raises:
+            ConfigError: An optimizer has got parameters that the model has not.
+        """
+        groups, frozen, modes = self._groups_now(), self._frozen_now(), self._modes_now()
+        if groups != self._groups and any(-1 in group for of_one in groups for group in of_one):
+            raise ConfigError("An optimizer has got parameters that were not the model's when the fit began.")
+        return {
+            "groups": None if groups == self._groups else {"made": _sizes(self._groups), "now": groups},
+            "frozen": None if frozen == self._frozen else frozen,
+            "modes": {name: values for name, values in modes.items() if self._modes.get(name, values) != values},
+        }
+
+    def to_model(self) -> None:
+        """Freezes and unfreezes parameters, and sets modes of modules, as the record says.
+
+        Raises:
+            ConfigError: It is of another model.
+        """
+        if self._record is None:
+            return
+        frozen = set(self._frozen if self._record["frozen"] is None else self._record["frozen"])
+        for number, param in enumerate(self._params):
+            if param.requires_grad == (number in frozen):
+                param.requires_grad_(number not in frozen)
+        for name, values in {**self._modes, **self._record["modes"]}.items():
+            if name not in self._modules:
+                raise ConfigError(f"the store has a module {name!r}; this model has none of that name. Resume with the same model.")
+            for mode, on in zip(_MODES, values, strict=True):
+                if on is not None:
+                    setattr(self._modules[name], mode, on)
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """In the context the optimizers have the groups of the record.
+
+        Raises:
+            ConfigError: They were made with other ones than the store's.
+        """
+        made = [optimizer.param_groups for optimizer in self._optimizers]
+        self._regroup()
+        try:
+            yield
+        finally:
+            for optimizer, groups in zip(self._optimizers, made, strict=True):
+                if optimizer.param_groups is not groups:
+                    optimizer.param_groups = groups
+
+    def restore(self) -> None:
+        """From now on model and optimizers are what the record says, whatever hooks have done since they were made.
+
+        Raises:
+            ConfigError: Hooks have given an optimizer parameters that it had not when the step was kept.
+        """
+        self.to_model()
+        wanted = self._wanted()
+        for number, (ours, theirs) in enumerate(zip(self._groups_now(), wanted, strict=True)):
+            if more := set().union(*ours).difference(*theirs):
+                raise ConfigError(
+                    f"as the fit began, a hook has given {type(self._optimizers[number]).__name__} {len(more)} parameters that it "
+                    f"had not when the store's last step was kept. Resume with the callbacks that training began with."
+                )
+        self._regroup()
+
+    def _wanted(self) -> Groups:
+        groups = None if self._record is None else self._record["groups"]
+        if groups is None:
+            return self._groups
+        if groups["made"] != _sizes(self._groups):
+            raise ConfigError(
+                f"the optimizers were made with groups of {_sizes(self._groups)} parameters, those of the store with "
+                f"{groups['made']}. Resume with the optimizers that training began with."
+            )
+        now: Groups = groups["now"]
+        return now
+
+    def _regroup(self) -> None:
+        if self._record is None or self._groups_now() == (wanted := self._wanted()):
+            return
+        for optimizer, groups, books in zip(self._optimizers, wanted, self._found["optimizers"], strict=True):
+            rows = zip(groups, books["groups"], strict=True)
+            optimizer.param_groups = [{**row, "params": [self._params[number] for number in group]} for group, row in rows]
+
+    def _groups_now(self) -> Groups:
+        groups = [optimizer.param_groups for optimizer in self._optimizers]
+        return [[[self._numbers.get(id(p), -1) for p in group["params"]] for group in of_one] for of_one in groups]
+
+    def _frozen_now(self) -> list[int]:
+        return [number for number, param in enumerate(self._params) if not param.requires_grad]
+
+    def _modes_now(self) -> dict[str, list[Any]]:
+        return {name: [vars(module).get(mode) for mode in _MODES] for name, module in self._modules.items()}
+
+
+def _sizes(groups: Groups) -> list[list[int]]:
+    return [[len(group) for group in of_one] for of_one in groups]

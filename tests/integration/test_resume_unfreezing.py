@@ -1,0 +1,165 @@
+"""``ckpt_path`` is a store whose step was kept after callbacks had unfrozen layers: training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.recipes import MIXED
+from support.resuming import Ends, EndsAt, after
+from support.strategies import on_device
+from torch import nn
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+BATCHES = 3  # of an epoch
+ADAMW = Recipe(steps=11, shape=Shape(dropout=0.1), clip=1.0)
+SCHEDULED = replace(ADAMW, schedule="step", groups=True)
+SGD = replace(SCHEDULED, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9))
+BF16 = replace(ADAMW, precision="bf16-true")
+
+
+class Backbone(LitModel):
+    """Its blocks are the backbone, with batch norms that freeze with them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:
+            block.norm = nn.Sequential(block.norm, Normed(recipe.shape.width))
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.blocks
+
+
+class Normed(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def backbone() -> pl.Callback:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)
+
+
+class Twice(BaseFinetuning):
+    """One block is trained from the second epoch on, the others and the embedding from the third."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.model.embed, pl_module.model.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.blocks[2], optimizer, lr=1e-3)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([pl_module.model.blocks[:2], pl_module.model.embed], optimizer, lr=5e-4)
+
+
+class ByHand(pl.Callback):
+    """Knows nothing of a resume: a group of frozen parameters joins as a fit starts; they are unfrozen, and drop out, later."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.model.blocks[0].requires_grad_(False).eval()
+        pl_module.model.blocks[1].requires_grad_(False).eval()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.optimizers[0].add_param_group({"params": list(pl_module.model.blocks[0].parameters()), "lr": 1e-3})
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.model.blocks[0].requires_grad_(True).train()
+            pl_module.model.blocks[1].requires_grad_(True).train()
+            params = trainer.optimizers[0].param_groups[0]["params"]  # no group of their own
+            params += pl_module.model.blocks[1].parameters()
+
+
+def fit(
+    root: Path,
+    strategy: Any,
+    make: Callable[[], pl.Callback],
+    recipe: Recipe = ADAMW,
+    *,
+    stop: int | None = None,
+    store: Path | None = None,
+    more: tuple[pl.Callback, ...] = (),
+) -> Outcome:
+    torch.manual_seed(7)
+    module = Backbone(recipe)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=recipe.steps, gradient_clip_val=recipe.clip, precision=recipe.precision, limit_val_batches=0,
+        default_root_dir=root, callbacks=[make(), *more, *([] if stop is None else [EndsAt(stop)])],
+    )  # fmt: skip
+    ckpt_path = None if store is None else str(store)
+    if stop is None:
+        trainer.fit(module, data(BATCHES), ckpt_path=ckpt_path)
+        return outcome(trainer, module)
+    with pytest.raises(Ends):
+        trainer.fit(module, data(BATCHES), ckpt_path=ckpt_path)
+    return Outcome(module.losses, {}, [])
+
+
+def keeping(plan: Any, store: Path, **options: Any) -> Any:
+    make = plan if callable(plan) else partial(HeteroOffloadStrategy, plan)
+    return make(disk_path=store, verify_digests=True, **options)
+
+
+DEVICE_RESIDENT = partial(on_device, "resident")
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "plans", "stops"),
+    [
+        (backbone, ADAMW, ("resident", "disk"), (8,)),
+        (backbone, SCHEDULED, ("disk", "resident", MIXED), (BATCHES, 5)),  # unfrozen, before a step and after
+        (Twice, ADAMW, (MIXED, "disk", "host"), (5, 10)),
+        (Twice, SGD, ("disk", "resident"), (7,)),
+        (Twice, BF16, ("host", "disk"), (7,)),
+        (Twice, ADAMW, (on_device, DEVICE_RESIDENT, "disk"), (4, 8)),
+        (ByHand, ADAMW, ("disk", "host"), (5,)),
+    ],
+    ids=["backbone", "scheduled", "twice", "sgd", "bf16", "devices", "by-hand"],
+)  # fmt: skip
+def test_it_goes_on_where_layers_had_been_unfrozen(
+    make: Callable[[], pl.Callback], recipe: Recipe, plans: tuple[Any, ...], stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    plain = fit(tmp_path, "auto" if recipe is not BF16 else HeteroOffloadStrategy("host"), make, recipe)
+    go_on: dict[str, Path] = {}
+    for plan, stop in zip(plans, (*stops, None), strict=True):
+        got = fit(tmp_path, keeping(plan, store), make, recipe, stop=stop, **go_on)
+        go_on = {"store": store}
+    assert_same(got, after(plain, recipe.steps - stops[-1]))
+
+
+def test_a_checkpoint_of_links_of_such_a_step_is_gone_on_from(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(tmp_path / "kept.ckpt")
+
+    plain = fit(tmp_path, keeping("disk", tmp_path / "store", link_checkpoints=True), Twice, more=(Saves(),))
+    assert_same(plain, fit(tmp_path, "auto", Twice))
+    got = fit(tmp_path, keeping("resident", tmp_path / "other"), Twice, store=tmp_path / "kept.ckpt")
+    assert_same(got, after(plain, ADAMW.steps - 8))
+
+
+def test_other_groups_than_those_that_training_began_with_are_refused(tmp_path: Path) -> None:
+    class Adds(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.model.blocks[1].up.parameters())})
+
+    store = tmp_path / "store"
+    fit(tmp_path, keeping("disk", store), Twice, stop=4)
+    with pytest.raises(ConfigError, match=r"were made with groups of \[\[2, 8\]\] parameters, those of the store with \[\[10\]\]"):
+        fit(tmp_path, keeping("disk", store), Twice, replace(ADAMW, groups=True), store=store)
+    with pytest.raises(ConfigError, match="a hook has given AdamW 2 parameters that it had not"):
+        fit(tmp_path, keeping("disk", store), Twice, store=store, more=(Adds(),))
