@@ -44,14 +44,14 @@ class Uses:
         """The anchors that use one of ``blocks``."""
         return [index for index, block in enumerate(self.anchors) if block in blocks]
 
-    def after(self, index: int, anchors: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The next ones of ``anchors`` after ``index``, and their blocks: each block once, without that of ``index``."""
+    def after(self, index: int, anchors: Sequence[int], *, place: int = 0) -> Iterator[tuple[int, int]]:
+        """Those of ``anchors`` from ``place`` on that follow ``index``, and their blocks: each once, without that of ``index``."""
         seen = {None, self.anchors[index]}
-        for place in range(bisect_right(anchors, index), len(anchors)):
-            block = self.anchors[anchors[place]]
+        for i in range(max(place, bisect_right(anchors, index)), len(anchors)):
+            block = self.anchors[anchors[i]]
             if block is not None and block not in seen:
                 seen.add(block)
-                yield anchors[place], block
+                yield anchors[i], block
 
     def following(self, index: int, block: int, *, skip: bool = False) -> int:
         """The first anchor from ``index`` on that uses ``block``, counting into the next step; ``skip``: the second one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
@@ -31,6 +32,7 @@ class WeightMoves:
         self.host, self.device = host, device
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
+        self._higher = 0  # up to this place in there, weights of uses to come are on the device
         self._below_device = uses.of({b for b, p in enumerate(placed) if p.below_device})
         self._outdated = deque(b for b in dict.fromkeys(uses.anchors) if b is not None and placed[b].renewed)
 
@@ -75,8 +77,10 @@ class WeightMoves:
 
     def _prefetch_to_host(self, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks from disk to the host that are not higher up yet."""
-        higher = () if self.device is None else self.device.held
-        ahead = (block for _, block in self._uses.after(index, self._on_disk) if block not in higher)
+        higher, uses = () if self.device is None else self.device.held, self._on_disk
+        while self._higher < len(uses) and (uses[self._higher] <= index or self._uses.anchors[uses[self._higher]] in higher):
+            self._higher += 1
+        ahead = (block for _, block in self._uses.after(index, uses, place=self._higher) if block not in higher)
         for block in islice(ahead, self._depth):
             keep.add(block)
             if not self._fetch(index, block, keep=keep):
@@ -93,6 +97,7 @@ class WeightMoves:
             return False
         for victim in victims:
             self.release(self.device, victim)
+            self._higher = min(self._higher, bisect_left(self._on_disk, self._uses.following(index, victim)))
         self._upload(block, after=self.device.after_release() if placed.below_device else ())
         return True
 
