@@ -274,6 +274,7 @@ class LanesContract:
         assert back.eq(14).all()
 
     def test_ops_know_their_times(self, lanes: Lanes) -> None:
+        started = time.monotonic()
         lanes.timed = True
         before = time.monotonic()
         first = lanes.submit(op(0, Lane.H2D), nothing, [])
@@ -282,7 +283,8 @@ class LanesContract:
         one, two = first.times(), second.times()
         assert one is not None
         assert two is not None
-        slack = 0.0 if self.on_host else 0.05  # the device has its own clock
+        # The device has its own clock; what it shows as times begin to be taken was read at some moment of these.
+        slack = 0.0 if self.on_host else 0.05 + before - started
         assert before - slack <= one[0] <= one[1] <= two[0] + slack
         assert two[0] <= two[1] <= time.monotonic()
 
@@ -372,7 +374,7 @@ class LanesContract:
             event.wait()
         assert alive[0]() is None
 
-    def test_close_ends_what_has_not_begun(self, lanes: Lanes, gate: threading.Event) -> None:
+    def test_close_ends_what_has_not_begun(self, lanes: Lanes) -> None:
         if not self.overlaps:
             pytest.skip("ops run when they are submitted")
         ran: list[int] = []
@@ -380,14 +382,14 @@ class LanesContract:
 
         def run() -> tuple[()]:
             begun.set()
-            gate.wait(PATIENCE_S)
+            assert lanes._failures.closing.wait(PATIENCE_S)  # type: ignore[attr-defined]
+            time.sleep(0.02)  # close is waiting for it now
             return ()
 
         running = lanes.submit(op(0, Lane.H2D), run, [])
         behind = lanes.submit(op(1, Lane.H2D), doing(lambda: ran.append(1)), [])
         elsewhere = lanes.submit(op(2, Lane.CPU), doing(lambda: ran.append(2)), [behind])
-        begun.wait(PATIENCE_S)
-        threading.Timer(0.05, gate.set).start()
+        assert begun.wait(PATIENCE_S)
         lanes.close()
         assert running.done()
         for event in (behind, elsewhere):
@@ -418,9 +420,13 @@ class LanesContract:
         never = lanes.submit(op(0, Lane.DISK_READ, OpKind.FETCH), lambda: [FakeTicket()], [])
         main = threading.main_thread().ident
         assert main is not None
-        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait() -> None:
+            threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
             never.wait()
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         lanes.close()
         assert not threads()
 

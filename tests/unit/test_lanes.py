@@ -139,13 +139,20 @@ def test_the_directions_are_independent(slow: EmulatedLanes) -> None:
 
 
 class Clock:
-    """A clock that only sleep moves, and a lane that wakes late."""
+    """A clock that only sleep and :meth:`compute` move, and a lane that wakes late."""
 
     def __init__(self, late_s: float = 0.0) -> None:
-        self.now, self.late_s = 100.0, late_s
+        self.now, self.busy, self.late_s = 100.0, 50.0, late_s
 
     def monotonic(self) -> float:
         return self.now
+
+    def process_time(self) -> float:
+        return self.busy
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.busy += seconds
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0
@@ -248,23 +255,21 @@ def test_planners_know_the_rates_that_are_set() -> None:
     assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s, found.disk_duplex) == (5e6, 5e6, True)
 
 
-def test_compute_takes_as_many_times_as_long_as_asked_for() -> None:
+def test_compute_takes_as_many_times_as_long_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(emulated, "time", clock)
     lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, compute_slowdown=4.0))
     lanes.compute_waits([])  # compute begins
-    start, busy = time.monotonic(), time.process_time()
-    while time.process_time() < busy + 0.02:
-        pass
+    clock.compute(2.0)
     lanes.mark()
-    assert time.monotonic() - start >= 4 * 0.02
+    assert clock.now == 100.0 + 4 * 2.0
+    clock.now += 5.0  # nobody computes
+    clock.compute(1.0)
     lanes.drain()  # compute is at rest
-    slept: list[float] = []
-    lanes._compute = emulated._SlowCompute(4.0)
-    lanes._compute.resume()
-    time.sleep(0.05)  # nobody computes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulated.time, "sleep", slept.append)
-        lanes._compute.pause()
-    assert slept[0] < 3 * 0.05
+    assert clock.now == 108.0 + 5.0 + 4 * 1.0
+    clock.compute(1.0)  # of somebody else
+    lanes.mark()
+    assert clock.now == 118.0
     lanes.close()
 
 
@@ -352,7 +357,7 @@ def test_versions_of_memory_are_its_own() -> None:
 
 
 def test_threads_share_an_arena() -> None:
-    arena = Arena(1 << 16, HOST, poison=False)
+    arena = Arena(1 << 17, HOST, poison=False)  # a gap is left for every piece, however the others lie
 
     def work(number: int) -> None:
         chance, held = random.Random(number), []
@@ -369,7 +374,7 @@ def test_threads_share_an_arena() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert arena.used_bytes == 0
-    assert arena.take(1 << 16, "everything").numel() == 1 << 16
+    assert arena.take(1 << 17, "everything").numel() == 1 << 17
 
 
 def test_native_tickets_are_tickets(tmp_path: Path) -> None:
