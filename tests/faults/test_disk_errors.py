@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer
 from support.store import read_store
 
-from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError, StoreCorruptError, StoreError
+from lightning_hetero._native import Ticket
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfMemoryBudgetError, StoreCorruptError, StoreError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 RECIPE = Recipe(steps=8, shape=Shape(layers=4, width=64))
@@ -135,9 +136,15 @@ def test_with_verify_changed_contents_are_named(tmp_path: Path, budget: int, whe
 
 
 def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(
-    tmp_path: Path, budget: int, forbidding: Callable[[Path], None]
+    tmp_path: Path, budget: int, forbidding: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, seen = tmp_path / "store", []
+    store, seen, tickets, init = tmp_path / "store", [], list[Ticket](), Ticket.__init__
+
+    def remember(ticket: Ticket, *arguments: Any, **options: Any) -> None:
+        init(ticket, *arguments, **options)
+        tickets.append(ticket)
+
+    monkeypatch.setattr(Ticket, "__init__", remember)
 
     def files() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in store.iterdir()}
@@ -145,7 +152,9 @@ def test_the_last_good_step_stays_and_nothing_is_written_after_the_error(
     class Looks(Breaks):
         def on_exception(self, *arguments: Any) -> None:
             super().on_exception(*arguments)
-            time.sleep(0.3)  # writes that the kernel already had
+            for ticket in tickets:  # writes that the kernel already had
+                with suppress(HeteroError):
+                    ticket.wait()
             seen.append(files())
 
     looks = Looks(tmp_path, forbidding)

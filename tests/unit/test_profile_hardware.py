@@ -301,12 +301,17 @@ def test_a_duplex_disk_is_recognised(disk_path: Path, monkeypatch: pytest.Monkey
         )
 
     monkeypatch.setattr(loads, "_engine", synthetic)
+    expected = pytest.approx(8e7, rel=0.3), pytest.approx(4e7, rel=0.3), pytest.approx(2.0, abs=2.0 - hardware._DUPLEX)
+    found = []
     with ExitStack() as undo:
-        pair = _disk(disk_path, undo)
-        results = rounds([[pair[0]], [pair[1]], list(pair)], seconds=2.0, repetitions=2)
-    assert alone(results, "read").value == pytest.approx(8e7, rel=0.3)
-    assert alone(results, "write").value == pytest.approx(4e7, rel=0.3)
-    assert Measured.of(progress(done, DISK, DISK) for done in results).value > hardware._DUPLEX
+        reads, writes = _disk(disk_path, undo)
+        for _ in range(10):  # a machine that is busy with something else hides it now and then
+            results = rounds([[reads], [writes], [reads, writes]], seconds=1.0, repetitions=1)
+            duplex = Measured.of(progress(done, DISK, DISK) for done in results).value
+            found.append((alone(results, "read").value, alone(results, "write").value, duplex))
+            if found[-1] == expected:
+                return
+    raise AssertionError(f"reads, writes and what both reach together: {found}")
 
 
 # ---- capacities ----------------------------------------------------------------------------------------------------------------
@@ -323,10 +328,10 @@ def _proc(tmp_path: Path, line: str) -> Path:
     return _files(tmp_path / "proc", {"self/cgroup": line + "\n"})
 
 
-def test_without_control_groups_memory_is_the_machines(tmp_path: Path) -> None:
-    got = available_memory_bytes(proc=tmp_path, cgroups=tmp_path)
-    assert got == pytest.approx(psutil.virtual_memory().available, rel=0.05)
-    assert total_memory_bytes(proc=tmp_path, cgroups=tmp_path) == psutil.virtual_memory().total
+def test_without_control_groups_memory_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * MIB, total=5 * MIB))
+    assert available_memory_bytes(proc=tmp_path, cgroups=tmp_path) == 3 * MIB
+    assert total_memory_bytes(proc=tmp_path, cgroups=tmp_path) == 5 * MIB
 
 
 @pytest.mark.parametrize("visible", [True, False], ids=["on the host", "in a container"])
