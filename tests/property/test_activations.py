@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -64,8 +63,7 @@ class Random(nn.Module):
                 return part(x)
 
 
-@pytest.mark.timeout(300)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     kinds=st.lists(st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=3),
     data=st.data(),

@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.lane_kinds import KINDS, lanes_of
 from support.models import Recipe, Shape, run
+from support.properties import examples
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
@@ -131,7 +132,7 @@ RECIPES = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(12)
 @given(recipe=RECIPES, plan=PLANS, tight=st.booleans())
 def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Recipe, plan: Plan, tight: bool) -> None:
     got = ran(plan, recipe, tight=tight)
@@ -143,7 +144,7 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
         assert any(name.startswith("UPDATE ") for names in issued.values() for name in names)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(5)
 @given(recipe=RECIPES, plan=PLANS)
 def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Plan) -> None:
     got = ran(plan, recipe, kept=True)
@@ -162,7 +163,7 @@ def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Pl
 DEVICE = replace(HARDWARE, shared_memory=False, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(5)
 @given(
     plan=PLANS,
     shape=st.builds(Shape, layers=st.integers(2, 4), tied=st.booleans(), frozen=st.sampled_from([(), (1,)])),
@@ -186,7 +187,7 @@ def test_lanes_of_every_kind_see_the_ops_in_the_predicted_order(
             assert got.trace.issued(step) == predicted.trace.issued(0), kind
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(6)
 @given(plan=PLANS, clip=st.sampled_from([None, 0.3]))
 def test_the_engine_ranks_updates_as_the_simulator_does(plan: Plan, clip: float | None) -> None:
     got = ran(plan, Recipe(steps=FIRST + 1, clip=clip))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.device import Fleeting, World, emulated, give_gradients, run, world
+from support.properties import examples
 from torch import Tensor, nn
 
 from lightning_hetero.errors import DeviceMemoryError, HeteroError
@@ -153,7 +154,7 @@ class Swaps:
 
 
 @same_bits_as_the_engine
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(case=CASES)
 def test_state_on_the_device_gives_the_bits_of_the_native_engine(case: Case) -> None:
     with made(case) as net, emulated() as lanes:
@@ -163,7 +164,7 @@ def test_state_on_the_device_gives_the_bits_of_the_native_engine(case: Case) -> 
 
 
 @same_bits_as_the_engine
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=CASES)
 def test_state_that_comes_and_goes_gives_the_bits_of_the_native_engine(case: Case) -> None:
     with made(case) as net, emulated() as lanes:
@@ -187,7 +188,7 @@ def test_a_way_back_may_end_while_it_is_noted() -> None:
 
 
 @same_bits_as_the_engine
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=CASES)
 def test_gradients_that_left_the_device_give_the_native_update_its_bits(case: Case) -> None:
     with made(case) as net, emulated() as lanes:
