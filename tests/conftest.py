@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -33,6 +34,14 @@ settings.register_profile(
 )
 settings.register_profile("deep", settings.get_profile("quick"), max_examples=DEEP_EXAMPLES, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_configure() -> None:
+    """Planners search as far as they would on an idle machine: so many simulations, however long they take."""
+    from lightning_hetero.planners import holistic
+
+    assert holistic.plan.__kwdefaults__ is not None
+    holistic.plan.__kwdefaults__["seconds"] = math.inf
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
