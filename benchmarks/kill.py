@@ -244,7 +244,8 @@ class Harness:
         limit = self.random.choice((0.2, 0.5, 1.2))
         process, reader = forked(lambda out: child(self.root, self.steps, self.optimizer, plan, self.fresh, out), log)
         self.plans[f"{plan if isinstance(plan, str) else plan.name}, {self.optimizer}"] += 1
-        begins = reader if self.random.random() < 0.6 else None  # most die while they train, however slow the machine
+        trains = self.random.random() < 0.6 or not self.counts["runs"]  # most die while they train, however slow the machine
+        begins = reader if trains else None
         status = self._kill(process, self.random.uniform(0, limit), begins)
         rows = rows_until_end(reader)
         self.counts["runs"] += 1

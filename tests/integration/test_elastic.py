@@ -202,16 +202,19 @@ def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_bo
 @pytest.mark.slow
 def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Batches and pipelines at once: both sleep most of the time."""
-    runs = []
-    with ThreadPoolExecutor() as pool:
-        for options in ([], ["--pipelines"]):
-            folder = tmp_path_factory.mktemp("drill")
-            runs.append(pool.submit(output_of, BENCHMARKS / "preemption.py", "--dir", folder, *options, cwd=folder))
-    for run in runs:
-        result = result_of(run.result())
-        assert result["lost_steps"] == result["wrong_samples"] == 0
-        assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
-        assert result["max_difference"] <= 1e-12
-        # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
-        limit_s = 20.0 + 3 * result["start_s"]
-        assert max(result["down_s"], result["up_s"], result["sigterm_s"]) <= limit_s, result
+    for _ in range(3):  # what else a machine does makes some drills slow; whoever waits for a timeout is slow in each
+        runs, in_time = [], True
+        with ThreadPoolExecutor() as pool:
+            for options in ([], ["--pipelines"]):
+                folder = tmp_path_factory.mktemp("drill")
+                runs.append(pool.submit(output_of, BENCHMARKS / "preemption.py", "--dir", folder, *options, cwd=folder))
+        for run in runs:
+            result = result_of(run.result())
+            assert result["lost_steps"] == result["wrong_samples"] == 0
+            assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
+            assert result["max_difference"] <= 1e-12
+            # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
+            in_time &= max(result["down_s"], result["up_s"], result["sigterm_s"]) <= 20.0 + 3 * result["start_s"]
+        if in_time:
+            return
+    raise AssertionError([result_of(run.result()) for run in runs])
