@@ -3,6 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <latch>
+
 #include "engine_fixture.h"
 #include "io_faulty.h"
 #include "training_fixture.h"
@@ -170,19 +173,27 @@ TEST(the_next_step_reads_ahead_of_a_commit_but_writes_after_it) {
     hetero::IoKind kind;
   };
   std::vector<Event> events;  // of the block files, from the second step on; the plan is called under a lock
-  bool recording = false;
+  std::atomic<bool> recording = false;
+  std::latch first_read(1);
   const auto plan = [&](int64_t, const hetero::IoRequest& request) {
-    const bool record = strstr(request.path, "COMMIT") != nullptr;
-    if (recording && !record) events.push_back({hetero::MonotonicNs(), request.kind});
-    return record ? Fault{FaultKind::kDelay, 0, 30000} : Fault{};
+    if (!recording) return Fault{};
+    if (strstr(request.path, "COMMIT") != nullptr) return Fault{FaultKind::kHold};
+    events.push_back({hetero::MonotonicNs(), request.kind});
+    if (!first_read.try_wait()) first_read.count_down();
+    return Fault{};
   };
-  REQUIRE(training.Open(directory, StoreOptions(kBlocks), true, std::make_unique<IoFaulty>(Pool(), plan)));
+  auto faulty = std::make_unique<IoFaulty>(Pool(), plan);
+  IoFaulty* const device = faulty.get();
+  REQUIRE(training.Open(directory, StoreOptions(kBlocks), true, std::move(faulty)));
   CHECK_EQ(training.Initialize(), 0);
   recording = true;
   const int64_t commit = training.run.Commit(1);
   const TestGradients gradients = GradientsOf(2, 0);
   const int64_t update = training.run.OpenUpdate(training.blocks[0], false);
   CHECK_EQ(training.run.Arm(update, gradients, 2), 0);
+  first_read.wait();
+  CHECK_EQ(hetero_wait(training.run.engine, update, HETERO_DONE, 0.03), HETERO_ETIMEDOUT);  // in which it could write
+  device->Release();
   CHECK_EQ(training.run.Wait(update), 0);
   hetero_times times{};
   CHECK_EQ(hetero_ticket_times(training.run.engine, commit, &times), 0);

@@ -28,6 +28,7 @@ enum class FaultKind : uint8_t {
   kFail,   // nothing is transferred; the error is reported
   kTear,   // the first half (in 512-byte sectors) is transferred, then the error is reported
   kDelay,  // succeeds, reported delay_us late and so out of order
+  kHold,   // succeeds, reported once Release has been called
   kFlip,   // succeeds with one bit changed: what is read, or what reaches the disk
   kLose,   // a write that is reported and never happens; reads and flushes succeed
 };
@@ -53,6 +54,7 @@ class IoFaulty final : public IoBackend {
   }
 
   ~IoFaulty() override {
+    Release();
     inner_.reset();  // its last completions still need the thread
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -74,16 +76,26 @@ class IoFaulty final : public IoBackend {
       inner_->Submit(request);
     } else if (fault.kind == FaultKind::kLose && request->kind == IoKind::kWrite) {
       request->started_ns = request->finished_ns = MonotonicNs();
-      Report(request, Status::Ok(), 0);
+      Report(request, Status::Ok(), fault);
     } else if (fault.kind == FaultKind::kFail) {
       request->started_ns = request->finished_ns = MonotonicNs();
-      Report(request, Injected(*request, fault), fault.delay_us);
+      Report(request, Injected(*request, fault), fault);
     } else {
       SubmitProxy(request, fault);
     }
   }
 
   [[nodiscard]] int32_t kind() const override { return inner_->kind(); }
+
+  // From now on nothing is held.
+  void Release() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      released_ = true;
+      results_.merge(held_);
+    }
+    changed_.notify_one();
+  }
 
   int64_t num_submitted() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -99,6 +111,7 @@ class IoFaulty final : public IoBackend {
     std::unique_ptr<uint8_t, decltype(&free)> copy{nullptr, free};  // of what is written, with another bit
   };
   using Clock = std::chrono::steady_clock;
+  using Results = std::multimap<Clock::time_point, std::pair<IoRequest*, Status>>;
 
   static Status Injected(const IoRequest& request, const Fault& fault) {
     const Status status = TransferError(request, fault.error);
@@ -128,16 +141,17 @@ class IoFaulty final : public IoBackend {
       owned->original->finished_ns = done->finished_ns;
       if (status.ok() && owned->fault.kind == FaultKind::kFlip && done->kind == IoKind::kRead) Flip(*done, owned->fault.bit);
       const bool torn = status.ok() && owned->fault.kind == FaultKind::kTear;
-      owned->self->Report(owned->original, torn ? Injected(*owned->original, owned->fault) : status, owned->fault.delay_us);
+      owned->self->Report(owned->original, torn ? Injected(*owned->original, owned->fault) : status, owned->fault);
     };
     inner_->Submit(&proxy->request);
   }
 
   // Hands the result to this back end's own thread.
-  void Report(IoRequest* request, const Status& status, int64_t delay_us) {
+  void Report(IoRequest* request, const Status& status, const Fault& fault) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      results_.emplace(Clock::now() + std::chrono::microseconds(delay_us), std::make_pair(request, status));
+      Results& results = fault.kind == FaultKind::kHold && !released_ ? held_ : results_;
+      results.emplace(Clock::now() + std::chrono::microseconds(fault.delay_us), std::make_pair(request, status));
     }
     changed_.notify_one();
   }
@@ -162,9 +176,10 @@ class IoFaulty final : public IoBackend {
   std::mutex mutex_;
   std::condition_variable changed_;
   const Plan plan_;
-  int64_t num_submitted_ = 0;                                                // guarded by mutex_
-  std::multimap<Clock::time_point, std::pair<IoRequest*, Status>> results_;  // guarded by mutex_
-  bool stopping_ = false;                                                    // guarded by mutex_
+  int64_t num_submitted_ = 0;  // guarded by mutex_
+  Results results_, held_;     // guarded by mutex_
+  bool released_ = false;      // guarded by mutex_
+  bool stopping_ = false;      // guarded by mutex_
   std::thread thread_;
 };
 
