@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +26,8 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCo
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Op, OpKind
 from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.runtime.lanes import EmulatedLanes
+from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.committed import block_names
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -89,7 +92,16 @@ def test_a_device_goes_on_while_a_step_is_kept(
 ) -> None:
     """Weights on their way up and transfers to the disk are waited for by others: a record needs what it names to be under way."""
     left: list[Op] = []
-    handed = DeviceExecutor.handed
+    handed, handover, work = DeviceExecutor.handed, DeviceExecutor.handover, EmulatedLanes._work
+    may_go = threading.Event()  # uploads after an optimizer's step, once it is kept: however late that is
+
+    def held(executor: DeviceExecutor, *args: Any) -> None:
+        may_go.clear()
+        handover(executor, *args)
+
+    def late(lanes: EmulatedLanes, queued: QueuedOp) -> Any:
+        assert queued.op.kind is not OpKind.UPLOAD or may_go.wait(60)
+        return work(lanes, queued)
 
     @contextmanager
     def watched(executor: DeviceExecutor, *, whole: bool) -> Iterator[None]:
@@ -98,8 +110,12 @@ def test_a_device_goes_on_while_a_step_is_kept(
             assert not [op for op in now if op.kind is OpKind.GRAD or (whole and op.kind is OpKind.SWAP_OUT)]
             left.extend(now)
             yield
+        may_go.set()
 
+    may_go.set()
     monkeypatch.setattr(DeviceExecutor, "handed", watched)
+    monkeypatch.setattr(DeviceExecutor, "handover", held)
+    monkeypatch.setattr(EmulatedLanes, "_work", late)
     options = {"disk_path": tmp_path / "store", "keep_every": every, "verify_digests": True}
     for stop in (6, 9):
         device = EmulatedDevice(memory="16MiB", seed=stop, h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6, disk_bytes_per_s=2e6)
