@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from lightning_hetero._native import Engine
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.plan import BlockPlan, Saved
-from lightning_hetero.ir.schedule import Op, Payload
+from lightning_hetero.ir.schedule import Lane, Op, Payload
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.activations.recompute import RecomputationError
@@ -870,16 +871,18 @@ def test_an_error_of_a_lane_reaches_backward(x: Tensor) -> None:
             driver.lanes.drain()
 
 
-def test_a_copy_that_nobody_waits_for_shows(x: Tensor) -> None:
+def test_a_copy_that_nobody_waits_for_shows(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Poison: memory that is given up before its bytes have left, as a schedule without the edge would."""
     net = Net()
     expected = plain(net, lambda: net(x))
-    slow = EmulatedLanes(EmulatedDevice(memory="1MiB", d2h_bytes_per_s=2e6), poison=True)
+    slow, gate = EmulatedLanes(EmulatedDevice(memory="1MiB", d2h_bytes_per_s=1.0), poison=True), threading.Event()
+    monkeypatch.setattr(slow._links[Lane.D2H], "_sleep", lambda _: gate.wait(60))
     with driving(net.blocks(), rule(HOST, HOST), lanes=slow) as driver:
         torch.manual_seed(7)
         driver.begin()
         loss = net(x)
         driver.activations.sweep(driver.outs)  # a lie: compute has waited for none of them
+        gate.set()
         loss.backward()
         found = gradients(net)
         assert not all(torch.equal(found[name], grad) for name, grad in expected[1].items())
