@@ -54,7 +54,7 @@ MEMORY_BYTES = 100_000  # of a node, for pipelines: two hold the model, one does
 STEPS = 150
 STEP_S = 0.3  # of a step while something happens: there have to be enough left
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-PATIENCE_S = 120.0  # after which the drill has failed
+PATIENCE_S = 300.0  # after which the drill has failed
 TOLERANCE = 1e-12  # relative difference: gradients are added in another order
 
 # ---- a worker ---------------------------------------------------------------------------------------------------------------

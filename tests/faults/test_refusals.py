@@ -323,7 +323,7 @@ def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: 
         assert any(line == "held\n" for line in holder.stdout)
         refused(StoreBusyError, [str(store), f"in use by process {holder.pid}", "another disk_path"], root, module, disk_path=store)
         assert_usable(module, root, plain)
-        holder.communicate("go\n", timeout=120)
+        holder.communicate("go\n", timeout=600)
         assert holder.returncode == 0
     torch.manual_seed(11)
     again = new_module()

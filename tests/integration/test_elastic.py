@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on after each step in turn."""
     out = tmp_path_factory.mktemp("stopped")
-    output_of(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=300)
+    output_of(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=800)
     found: dict[str, Any] = torch.load(out / "elastic.pt", weights_only=False)
     return found
 

@@ -121,7 +121,7 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(EXAMPLES / "finetune_smollm2.ipynb", as_version=4)
 
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3", resources=resources).execute()
 
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "on average" in text  # it was planned

@@ -107,7 +107,7 @@ def child(phase: str, folder: Path, *io: str) -> dict[str, int]:
     given = filter(None, [os.environ.get("PYTHONPATH")])
     paths = os.pathsep.join([str(tests), str(tests.parent / "benchmarks"), *given])  # not all that a test may have added
     done = subprocess.run(
-        [sys.executable, __file__, phase, str(folder), *io], capture_output=True, text=True, timeout=280,
+        [sys.executable, __file__, phase, str(folder), *io], capture_output=True, text=True, timeout=420,
         env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

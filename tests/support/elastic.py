@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from scratch import free_port
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+GRACE_S = 300.0  # for the step that is under way at a signal, on any machine
+
 
 class Killed(Exception):
     """Stands for ``kill -9``: nothing of this incarnation is saved any more."""

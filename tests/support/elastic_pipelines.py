@@ -20,7 +20,7 @@ from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.parallel.pipeline.layout import NODE
 from lightning_hetero.strategies import HeteroParallelStrategy
-from support.elastic import ending, trainer
+from support.elastic import GRACE_S, ending, trainer
 from support.pipeline_train import PLANS, RANK, WORLD, Net, cluster_plan, data
 
 STEPS, EVENT = 7, 4  # an epoch has three steps
@@ -66,7 +66,8 @@ def main() -> None:
         torch.save(fit(folder, signal.SIGTERM, "auto"), folder / "alone.pt")
         return
     plan = PLANS[3] if WORLD == 3 else cluster_plan((12, (2, 4)))
-    told = fit(folder, signal.SIGTERM, HeteroParallelStrategy(plan=plan, elastic=Elastic(folder / "told", every_n_steps=3)))
+    elastic = Elastic(folder / "told", every_n_steps=3, grace_s=GRACE_S)
+    told = fit(folder, signal.SIGTERM, HeteroParallelStrategy(plan=plan, elastic=elastic))
     torch.save(told, folder / f"told-world{WORLD}-rank{RANK}.pt")
     os.environ[NODE] = NODES[WORLD][RANK]
     automatic.memory_bytes = lambda device: MEMORY_BYTES

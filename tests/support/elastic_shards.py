@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from lightning_hetero import LocalFirst
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy
-from support.elastic import Killed, loader, trainer
+from support.elastic import GRACE_S, Killed, loader, trainer
 from support.recovery_train import RANK, WORLD, Net, Sharded, whole
 
 SAMPLES, BATCH = 42, 12  # four batches an epoch, the last of six samples
@@ -57,7 +57,10 @@ def fit(out: Path, events: Events, *plugins: Any, alone: bool = False) -> dict[s
     strategy: Any = "auto"
     if not alone:
         strategy = HeteroParallelFsdpStrategy(
-            speeds=[1.0, 2.0, 3.0][:WORLD], global_batch_size=BATCH, rebalance_every=0, elastic=Elastic(out, every_n_steps=EVERY)
+            speeds=[1.0, 2.0, 3.0][:WORLD],
+            global_batch_size=BATCH,
+            rebalance_every=0,
+            elastic=Elastic(out, every_n_steps=EVERY, grace_s=GRACE_S),
         )
     made = trainer(out, strategy, *plugins, devices=1 if alone else WORLD, callbacks=[events], max_steps=STEPS)
     net = Net() if alone else Sharded()

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.pipeline.layout import NODE
 from lightning_hetero.strategies import HeteroParallelStrategy
-from support.elastic import ending, trainer
+from support.elastic import GRACE_S, ending, trainer
 from support.group_train import DISK, Net
 from support.parallel_train import RANK, WORLD, data
 
@@ -73,7 +73,7 @@ def main() -> None:
         rebalance_every=0,
         global_batch_size=BATCH,
         bucket_cap_mb=1 / 1024,
-        elastic=Elastic(out / "steps", every_n_steps=EVERY),
+        elastic=Elastic(out / "steps", every_n_steps=EVERY, grace_s=GRACE_S),
     )
     signals = {("killed", "a"): {KILLED: signal.SIGKILL}, ("told", "c"): {TOLD: signal.SIGTERM}}.get((incarnation, node), {})
     torch.save(fit(out, strategy, signals), out / f"{incarnation}-{node}.pt")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelStrategy, LocalFirst
 from support import elastic_restarts
-from support.elastic import Killed, loader, single_rank, trainer
+from support.elastic import GRACE_S, Killed, loader, single_rank, trainer
 
 SAMPLES, BATCH, EPOCHS = 37, 4, 3  # ten batches an epoch, the last of one sample
 KILLED, TOLD = {2, 7, 14}, {4, 5, 11}  # steps in which an incarnation dies, or is told to leave; 4 is the last of an epoch
@@ -100,7 +100,7 @@ def stopped(out: Path, name: str) -> dict[str, Any]:
     for _ in range(20):
         plugins = [LocalFirst(disk=out / "local")] if name == "tiers" else []
         try:
-            result = fit(out, notes, HeteroParallelStrategy(elastic=Elastic(out / "steps", keep=3)), *plugins)
+            result = fit(out, notes, HeteroParallelStrategy(elastic=Elastic(out / "steps", keep=3, grace_s=GRACE_S)), *plugins)
         except Killed:
             codes.append(-9)
         except SystemExit as stop:

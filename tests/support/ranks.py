@@ -33,7 +33,7 @@ def start(
                 "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
             }
             env |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(names.index(nodes[rank]))}
-        done = run_script(script, *arguments, cwd=cwd, env=env, timeout_s=300)
+        done = run_script(script, *arguments, cwd=cwd, env=env, timeout_s=800)
         expected = -signal.SIGKILL if rank == killed else 0
         assert done.returncode == expected, f"rank {rank} of {world}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout

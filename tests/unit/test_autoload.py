@@ -34,7 +34,7 @@ def _python(code: str, tmp_path: Path, **env: str) -> str:
         [sys.executable, "-c", STUB + code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env=environment,
         cwd=tmp_path,
         check=False,

@@ -88,7 +88,7 @@ def _python(code: str, directory: Path, **env: str) -> subprocess.CompletedProce
     parent = str(Path(lightning_hetero.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": parent, **env}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=directory, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=directory, timeout=600, check=False
     )
 
 

@@ -668,5 +668,5 @@ print([m for m in sys.modules if m.split(".")[0] in ("lightning", "pytorch_light
 """
     root = Path(hardware.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
