@@ -3,8 +3,11 @@
 [Note: Encoding]
 Numbers, strings, booleans, ``None`` and lists are JSON's own; infinities and NaN are spelled as Python's ``json`` does. A
 dictionary whose keys are strings stays one. Everything else is an object with the one key ``"$"``: ``[kind, ...]``, see
-``_DECODERS``. Tensors and bytes are base64 of their little-endian bytes. A type that is not listed is refused with the place
-where it was found.
+``_Decoder``. A type that is not listed is refused with the place where it was found.
+
+The little-endian bytes of tensors, arrays and ``bytes`` are base64 in a text. A value as a file of its own has them behind the
+text, which says ``[first byte, bytes]`` there: 8 bytes with the length of the text, the text, and the bytes, each run of them at a
+multiple of 64.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
@@ -23,10 +27,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, HeteroError
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DEPTH_MAX = 64
+_ALIGN = 64
+
+
+class Encoded:
+    """A value on its way to the disk. It refers to the value's memory, so it is written before that changes.
+
+    Args:
+        value: The value.
+        where: What it is, for the message.
+
+    Raises:
+        ConfigError: Something in it has no safe form; names the place and the type.
+    """
+
+    def __init__(self, value: Any, where: str) -> None:
+        self._tree = _encode(value, where, 0)
+
+    def text(self, most: int | None = None) -> str | None:
+        """All of it as text; ``None`` if that is longer than ``most``."""
+        left = math.inf if most is None else most
+
+        def inline(raw: bytes | memoryview) -> str:
+            nonlocal left
+            left -= len(raw)
+            if left < 0:
+                raise _TooLongError
+            return base64.b64encode(raw).decode("ascii")
+
+        try:
+            text = self._dumps(inline)
+        except _TooLongError:
+            return None
+        return text if most is None or len(text) <= most else None
+
+    def pieces(self) -> list[bytes | memoryview]:
+        """What a file of its own has, one piece after the other."""
+        runs: list[bytes | memoryview] = []
+        end = 0
+
+        def place(raw: bytes | memoryview) -> list[int]:
+            nonlocal end
+            runs.extend((raw, bytes(-len(raw) % _ALIGN)))
+            begin, end = end, end + len(raw) + -len(raw) % _ALIGN
+            return [begin, len(raw)]
+
+        text = self._dumps(place).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGN)
+        return [len(text).to_bytes(8, "little"), text, *runs]
+
+    def _dumps(self, on_bytes: Callable[[Any], Any]) -> str:
+        return json.dumps(self._tree, separators=(",", ":"), default=on_bytes)
+
+
+class _TooLongError(Exception):
+    pass
 
 
 def dumps(value: Any, where: str) -> str:
@@ -39,18 +98,50 @@ def dumps(value: Any, where: str) -> str:
     Raises:
         ConfigError: Something in it has no safe form; names the place and the type.
     """
-    return json.dumps(_encode(value, where, 0), separators=(",", ":"))
+    text = Encoded(value, where).text()
+    assert text is not None
+    return text
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes, file: Callable[[str, int], Any] | None = None) -> Any:
     """The value of a text that :func:`dumps` made.
+
+    Args:
+        text: The text.
+        file: Reads what has a file of its own, by its name and size.
 
     Raises:
         ConfigError: It is no such text.
     """
+    with _reading():
+        return _Decoder(_from_base64, file).decode(json.loads(text))
+
+
+def unpack(content: memoryview) -> Any:
+    """The value of a file of its own; its tensors lie in ``content``.
+
+    Raises:
+        ConfigError: It is no such file.
+    """
+    with _reading():
+        start = 8 + int.from_bytes(content[:8], "little")
+
+        def run(place: list[int]) -> memoryview:
+            first, length = place
+            if min(first, length) < 0 or start + first + length > len(content):
+                raise ValueError("it refers to bytes behind its end")
+            return content[start + first : start + first + length]
+
+        return _Decoder(run, None).decode(json.loads(bytes(content[8:start])))
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
     try:
-        return _decode(json.loads(text))
+        yield
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError, RuntimeError) as error:
+        if isinstance(error, HeteroError):
+            raise
         raise ConfigError(f"the training state of a commit record cannot be read: {error}.") from error
 
 
@@ -84,10 +175,10 @@ _MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter", defaul
 def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> Any:
     if isinstance(value, Tensor) and not value.is_sparse and not value.is_quantized:
         flat = value.detach().to("cpu", copy=False).contiguous().view(-1)
-        raw = flat.view(torch.uint8) if flat.numel() else flat
-        return {"$": ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), _base64(bytes(raw.numpy()))]}
+        raw = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        return {"$": ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), raw]}
     if isinstance(value, bytes | bytearray):
-        return {"$": ["bytes", _base64(bytes(value))]}
+        return {"$": ["bytes", bytes(value)]}
     if isinstance(value, PurePath):
         return {"$": ["path", str(value)]}
     if isinstance(value, timedelta):
@@ -103,7 +194,8 @@ def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> An
         return inner(value.item(), "item")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         little = numpy.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
-        return {"$": ["array", little.dtype.str, list(value.shape), _base64(little.tobytes())]}
+        raw = little.reshape(-1).view(numpy.uint8).data if little.size else b""
+        return {"$": ["array", little.dtype.str, list(value.shape), raw]}
     if isinstance(value, bool | int | float | str):  # a subclass, such as numpy's float64
         return next(base(value) for base in (int, float, str) if isinstance(value, base))
     raise ConfigError(
@@ -112,54 +204,62 @@ def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> An
     )
 
 
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+def _from_base64(data: str) -> bytearray:
+    return bytearray(base64.b64decode(data, validate=True))
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() != {"$"}:
-        return {k: _decode(v) for k, v in value.items()}
-    kind, *rest = value["$"]
-    return _DECODERS[kind](*rest)
+class _Decoder:
+    """Makes values of trees.
 
+    Args:
+        raw: The bytes that a tree refers to.
+        file: Reads what has a file of its own; ``None``: nothing has.
+    """
 
-def _tensor(dtype: str, shape: list[int], data: str) -> Tensor:
-    raw = bytearray(base64.b64decode(data, validate=True))
-    flat = torch.frombuffer(raw, dtype=DTYPES[dtype]) if raw else torch.empty(0, dtype=DTYPES[dtype])
-    if flat.numel() != math.prod(shape):
-        raise ValueError(f"a tensor of shape {shape} has {flat.numel()} elements")
-    return flat.view(shape)
+    def __init__(self, raw: Callable[[Any], Any], file: Callable[[str, int], Any] | None) -> None:
+        self._raw = raw
+        kinds: dict[str, Callable[..., Any]] = {
+            "tensor": self._tensor,
+            "array": self._array,
+            "bytes": lambda data: bytes(raw(data)),
+            "path": str,
+            "seconds": lambda seconds: timedelta(seconds=seconds),
+            "dtype": lambda name: DTYPES[name],
+            "complex": lambda real, imag: complex(real, imag),
+            "tuple": lambda items: tuple(self.decode(items)),
+            "set": lambda items: set(self.decode(items)),
+            "frozenset": lambda items: frozenset(self.decode(items)),
+            "deque": lambda items: deque(self.decode(items)),
+            "dict": lambda items: dict(self._pairs(items)),
+            "ordered": lambda items: OrderedDict(self._pairs(items)),
+            "counter": lambda items: Counter(dict(self._pairs(items))),
+        }
+        self._kinds = kinds if file is None else {**kinds, "file": file}
 
+    def decode(self, tree: Any) -> Any:
+        """The value."""
+        if isinstance(tree, list):
+            return [self.decode(v) for v in tree]
+        if not isinstance(tree, dict):
+            return tree
+        if tree.keys() != {"$"}:
+            return {k: self.decode(v) for k, v in tree.items()}
+        kind, *rest = tree["$"]
+        return self._kinds[kind](*rest)
 
-def _array(dtype: str, shape: list[int], data: str) -> Any:
-    import numpy
+    def _tensor(self, dtype: str, shape: list[int], data: Any) -> Tensor:
+        raw = self._raw(data)
+        flat = torch.frombuffer(raw, dtype=DTYPES[dtype]) if raw else torch.empty(0, dtype=DTYPES[dtype])
+        if flat.numel() != math.prod(shape):
+            raise ValueError(f"a tensor of shape {shape} has {flat.numel()} elements")
+        return flat.view(shape)
 
-    if numpy.dtype(dtype).kind not in "biuf":
-        raise ValueError(f"an array of {dtype}")
-    return numpy.frombuffer(base64.b64decode(data, validate=True), dtype=dtype).reshape(shape).copy()
+    def _array(self, dtype: str, shape: list[int], data: Any) -> Any:
+        import numpy
 
+        if numpy.dtype(dtype).kind not in "biuf":
+            raise ValueError(f"an array of {dtype}")
+        return numpy.frombuffer(self._raw(data), dtype=dtype).reshape(shape).copy()
 
-def _pairs(items: list[list[Any]]) -> list[tuple[Any, Any]]:
-    return [(_decode(k), _decode(v)) for k, v in items]
-
-
-_DECODERS: dict[str, Callable[..., Any]] = {
-    "tensor": _tensor,
-    "array": _array,
-    "bytes": lambda data: base64.b64decode(data, validate=True),
-    "path": str,
-    "seconds": lambda seconds: timedelta(seconds=seconds),
-    "dtype": lambda name: DTYPES[name],
-    "complex": lambda real, imag: complex(real, imag),
-    "tuple": lambda items: tuple(_decode(items)),
-    "set": lambda items: set(_decode(items)),
-    "frozenset": lambda items: frozenset(_decode(items)),
-    "deque": lambda items: deque(_decode(items)),
-    "dict": lambda items: dict(_pairs(items)),
-    "ordered": lambda items: OrderedDict(_pairs(items)),
-    "counter": lambda items: Counter(dict(_pairs(items))),
-}
+    def _pairs(self, items: list[list[Any]]) -> list[tuple[Any, Any]]:
+        return [(self.decode(k), self.decode(v)) for k, v in items]
