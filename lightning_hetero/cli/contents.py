@@ -156,6 +156,7 @@ def _of_store(store: StoreFiles) -> Contents:
         "uuid": store.manifest.get("uuid"),
         "temporary": store.manifest.get("temporary"),
         "step": None if record is None else record.step,
+        "state_files": {} if record is None else dict(record.states),
         "notes": [str(note) for note in store.notes],
     }
     return Contents(kind=STORE, path=store.path, facts=facts, tensors=tensors, blocks=tuple(blocks))

@@ -70,6 +70,7 @@ def _store(path: Path) -> Report:
         kept = [_store(pin) for pin in pins(path)]
         faults += tuple(f"{report.path.name}: {fault}" for report in kept for fault in report.faults)
         blocks = () if store.record is None else store.record.blocks
+        states = 0 if store.record is None else len(store.record.states)
         step = "no step" if store.record is None else f"step {store.record.step}"
         notes = [] if store.record is None else [f"an older record is in use: {note}" for note in store.notes]
         without = sum(not store.has_digests(block) for block in blocks) if not faults else 0
@@ -78,7 +79,8 @@ def _store(path: Path) -> Report:
             f"{without} of {len(blocks)} blocks have no digests: their stamps are right, their contents could not be checked."
         )
     notes += [f"{report.path.name}: {note}" for report in kept for note in report.notes]
-    checked = "; ".join([f"{step}: stamps and digests of {len(blocks)} blocks", *(f"{r.path.name}, {r.checked}" for r in kept)])
+    what = f"stamps and digests of {len(blocks)} blocks" + (f" and {states} state files" if states else "")
+    checked = "; ".join([f"{step}: {what}", *(f"{r.path.name}, {r.checked}" for r in kept)])
     return Report(kind=STORE, path=path, checked=checked, faults=faults, notes=tuple(notes))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ class Directories:
                 store.files.attach(directory)
             return
         self._note(placement, kept=kept)
+        states = 0 if store.files.states is None else store.files.states.num_bytes
         limits = DiskLimits(
-            needed_bytes=self.disk_bytes + placement.later_bytes, capacity_bytes=self._options.disk_capacity,
+            needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self._options.disk_capacity,
             allow_tmpfs=True, allow_rotational=True,
         )  # fmt: skip  # the directory is in use already
         store.files.directory.check_room(limits)
@@ -106,8 +108,13 @@ class Directories:
     def room_bytes(self, store: TierStore | None) -> int:
         """Bytes that may be written on the disk beside what the plan in force has there."""
         free = Volume.of(self.disk_root(store)).free_bytes
+        states = None if store is None else store.files.states
+        return int(min(free, self.beside_bytes() - (0 if states is None else states.num_bytes)))
+
+    def beside_bytes(self) -> float:
+        """Bytes that ``disk_capacity`` allows beside what the plan in force has on the disk."""
         capacity = self._options.disk_capacity
-        return free if capacity is None else min(free, capacity - self.disk_bytes)
+        return math.inf if capacity is None else capacity - self.disk_bytes
 
     def disk_root(self, store: TierStore | None) -> Path:
         """An existing directory on the disk where files are or would be."""

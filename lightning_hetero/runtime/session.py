@@ -40,6 +40,7 @@ from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.store.snapshots import snapshot
+from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 
@@ -101,7 +102,7 @@ class Session(Budgets):
             binding.rule = rule
         self._directories.default_root = default_root
         if self.store is None:
-            ring = commit_ring(self.root, self.blocks, kept=self.keeps_steps)
+            ring = commit_ring(self.blocks, kept=self.keeps_steps)
             layout = {**ring, "parts": part_names(self.blocks)}
             directory = self._directories.of_blocks(
                 placement, trains=self._trains, kept=self.keeps_steps, layout=layout, resume=resume
@@ -116,6 +117,8 @@ class Session(Budgets):
                 **ring,
             )
             self.store.on_patched = self.options.on_patched
+            if self.store.files.states is not None:
+                self.store.files.states.room_bytes = self._directories.beside_bytes
         rules = placement.rules
         updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         if self.steps is not None:
@@ -359,11 +362,11 @@ class Session(Budgets):
             self._frozen.wait()
             self._frozen = None
 
-    def keep_step(self, state: Callable[[], str], *, last: bool) -> None:
+    def keep_step(self, state: Callable[[StateFiles], str], *, last: bool) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.
 
         Args:
-            state: Takes the loop's state.
+            state: Takes the loop's state; see :meth:`KeptSteps.keep`.
             last: Training ends with it.
         """
         if self.steps is not None and self.executor is not None:

@@ -32,14 +32,15 @@ from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.pins import pin, pins, unpin
+from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
-from lightning_hetero.units import KIB, MIB, format_bytes
+from lightning_hetero.units import KIB, format_bytes
 
 log = logging.getLogger(__name__)
 
 _NO_STEP = "no step has been committed yet"
 _BETWEEN = "its last step was not to be kept (keep_every)"
-_TOO_LARGE = "its training state was too large for a record (the log says so)"
+_TOO_LARGE = "its record was too large (the log says so)"
 _CHANGED = "it was changed after its last step, whose pin is gone, and no other step followed"
 
 
@@ -118,14 +119,14 @@ class KeptSteps:
                 f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
                 f"another dtype, than now. Resume with the model as it was when training began."
             )
-        self._check_optimizers(record.state_of(found, str(directory.path))["optimizers"])
+        self._check_optimizers(record.state_of(found, directory.path, "optimizers")["optimizers"])
         self._state, self._why = found.state, found.why
         self._found = dict(zip(self._parts, found.parts, strict=True))
         self._entries = {part: entry.to_json() for part, entry in self._found.items()}
         blob_optimizers = {blob.optimizer for entry in found.parts for blob in entry.blobs}
         if max(blob_optimizers, default=0) >= len(self._bindings):
             raise ConfigError(f"store {str(directory.path)!r}: its last record names an optimizer that it does not describe.")
-        store.files.reserve_ids(block.id for entry in found.parts for block in entry.files)
+        store.files.adopt((block.id for entry in found.parts for block in entry.files), found.files)
 
     def _check_optimizers(self, kept: list[dict[str, Any]]) -> None:
         if len(kept) != len(self._bindings):
@@ -193,17 +194,18 @@ class KeptSteps:
         if self._every > 1:
             self._pin()
 
-    def keep(self, executor: Executor, state: Callable[[], str], *, last: bool = False) -> None:
+    def keep(self, executor: Executor, state: Callable[[StateFiles], str], *, last: bool = False) -> None:
         """Commits the step that has just ended, whole if it is one to be kept.
 
         Args:
             executor: The executor.
-            state: Takes the training state, see ``store.encoding``; empty if it cannot be kept.
+            state: Takes the training state as the record has it, and puts into files what is too large for that; empty if it
+                cannot be kept.
             last: Training ends with it, so it is kept in any case.
         """
         self._count += 1
         whole = last or self._count % self._every == 0
-        text = state() if whole else ""
+        text = self._take(state) if whole else ""
         with executor.handed(whole=whole):
             self._write(executor, whole=whole)
             executor.store.unrecorded.changed = False
@@ -215,6 +217,8 @@ class KeptSteps:
             for native in retired:
                 native.retire()
             executor.commit(always=whole or bool(retired))
+            if self._state:
+                self._states.committed()
             self._retired, blobs.retired = [], []
             for native in retired:
                 executor.store.files.close_block(native)
@@ -223,6 +227,19 @@ class KeptSteps:
             elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
                 self._unpin()
+
+    def _take(self, state: Callable[[StateFiles], str]) -> str:
+        assert self._store is not None
+        self._store.files.begin_state()
+        text = state(self._states)
+        self._states.end()
+        return text
+
+    @property
+    def _states(self) -> StateFiles:
+        assert self._store is not None
+        assert self._store.files.states is not None
+        return self._store.files.states
 
     def _pin(self) -> None:
         """Gives the slots of the last record to a pin."""
@@ -270,9 +287,8 @@ class KeptSteps:
         if not self._is_too_large:
             self._is_too_large = True
             log.warning(
-                "The training state of a step has %s, and a record of this store holds %s: a callback or the datamodule gives much "
-                "in its state_dict. Steps of this run cannot be resumed from; save checkpoints.",
-                format_bytes(len(blob)), format_bytes(room),
+                "The record of a step has %s, and one of this store holds %s: the optimizer keeps too many tensors per parameter. "
+                "Steps of this run cannot be resumed from; save checkpoints.", format_bytes(len(blob)), format_bytes(room),
             )  # fmt: skip
         self._state, self._why = "", _TOO_LARGE
         return record.compose(parts, self._state, self._why)
@@ -281,14 +297,13 @@ class KeptSteps:
 _NOWHERE = record.PartEntry(None, stepped=False, weights=None, state=None).to_json()
 
 
-def commit_ring(root: nn.Module, blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
+def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     """``num_blocks`` and ``user_bytes`` of a new store's commit ring: room for unfreezing, moves, and a state that is kept."""
-    buffers = sum(b.nbytes for b in root.buffers())
     num_params = sum(len(p.params) for b in blocks for p in b.parts)
     num_parts = sum(len(b.parts) for b in blocks)
     if not kept:
         return {"num_blocks": 8 * num_parts + 64, "user_bytes": 256}
-    user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params + 2 * min(buffers, 4 * MIB)
+    user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params  # first what `store.state_files` leaves in it
     return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,8 @@ from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.store.blocks import PAGE, memory_of
 from lightning_hetero.store.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
+from lightning_hetero.store.record import files_of
+from lightning_hetero.store.state_files import fault_of
 from lightning_hetero.units import round_up
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -72,6 +74,16 @@ class CommitRecord:
     step: int
     blocks: tuple[CommittedBlock, ...]
     user: bytes
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """The state files that it names, with their bytes."""
+        return files_of(self.user)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all files that it names."""
+        return [*(block.file for block in self.blocks), *self.states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,9 @@ class StoreFiles:
                     yield from file.check()
             except _CorruptSlotError as error:
                 yield error.fault
+        for name, size in self.record.states.items():
+            if what := fault_of(self.path, name, size):
+                yield Fault(-1, name, 0, what)
 
     def open(self, name: str) -> int:
         """A file of the store.

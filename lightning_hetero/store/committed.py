@@ -94,7 +94,7 @@ def stored_weights(store: StoreFiles) -> list[StoredWeight]:
     out = []
     committed = {} if store.record is None else {block.id: block for block in store.record.blocks}
     rows = {name: row for block in store.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
-    _state(store)
+    _state(store, "version")
     for names, entry in _parts(store):
         geometry = entry.home if entry.weights is None else entry.weights
         if geometry is None or geometry.id not in committed:
@@ -118,8 +118,9 @@ def stored_buffers(store: StoreFiles) -> dict[str, Tensor]:
 
     Raises:
         ConfigError: The last record stands for no step.
+        StoreCorruptError: They are in a file that is not what the record names.
     """
-    buffers: dict[str, Tensor] = _state(store)["buffers"]
+    buffers: dict[str, Tensor] = _state(store, "buffers")["buffers"]
     return buffers
 
 
@@ -130,7 +131,7 @@ def _parts(store: StoreFiles) -> list[tuple[list[str], PartEntry]]:
     return list(zip(names, parse(store.record.user).parts, strict=False))
 
 
-def _state(store: StoreFiles) -> dict[str, Any]:
+def _state(store: StoreFiles, field: str) -> dict[str, Any]:
     if store.record is None:
         raise ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")
-    return state_of(parse(store.record.user), str(store.path))
+    return state_of(parse(store.record.user), store.path, field)

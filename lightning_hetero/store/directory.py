@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
 from lightning_hetero.store.manifest import (
@@ -31,8 +31,10 @@ from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume
 from lightning_hetero.units import format_bytes
 
 PREFIX = "lightning-hetero-"
+STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
 
-_OURS = re.compile(r"COMMIT|block-[0-9]{5,}\.[ab](\.new)?|MANIFEST\.[0-9a-f]{32}")  # and MANIFEST itself, which goes last
+# Without MANIFEST itself, which goes last.
+_OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")
 _BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
 _LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # what checkpoints are written from, see runtime.frozen
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -216,11 +218,12 @@ class StoreDirectory:
         _check_capacity(self._path, limits)
         _check_volume(self._path, self._held.directory_fd, limits)
 
-    def remove_blocks_but(self, identifiers: Collection[int]) -> None:
-        """Removes what a process left when it died: files of blocks that no record names, and unfinished manifests."""
+    def remove_all_but(self, identifiers: Collection[int], states: Collection[str]) -> None:
+        """Removes what a process left when it died: files of blocks and states that no record names, and unfinished manifests."""
         for name in _own_names(self._held.directory_fd):
             found = _BLOCK.fullmatch(name)
-            if name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
+            unnamed = STATE_FILE.fullmatch(name) and name not in states
+            if unnamed or name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
                 _unlink(self._held.directory_fd, name)
         _remove_links(self._held.directory_fd)
 
@@ -228,6 +231,25 @@ class StoreDirectory:
         """Removes the closed files of one block."""
         for slot in "ab":
             _unlink(self._held.directory_fd, f"block-{identifier:05d}.{slot}")
+
+    def new_file(self, name: str) -> BinaryIO:
+        """A file for writing, without a buffer.
+
+        Raises:
+            OSError: It is there already, or cannot be made.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o600, dir_fd=self._held.directory_fd)
+        os.fchmod(descriptor, 0o600)
+        return cast(BinaryIO, open(descriptor, "wb", buffering=0))
+
+    def remove_file(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        _unlink(self._held.directory_fd, name)
+
+    def sync(self) -> None:
+        """The directory's names are on the disk."""
+        os.fsync(self._held.directory_fd)
 
     def close(self, remove: bool | None = None) -> None:
         """Gives the directory back; a second call does nothing. The native store must have been closed.

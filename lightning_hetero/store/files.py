@@ -6,7 +6,7 @@ A number stays taken until a record is written that no longer names it, since a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from lightning_hetero._native import Block as NativeBlock
@@ -14,6 +14,7 @@ from lightning_hetero._native import BlockGeometry, Engine, Store, Ticket
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.geometry import has_file
 from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.state_files import StateFiles
 
 
 class BlockFiles:
@@ -30,6 +31,7 @@ class BlockFiles:
     Attributes:
         step: Number of the last commit record.
         recovered: The user blob of the record that was resumed from.
+        states: What of the training state is beside the records; ``None`` without a directory.
         last_commit: The latest commit that nobody has waited for.
     """
 
@@ -38,6 +40,7 @@ class BlockFiles:
     ) -> None:
         self.directory = directory
         self.step, self.recovered = 0, b""
+        self.states: StateFiles | None = None
         self.last_commit: Ticket | None = None
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
         self._store: Store | None = None
@@ -55,6 +58,7 @@ class BlockFiles:
                 undo.pop_all()
 
     def _open(self, directory: StoreDirectory, *, create: bool) -> Store:
+        self.states = StateFiles(directory, durable=self._options.durability == "power")
         return Store(
             os.fspath(directory.path),
             uuid=directory.uuid,
@@ -82,7 +86,7 @@ class BlockFiles:
             return
         self.wait_for_commit()
         directory, store = self.directory, self._store
-        self.directory = self._store = None
+        self.directory = self._store = self.states = None
         store.close()
         directory.close()
         self._ids, self._closed_ids, self._free_ids = set(), set(), set()
@@ -112,17 +116,20 @@ class BlockFiles:
         """``wanted`` if no block of this run has had it: in a new store parts are numbered as the manifest lists them."""
         return wanted if wanted not in self._ids else self.next_id()
 
-    def reserve_ids(self, identifiers: Iterable[int]) -> None:
-        """Numbers of files that the last record names; their blocks are not open yet. Numbers in between are free.
+    def adopt(self, identifiers: Iterable[int], states: Mapping[str, int]) -> None:
+        """Numbers of block files that the last record names, whose blocks are not open yet, and its state files with their bytes.
 
-        A run that dies soon after its parts have moved leaves gaps below; without them the record's places would run out.
+        Numbers in between are free: a run that dies soon after its parts have moved leaves gaps below; without them the record's
+        places would run out.
         """
         self._ids.update(identifiers)
         if self._store is not None:
             between = set(range(max(self._ids, default=0))) - self._ids
             self._free_ids |= {number for number in between if not self._store.names(number)}
         if self.directory is not None:
-            self.directory.remove_blocks_but(self._ids)
+            assert self.states is not None
+            self.directory.remove_all_but(self._ids, states)
+            self.states.adopt(states)
 
     def open_block(self, geometry: BlockGeometry, address: int) -> NativeBlock:
         """A native block over the memory at ``address``, with files if the geometry has sections there."""
@@ -144,12 +151,24 @@ class BlockFiles:
             self.directory.remove_block(native.geometry.id)
 
     def committed(self) -> list[str]:
-        """Names of the slot files that the last record names; they stay as they are until there is another one."""
+        """Names of the slot files that the last record names, and of the last kept step's state files.
+
+        They stay as they are until there is another one.
+        """
         self.wait_for_commit()
+        assert self.states is not None
         slots = {number: native.committed_slot() for number, native in self._natives.items()}
-        return [f"block-{number:05d}.{'ab'[slot]}" for number, slot in slots.items() if slot is not None]
+        blocks = [f"block-{number:05d}.{'ab'[slot]}" for number, slot in slots.items() if slot is not None]
+        return [*blocks, *self.states.kept]
 
     # ---- records ----------------------------------------------------------------------------------------------------------
+
+    def begin_state(self) -> None:
+        """The state of a step is about to be taken: state files that no record needs any more are removed."""
+        assert self.states is not None
+        if self.states.has_old:
+            self.wait_for_commit()
+        self.states.begin()
 
     def commit(self, engine: Engine, user: bytes) -> Ticket:
         """Writes a record behind everything submitted so far."""

@@ -32,20 +32,20 @@ def pins(path: Path) -> list[Path]:
     return [entry for _, entry in sorted(found) if entry.is_dir() and not entry.is_symlink() and (entry / MANIFEST).is_file()]
 
 
-def pin(path: Path, number: int, slots: Iterable[str]) -> None:
+def pin(path: Path, number: int, names: Iterable[str]) -> None:
     """Pins the last step of a store, which is whole, and removes the pins before.
 
     Args:
         path: The store.
         number: The number of the step's record.
-        slots: Names of the slot files that it names; nothing of them is being written.
+        names: Names of the slot and state files that it names; nothing of them is being written.
 
     Raises:
         StoreError: A system call failed; the pin before is still there.
     """
     target = path / f"kept-{number}"
     if target not in pins(path):  # numbers grow: it is the same step, which a resume has gone back to
-        snapshot(path, target, slots)
+        snapshot(path, target, names)
     unpin(path, but=target)
 
 
@@ -72,9 +72,9 @@ def roll_back(path: Path, source: Path) -> None:
     with StoreFiles(source) as kept, StoreFiles(path) as store:
         if kept.uuid != store.uuid or kept.record is None:
             raise ConfigError(f"{str(source)!r} is no step of the store {str(path)!r}: it was put there. Take it away.")
-        slots = [block.file for block in kept.record.blocks]
+        names = kept.record.files
     try:
-        for name in slots:
+        for name in names:
             _exchange(path / name, partial(link, source / name))
         sync(path)
         _exchange(path / "COMMIT", partial(copy, source / "COMMIT"))

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_hetero._native import U8, BlockGeometry
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.directory import STATE_FILE
 from lightning_hetero.store.encoding import DTYPES, loads
+from lightning_hetero.store.state_files import read_value
 
 VERSION = 1
 _GEOMETRY_FIELDS = 8
@@ -98,11 +103,13 @@ class Record:
         parts: One entry for each part, in the order of the manifest.
         state: The training state as text, see ``store.encoding``; empty where the record stands for no step.
         why: Why it does not.
+        files: Bytes of each state file that the state names.
     """
 
     parts: tuple[PartEntry, ...]
     state: str
     why: str
+    files: Mapping[str, int] = field(default_factory=dict)
 
 
 def compose(parts: Sequence[str], state: str, why: str) -> bytes:
@@ -131,6 +138,7 @@ def parse(blob: bytes) -> Record:
         why, state = value["why"], value["state"]
         if not isinstance(why, str) or not isinstance(state, dict | None):
             raise ValueError("fields of another type")
+        files = dict(_files(state))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -138,23 +146,53 @@ def parse(blob: bytes) -> Record:
     ids = [block.id for part in parts for block in part.files]
     if len(ids) != len(set(ids)):
         raise ConfigError("the commit record gives the same files to two parts; it was written by another program.")
-    return Record(parts, "" if state is None else json.dumps(state), why)
+    return Record(parts, "" if state is None else json.dumps(state), why, files)
 
 
-def state_of(record: Record, path: str) -> dict[str, Any]:
+def files_of(blob: bytes) -> Mapping[str, int]:
+    """Bytes of each state file that a user blob names; none where it is not one of a run that keeps its steps."""
+    try:
+        return parse(blob).files
+    except ConfigError:
+        return {}
+
+
+def state_of(record: Record, path: str | os.PathLike[str], *only: str) -> dict[str, Any]:
     """The training state of a record.
 
     Args:
         record: The record.
-        path: The store, for messages.
+        path: The store, where its state files are.
+        only: The fields that are wanted; all where none is named.
 
     Raises:
         ConfigError: The record stands for no step, or its state cannot be read.
+        StoreCorruptError: A state file is missing, or not what the record names.
     """
     if not record.state:
-        raise ConfigError(f"store {path!r} cannot be resumed from: {record.why}. Load a checkpoint, or start without ckpt_path.")
-    state: dict[str, Any] = loads(record.state)
+        raise ConfigError(
+            f"store {str(path)!r} cannot be resumed from: {record.why}. Load a checkpoint, or start without ckpt_path."
+        )
+    tree = json.loads(record.state)
+    wanted = {key: value for key, value in tree.items() if not only or key in only}
+    state: dict[str, Any] = loads(json.dumps(wanted), partial(read_value, Path(path)))
     return state
+
+
+def _files(tree: Any) -> Iterator[tuple[str, int]]:
+    """The state files that a state names: nothing else in it has the key ``"$"`` and this kind, see ``store.encoding``."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _files(item)
+    elif isinstance(tree, dict):
+        row = tree.get("$")
+        if isinstance(row, list) and row[:1] == ["file"]:
+            _, name, size = row
+            if not (isinstance(name, str) and STATE_FILE.fullmatch(name) and _counts(size)):
+                raise ValueError("a state file of another kind")
+            yield name, size
+        for item in tree.values():
+            yield from _files(item)
 
 
 def _to_list(geometry: BlockGeometry | None) -> list[int] | None:

@@ -2,8 +2,8 @@
 
 [Note: Links]
 A slot is only ever rewritten whole, and the engine gives a slot whose file has another name a fresh file before it writes it. So
-a linked slot stays what it was. A snapshot is a store of its own: it has the slots that the last record names, the ring and the
-manifest. It appears complete or not at all. On another file system it is a copy.
+a linked slot stays what it was; a state file is never written over. A snapshot is a store of its own: it has the files that the
+last record names, the ring and the manifest. It appears complete or not at all. On another file system it is a copy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_hetero.store.manifest import MANIFEST
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
 
 
-def snapshot(source: Path, target: Path, slots: Iterable[str]) -> None:
+def snapshot(source: Path, target: Path, names: Iterable[str]) -> None:
     """Makes a snapshot; nothing of the store is being written.
 
     Args:
         source: The store.
         target: Where the snapshot goes; missing, or an empty directory. Missing directories above it are made.
-        slots: Names of the slot files that the last record names.
+        names: Names of the slot and state files that the last record names.
 
     Raises:
         ConfigError: ``target`` is there and not empty.
@@ -42,7 +42,7 @@ def snapshot(source: Path, target: Path, slots: Iterable[str]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)
         partial.chmod(0o700)
-        for name in slots:
+        for name in names:
             link(source / name, partial / name)
         copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
         manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False}
@@ -66,7 +66,7 @@ def bring(source: Path, target: Path) -> None:
     with StoreFiles(source) as store:
         if store.record is None:
             raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
-        snapshot(source, target, [block.file for block in store.record.blocks])
+        snapshot(source, target, store.record.files)
 
 
 def link(source: Path, target: Path) -> None:

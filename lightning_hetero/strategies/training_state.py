@@ -27,12 +27,11 @@ from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.encoding import dumps
+from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.strategies.changes import Changes
-from lightning_hetero.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
-_BUFFER_BYTES_MAX = 4 * MIB  # they travel with every record
 _WORDS = 625  # of Python's generator: 624 and an index
 
 
@@ -52,7 +51,6 @@ class TrainingState:
         self._version = importlib.import_module(namespace).__version__
         self._hooked: list[str] = []
         self._warned: set[str] = set()
-        self._hyper_parameters: str | None = None
         self._loaders: list[Any] = []
         self._epoch: dict[str, Any] = {}
 
@@ -114,74 +112,66 @@ class TrainingState:
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
 
-    def take(self, steps: list[dict[str, Any]]) -> str:
+    def take(self, steps: list[dict[str, Any]], files: StateFiles) -> str:
         """The state as text (see ``store.encoding``), as it is when the hooks of a training batch have run.
 
         Args:
             steps: Each optimizer's step counts.
+            files: Where what is too large for a record goes.
 
         Returns:
             The text; empty, with a warning, where something that a resume needs has no safe form.
+
+        Raises:
+            StoreError: A file cannot be written; :class:`OutOfDiskError` where there is no room for it.
         """
         trainer = self._trainer
         try:
             fields = {
-                "version": dumps(self._version, "version"),
-                "epoch": dumps(trainer.current_epoch, "epoch"),
-                "global_step": dumps(trainer.global_step, "global_step"),
-                "fit_loop": dumps(after_batch(trainer.fit_loop.state_dict()), "loops"),
-                "optimizers": dumps(steps, "optimizers"),
-                "changes": dumps(self.changes.take(), "changes"),
-                "lr_schedulers": dumps([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
-                "precision": dumps(trainer.precision_plugin.state_dict(), "precision"),
-                "buffers": dumps(self._buffers(), "buffers"),
-                "random": dumps({str(trainer.global_rank): random_state()}, "random"),
-                "data": dumps(self._epoch, "data"),
-                "validation": dumps([g.get_state() for g in generators(validation_loaders(trainer))], "validation"),
+                "version": files.put(self._version, "version"),
+                "epoch": files.put(trainer.current_epoch, "epoch"),
+                "global_step": files.put(trainer.global_step, "global_step"),
+                "fit_loop": files.put(after_batch(trainer.fit_loop.state_dict()), "loops"),
+                "optimizers": files.put(steps, "optimizers"),
+                "changes": files.put(self.changes.take(), "changes"),
+                "lr_schedulers": files.put([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
+                "precision": files.put(trainer.precision_plugin.state_dict(), "precision"),
+                "buffers": files.put(dict(persistent_buffers(trainer.lightning_module)), "the model's buffers"),
+                "random": files.put({str(trainer.global_rank): random_state()}, "random"),
+                "data": files.put(self._epoch, "data"),
+                "validation": files.put([g.get_state() for g in generators(validation_loaders(trainer))], "validation"),
             }
         except ConfigError as error:
             self._warn(f"{error} Steps of this run cannot be resumed from")
             return ""
-        fields["callbacks"] = self._callbacks()
-        fields["datamodule"] = self._datamodule()
-        fields["hyper_parameters"] = self._hyper()
+        fields["callbacks"] = self._callbacks(files)
+        fields["datamodule"] = self._datamodule(files)
+        fields["hyper_parameters"] = self._hyper(files)
         return "{" + ",".join(f'"{key}":{text}' for key, text in fields.items()) + "}"
 
-    def _buffers(self) -> dict[str, Tensor]:
-        buffers = dict(persistent_buffers(self._trainer.lightning_module))
-        size = sum(b.nbytes for b in buffers.values())
-        if size > _BUFFER_BYTES_MAX:
-            raise ConfigError(
-                f"the model's persistent buffers have {format_bytes(size)}; a record holds {format_bytes(_BUFFER_BYTES_MAX)}. "
-                f"Register those that never change with persistent=False."
-            )
-        return buffers
-
-    def _callbacks(self) -> str:
+    def _callbacks(self, files: StateFiles) -> str:
         fields = {}
         for key, state in self._calls._call_callbacks_state_dict(self._trainer).items():
-            fields[key] = self._optional(state, f"the state of callback {key}")
+            fields[key] = self._optional(files, state, f"the state of callback {key}")
         return "{" + ",".join(f"{dumps(k, 'key')}:{text}" for k, text in fields.items() if text) + "}"
 
-    def _datamodule(self) -> str:
+    def _datamodule(self, files: StateFiles) -> str:
         module = self._trainer.datamodule
         state = None if module is None else self._calls._call_lightning_datamodule_hook(self._trainer, "state_dict")
-        return self._optional([type(module).__qualname__, state], "the datamodule's state") or "null" if state else "null"
+        return self._optional(files, [type(module).__qualname__, state], "the datamodule's state") or "null" if state else "null"
 
-    def _hyper(self) -> str:
-        if self._hyper_parameters is None:
-            fields: dict[str, Any] = {}
-            for owner in (self._trainer.lightning_module, self._trainer.datamodule):
-                if owner is not None and owner.hparams:
-                    fields[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
-                    if hasattr(owner, "_hparams_name"):
-                        fields[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
-            self._hyper_parameters = self._optional(fields, "hyper_parameters") or "{}"
-        return self._hyper_parameters
+    def _hyper(self, files: StateFiles) -> str:
+        fields: dict[str, Any] = {}
+        for owner in (self._trainer.lightning_module, self._trainer.datamodule):
+            if owner is not None and owner.hparams:
+                fields[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+                if hasattr(owner, "_hparams_name"):
+                    fields[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+        return self._optional(files, fields, "hyper_parameters") or "{}"
 
-    def _optional(self, value: Any, what: str) -> str:
+    def _optional(self, files: StateFiles, value: Any, what: str) -> str:
         try:
-            return dumps(value, what)
+            return files.put(value, what)
         except ConfigError as error:
             self._warn(f"{error} It is not kept with the steps")
             return ""

@@ -57,6 +57,9 @@ class Protocol:
     third_slot: bool = True  # for the blocks of the step that was kept last
     sync_pin: bool = True
     same_slot: bool = True  # for a block that a step writes a second time
+    sync_state: bool = True  # the file of a state that is too large for the record
+    state_before_record: bool = True
+    old_state_after_record: bool = True  # it is removed when the next one's record is there
 
 
 def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
@@ -65,6 +68,7 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
     for block in range(BLOCKS):
         for chunk in range(CHUNKS):
             disk.durable[(block, 0), chunk] = 0
+    disk.durable["STATE", 0] = 0
     for place in ("COMMIT", "PIN"):
         disk.durable[place, 0, 0] = disk.durable[place, 0, 1] = (0, dict(newest), True)
     pinned = {block: slot for block, (slot, _) in newest.items()}
@@ -81,6 +85,13 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
         second = {b: target[b] if protocol.same_slot else newest[b][0] for b in again}
         kept = step % protocol.every == 0
         after = {**newest, **{b: ({**target, **second}[b], step) for b in touched}}
+        if not protocol.old_state_after_record:
+            disk.write(("STATE", step - 1), None)
+        if protocol.state_before_record:
+            disk.write(("STATE", step), step)
+            yield acknowledged
+            if protocol.sync_state:
+                disk.flush("STATE")
         # A record is two sectors; without a checksum the first of them alone makes it count.
         record = [(("COMMIT", step % protocol.ring, half), (step, dict(after), kept)) for half in (0, 1)]
         if not protocol.record_after_data:
@@ -110,6 +121,10 @@ def train(disk: Disk, protocol: Protocol, draw: random.Random) -> Iterator[int]:
         if protocol.sync_record:
             disk.flush("COMMIT")
         acknowledged, newest = step if kept else acknowledged, after
+        if not protocol.state_before_record:
+            disk.write(("STATE", step), step)
+        if protocol.old_state_after_record:
+            disk.write(("STATE", step - 1), None)
         if kept and protocol.every > 1:  # a pin of its own, beside the one before
             for half in (0, 1):
                 disk.write(("PIN", step // protocol.every % 2, half), (step, dict(after), True))
@@ -144,6 +159,7 @@ def recovered(content: dict[Any, Any], protocol: Protocol) -> tuple[int, bool]:
     if not best[2]:  # a step that is not kept
         best = newest_of(content, "PIN", 2, checksum=protocol.checksum)
     whole = all(content.get(((b, slot), chunk)) == step for b, (slot, step) in best[1].items() for chunk in range(CHUNKS))
+    whole &= protocol.every > 1 or content.get(("STATE", best[0])) == best[0]  # a pin has links to what its step names
     return best[0], whole and best[0] >= 0
 
 
@@ -181,6 +197,9 @@ MUTANTS = {
     "few kept, no third slot": {"every": 3, "third_slot": False},
     "few kept, no sync of the pin": {"every": 3, "sync_pin": False},
     "another slot for a second write": {"same_slot": False},
+    "no sync of the state's file": {"sync_state": False},
+    "record before the state's file": {"state_before_record": False},
+    "the old state's file goes before the record": {"old_state_after_record": False},
 }
 
 

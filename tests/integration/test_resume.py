@@ -378,26 +378,6 @@ def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "Steps are not kept: optimizer Coupled" in caplog.text
 
 
-def test_a_training_state_that_no_record_holds_costs_the_steps_and_not_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Averages(pl.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"average": torch.zeros(2**18)}
-
-    def fit(**options: Any) -> None:
-        strategy = offload("disk", tmp_path / "store")
-        trainer = quiet_trainer(
-            strategy=strategy, max_steps=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=[Averages()]
-        )  # fmt: skip
-        trainer.fit(LitModel(Recipe()), data(BATCHES), **options)
-
-    fit()
-    assert caplog.text.count("a record of this store holds") == 1
-    with pytest.raises(ConfigError, match="too large for a record"):
-        fit(ckpt_path=str(tmp_path / "store"))
-
-
 class Odd(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"odd": nn.Identity()}

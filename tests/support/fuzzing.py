@@ -31,7 +31,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier
 from lightning_hetero.parallel.planner.clusters import load_cluster
 from lightning_hetero.store import record
 from lightning_hetero.store.audit import StoreFiles, crc32c
-from lightning_hetero.store.encoding import dumps
+from lightning_hetero.store.encoding import Encoded, dumps, unpack
 from lightning_hetero.store.manifest import check_same_store, identity_of, layout_of, read_manifest
 
 HERE = Path("store")
@@ -157,6 +157,7 @@ BLOB = record.compose(
     dumps({"x": torch.ones(3), "y": (1, {2})}, "s"),
     "",
 )
+STATE = b"".join(Encoded({"x": torch.ones(3), "y": (b"bytes", {2})}, "s").pieces())
 MODEL = {"model": "M", "blocks": [{"block": "b", "params": {"w": ["torch.float32", [8192]]}}]}
 MANIFEST = {
     "format": "lightning-hetero-store", "version": 1, "uuid": UUID.hex(), "pid": 1, "temporary": False,
@@ -298,6 +299,7 @@ TARGETS = {
     "safetensors": Target(by_path(read_all), safetensors),
     "safetensors-index": Target(read_index, indexes),
     "manifest": Target(manifest, lambda: [json.dumps(MANIFEST).encode()]),
+    "state-file": Target(lambda data: unpack(memoryview(bytearray(data))), lambda: [STATE]),
     "record": Target(lambda data: record.state_of(record.parse(data), "here"), lambda: [BLOB]),
     "commit-ring": Target(ring, rings),
     "slot-file": Target(slot, slots),

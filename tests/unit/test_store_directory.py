@@ -84,6 +84,7 @@ def test_taking_over_is_said_and_removes_only_names_of_ours(root: Path, caplog: 
         "block-00000.a",
         "block-00000.b",
         "block-100000.a",
+        "state-" + "0" * 32,
         "MANIFEST." + "0" * 32,
         "notes.txt",
         "block-0.c",

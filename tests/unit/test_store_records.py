@@ -20,8 +20,9 @@ from lightning_hetero import _native
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store import record
-from lightning_hetero.store.encoding import dumps, loads
+from lightning_hetero.store.encoding import Encoded, dumps, loads, unpack
 from lightning_hetero.store.manifest import identity_of, layout_of
+from lightning_hetero.store.state_files import Digest
 
 HERE = pathlib.Path("store")
 
@@ -45,30 +46,56 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8) if x.numel() else torch.empty(0)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"lr": 1e-3, "inf": math.inf, "nan": math.nan, "none": None, "flag": True, "text": "é\ud800"},
-        {1: (2, [3.5]), "$": {"x": {4}}, None: frozenset((5,))},
-        Counter({3: 1, 1: 2}),
-        OrderedDict([("b", 1), ("a", 2)]),
-        deque([1, b"\x00\xff"]),
-        timedelta(seconds=1.5),
-        torch.bfloat16,
-        2 - 3j,
-        10**40,
-        torch.randn(3, 0, 2),
-        torch.tensor(7),
-        torch.tensor([math.nan, -0.0]),
-        torch.randn(4, 6, dtype=torch.bfloat16)[:, ::2].contiguous(),
-        torch.tensor([True, False]),
-        np.arange(6, dtype=np.uint32).reshape(2, 3),
-        torch.get_rng_state(),
-    ],
-    ids=lambda v: type(v).__name__,
-)
+VALUES = [
+    {"lr": 1e-3, "inf": math.inf, "nan": math.nan, "none": None, "flag": True, "text": "é\ud800"},
+    {1: (2, [3.5]), "$": {"x": {4}}, None: frozenset((5,))},
+    Counter({3: 1, 1: 2}),
+    OrderedDict([("b", 1), ("a", 2)]),
+    deque([1, b"\x00\xff"]),
+    timedelta(seconds=1.5),
+    torch.bfloat16,
+    2 - 3j,
+    10**40,
+    torch.randn(3, 0, 2),
+    torch.tensor(7),
+    torch.tensor([math.nan, -0.0]),
+    torch.randn(4, 6, dtype=torch.bfloat16)[:, ::2].contiguous(),
+    torch.tensor([True, False]),
+    np.arange(6, dtype=np.uint32).reshape(2, 3),
+    torch.get_rng_state(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(loads(dumps(value, "value")), value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
+def test_a_value_comes_back_from_a_file_of_its_own(value: Any) -> None:
+    pieces = Encoded({"here": [value, b"", value]}, "value").pieces()
+    assert same(unpack(memoryview(bytearray(b"".join(pieces)))), {"here": [value, b"", value]})
+
+
+def test_a_text_is_given_up_where_it_is_longer_than_it_may_be() -> None:
+    for value in ({"x": torch.zeros(1000)}, list(range(2000))):
+        text = dumps(value, "value")
+        assert Encoded(value, "value").text(len(text)) == text
+        assert Encoded(value, "value").text(len(text) - 1) is None
+
+
+def test_a_state_files_name_knows_contents_apart_that_have_the_same_crc() -> None:
+    content = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    other = content.clone()
+    polynomial = (0x82F63B78 << 1 | 1).to_bytes(8, "little")  # CRC32C's: what differs by it has the same checksum
+    other[64:72] ^= torch.tensor(list(polynomial), dtype=torch.uint8)
+    assert _native.digest(content.data_ptr(), 4096) == _native.digest(other.data_ptr(), 4096)
+    names = []
+    for data in (content, other):
+        found = Digest()
+        found.add(memoryview(bytearray(data.numpy())))
+        names.append(found.name)
+    assert names[0] != names[1]
 
 
 def test_a_transposed_tensor_comes_back_with_its_values() -> None:
