@@ -22,6 +22,7 @@ class DeviceCheck(HostCheck):
         super().__init__(schedule, plan, model, capacity_bytes)
         self.device_capacity_bytes = device_capacity_bytes
         self.held = set(schedule.device_before)
+        self.held_bytes = sum(self.placed[b].shape.weight_bytes for b in self.held if self.placed[b].below_device)
         self.uploaded: dict[int, int] = {}  # block -> the UPLOAD that brought its weights
         self.released_there = 0  # bit set of all RELEASEs of device memory so far
         self.grads: dict[int, int] = {}  # block -> its GRAD
@@ -106,6 +107,7 @@ class DeviceCheck(HostCheck):
         if placed.below_device and self.released_there & ~self.behind[op.id]:
             self.fail("capacity", op, op.block, "does not wait for every RELEASE before it, whose memory it takes over")
         self.held.add(op.block)
+        self.held_bytes += placed.shape.weight_bytes if placed.below_device else 0
         self.uploaded[op.block] = op.id
         self.check_room(op, op.block)
 
@@ -115,9 +117,8 @@ class DeviceCheck(HostCheck):
 
     def check_room(self, op: Op | None, block: int) -> None:
         """Copies of weights from below fit the device's memory."""
-        used = sum(self.placed[b].shape.weight_bytes for b in self.held if self.placed[b].below_device)
-        if used > self.device_capacity_bytes:
-            need, room = format_bytes(used), format_bytes(self.device_capacity_bytes)
+        if self.held_bytes > self.device_capacity_bytes:
+            need, room = format_bytes(self.held_bytes), format_bytes(self.device_capacity_bytes)
             self.fail("capacity", op, block, f"brings weights that live below the device to {need} there; allowed: {room}")
 
     def check_device_release(self, op: Op, anchor: Anchor) -> None:
@@ -127,6 +128,7 @@ class DeviceCheck(HostCheck):
         if op.block == anchor.block:
             self.fail("resident", op, op.block, f"releases weights that {anchor} uses")
         self.held.remove(op.block)
+        self.held_bytes -= self.placed[op.block].shape.weight_bytes
         self.uploaded.pop(op.block, None)
         self.released_there |= 1 << op.id
 
@@ -142,6 +144,7 @@ class DeviceCheck(HostCheck):
                 got = f"does not wait for the UPDATE of block {over}, whose place in host memory it takes"
                 self.fail("gradients", op, op.block, got)
         self.grads[op.block] = op.id
+        self.using.append(op.id)
 
     def check_update(self, op: Op) -> None:
         """An update has its gradients, its weights and its state where it runs."""
@@ -197,6 +200,6 @@ class DeviceCheck(HostCheck):
             if missing:
                 got = f"anchor {index} ({anchor}) does not wait for the GRAD of block {missing[0][1]} of the step before"
                 self.fail("gradients", None, block, got)
-            self.check_waiting(index, anchor, list(self.grads.values()), DEVICE_GRADIENTS, "blocks' gradients leave the device")
+            self.check_waiting(index, anchor, DEVICE_GRADIENTS, "blocks' gradients leave the device")
         if self.schedule.signature.training:
             self.swaps.check_anchor(index, anchor)

@@ -26,6 +26,7 @@ class HostCheck:
         self.behind: list[int] = []  # op -> bit set of itself and all ops that it waits for
         self.last: dict[tuple[int, Chain], Op] = {}  # the latest op of each chain
         self.resident = set(schedule.resident_before)
+        self.resident_bytes = sum(self.placed[b].shape.weight_bytes for b in self.resident)
         self.fetched: dict[int, int] = {}  # block -> the FETCH that brought its weights
         self.opened: dict[int, int] = {}  # block -> the FETCH of its state
         self.updated: dict[int, int] = {}  # block -> its UPDATE
@@ -36,6 +37,7 @@ class HostCheck:
         self.mirrored: dict[int, int] = {}  # block -> its MIRROR
         self.released = 0  # bit set of all RELEASEs so far
         self.waited = 0  # bit set of the ops that compute has waited for
+        self.using: list[int] = []  # ops that use up gradients, in the place of which a backward's may come once it has waited
         self.last_use = {a.block: i for i, a in enumerate(schedule.anchors)}
 
     def run(self) -> None:
@@ -175,11 +177,11 @@ class HostCheck:
             self.fail("resident", op, op.block, "fetches weights on which there is no verdict yet")
         if self.released & ~self.behind[op.id]:
             self.fail("capacity", op, op.block, "does not wait for every RELEASE before it, whose memory it takes over")
+        self.resident_bytes += 0 if again else self.placed[op.block].shape.weight_bytes
         self.resident.add(op.block)
         self.fetched[op.block] = op.id
-        used = sum(self.model.blocks[b].weight_bytes for b in self.resident)
-        if used > self.capacity_bytes:
-            need, room = format_bytes(used), format_bytes(self.capacity_bytes)
+        if self.resident_bytes > self.capacity_bytes:
+            need, room = format_bytes(self.resident_bytes), format_bytes(self.capacity_bytes)
             self.fail("capacity", op, op.block, f"brings weights that live on disk to {need}; allowed: {room}")
 
     def check_opened(self, op: Op) -> None:
@@ -205,6 +207,7 @@ class HostCheck:
             self.fail("resident", op, op.block, "releases weights that are not in memory")
         self.check_unused(op, anchor)
         self.resident.remove(op.block)
+        self.resident_bytes -= self.placed[op.block].shape.weight_bytes
         self.fetched.pop(op.block, None)
         self.released |= 1 << op.id
 
@@ -238,6 +241,8 @@ class HostCheck:
         if self.speculates and not self.after_verdict(op):
             self.speculated[op.block] = op.id
         self.updated[op.block] = self.update_ended[op.block] = op.id
+        if not self.has_device:
+            self.using.append(op.id)
 
     def must_follow_verdict(self, block: int) -> bool:
         """Whether the block's update may not run during backward."""
@@ -292,7 +297,7 @@ class HostCheck:
         if pending and (OpKind.UPDATE, block) not in anchor.carried:
             self.fail("order", None, block, f"anchor {index} ({anchor}) does not wait for the UPDATE of the step before")
         if anchor.phase is Phase.BACKWARD and not self.speculates:
-            self.check_waiting(index, anchor, list(self.updated.values()), self.plan.gradient_depth, "blocks wait for their update")
+            self.check_waiting(index, anchor, self.plan.gradient_depth, "blocks wait for their update")
 
     def check_present(self, index: int, anchor: Anchor, held: set[int], arriving: dict[int, int]) -> None:
         """The anchor's weights are in memory and have been waited for."""
@@ -303,12 +308,12 @@ class HostCheck:
             op = self.schedule.ops[arriving[block]]
             self.fail("resident", op, block, f"is not waited for by anchor {index} ({anchor})")
 
-    def check_waiting(self, index: int, anchor: Anchor, ops: list[int], allowed: int, what: str) -> None:
+    def check_waiting(self, index: int, anchor: Anchor, allowed: int, what: str) -> None:
         """Fewer than ``allowed`` of the ops may not have been waited for: the anchor's own gradients take the last place."""
-        waiting = [i for i in ops if not self.waited >> i & 1]
-        if len(waiting) >= allowed:
-            got = f"anchor {index} ({anchor}) begins while {len(waiting)} {what}"
-            self.fail("gradients", self.schedule.ops[waiting[0]], anchor.block, f"{got}; allowed: {allowed - 1}")
+        self.using = [i for i in self.using if not self.waited >> i & 1]
+        if len(self.using) >= allowed:
+            got = f"anchor {index} ({anchor}) begins while {len(self.using)} {what}"
+            self.fail("gradients", self.schedule.ops[self.using[0]], anchor.block, f"{got}; allowed: {allowed - 1}")
 
     def union(self, ids: Iterable[int]) -> int:
         """All ops that some ops wait for, and themselves, as a bit set."""

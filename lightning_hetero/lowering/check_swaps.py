@@ -34,7 +34,12 @@ class SwapCheck:
     def __init__(self, walk: DeviceCheck) -> None:
         self._walk, self._depth = walk, walk.plan.prefetch_depth
         order = walk.schedule.signature.order if walk.schedule.signature.training else ()
-        self._uses = [_Use(i, b) for i, b in enumerate(order) if walk.placed[b].swaps]
+        self._uses = {i: _Use(i, b) for i, b in enumerate(order) if walk.placed[b].swaps}  # by place
+        self._of: dict[int, list[_Use]] = {}  # block -> its uses
+        for use in self._uses.values():
+            self._of.setdefault(use.block, []).append(use)
+        self._leaving: list[int] = []  # ops from the device that compute has not waited for
+        self._early: list[int] = []  # places of uses that are back before their backward
         self._staged: dict[OpKind, list[int]] = {OpKind.SWAP_OUT: [], OpKind.SWAP_IN: []}  # ops that take memory between the hops
         self._given: dict[OpKind, list[int]] = {OpKind.SWAP_OUT: [], OpKind.SWAP_IN: []}  # ops that give it back
 
@@ -55,13 +60,15 @@ class SwapCheck:
     def check_anchor(self, index: int, anchor: Anchor) -> None:
         """A forward has room; what a backward needs is back."""
         waited = self._walk.waited
-        leaving = [u.out for u in self._uses if u.out is not None and not waited >> u.out & 1]
-        if len(leaving) > self._depth:
-            got = f"anchor {index} ({anchor}) begins while activations of {len(leaving)} uses leave the device"
-            self._walk.fail("activations", self._walk.schedule.ops[leaving[0]], anchor.block, f"{got}; allowed: {self._depth}")
+        self._leaving = [i for i in self._leaving if not waited >> i & 1]
+        if len(self._leaving) > self._depth:
+            got = f"anchor {index} ({anchor}) begins while activations of {len(self._leaving)} uses leave the device"
+            self._walk.fail(
+                "activations", self._walk.schedule.ops[self._leaving[0]], anchor.block, f"{got}; allowed: {self._depth}"
+            )
         if anchor.phase is Phase.FORWARD:
             return
-        use = next((u for u in self._uses if u.place == self._place_of(index)), None)
+        use = self._uses.get(self._place_of(index))
         if use is not None and (use.back is None or not waited >> use.back & 1):
             self._walk.fail(
                 "activations", None, anchor.block, f"has not got its activations back when anchor {index} ({anchor}) begins"
@@ -69,7 +76,7 @@ class SwapCheck:
 
     def check_end(self) -> None:
         """Nothing stays away."""
-        for use in self._uses:
+        for use in self._uses.values():
             if use.back is None:
                 self._walk.fail("activations", None, use.block, f"does not get its activations of use {use.place} back")
 
@@ -78,41 +85,43 @@ class SwapCheck:
         return len(self._walk.schedule.anchors) - 2 - index
 
     def _out(self, op: Op) -> None:
-        found = [u for u in self._uses if u.block == op.block and u.place < op.at and u.out is None]
+        found = [u for u in self._of.get(op.block, ()) if u.place < op.at and u.out is None]
         use = self._one(op, found, self._walk.placed[op.block].swapped_bytes)
         if any(edge not in op.carried for edge in swapped_before(op.block, self._walk.placed[op.block])):
             self._walk.fail("order", op, op.block, "does not wait for the block's SWAP_OUT of the step before")
         if self._walk.placed[op.block].swaps_to_disk:
             self._check_staging(op)
         use.out = op.id
+        self._leaving.append(op.id)
 
     def _out_disk(self, op: Op) -> None:
-        found = [u for u in self._uses if u.block == op.block and u.out is not None and u.out_disk is None]
+        found = [u for u in self._of.get(op.block, ()) if u.out is not None and u.out_disk is None]
         use = self._one(op, found, self._walk.placed[op.block].saved.to_disk)
         self._check_behind(op, use.out)
         self._given[op.kind].append(op.id)
         use.out_disk = op.id
 
     def _in_disk(self, op: Op) -> None:
-        found = [u for u in self._uses if u.block == op.block and u.out_disk is not None and u.in_disk is None]
+        found = [u for u in self._of.get(op.block, ()) if u.out_disk is not None and u.in_disk is None]
         use = self._one(op, found, self._walk.placed[op.block].saved.to_disk)
         self._check_behind(op, use.out_disk)
         self._check_staging(op)
         use.in_disk = op.id
 
     def _back(self, op: Op) -> None:
-        found = [u for u in self._uses if u.block == op.block and u.out is not None and u.back is None]
+        found = [u for u in self._of.get(op.block, ()) if u.out is not None and u.back is None]
         use = self._one(op, found, self._walk.placed[op.block].swapped_bytes)
         self._check_behind(op, use.in_disk if self._walk.placed[op.block].swaps_to_disk else use.out)
         now = self._place_of(op.at)
-        early = [u for u in self._uses if u.back is not None and u.place < now]
-        if use.place < now and len(early) >= self._depth:
+        self._early = [place for place in self._early if place < now]
+        if use.place < now and len(self._early) >= self._depth:
             self._walk.fail(
-                "activations", op, op.block, f"comes back while {len(early)} uses are back early; allowed: {self._depth - 1}"
+                "activations", op, op.block, f"comes back while {len(self._early)} uses are back early; allowed: {self._depth - 1}"
             )
         if self._walk.placed[op.block].swaps_to_disk:
             self._given[op.kind].append(op.id)
         use.back = op.id
+        self._early.append(use.place)
 
     def _one(self, op: Op, found: list[_Use], num_bytes: int) -> _Use:
         """The latest use: those of one block nest."""
