@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,11 @@ from lightning_hetero.errors import OutOfDiskError, StoreCorruptError
 from lightning_hetero.store import snapshots
 from lightning_hetero.store import state_files as module
 from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.encoding import loads
 from lightning_hetero.store.pins import pins
+from lightning_hetero.store.state_files import StateFiles, read_value
+from lightning_hetero.units import KIB
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +157,23 @@ def test_where_there_is_no_room_training_ends_with_the_step_before(
         train(tmp_path, offload(store))
     monkeypatch.undo()
     check(train(tmp_path, offload(store), store), plain, 1)
+
+
+def test_many_states_leave_room_in_the_record(tmp_path: Path) -> None:
+    """Of each there is little, of all too much."""
+    directory = StoreDirectory.create_or_adopt(
+        tmp_path / "store", default_root=tmp_path, manifest={}, needed_bytes=0, allow_tmpfs=True
+    )
+    files, values = StateFiles(directory, durable=False), [torch.full((4096,), float(i)) for i in range(100)]
+    for _ in range(2):
+        files.begin()
+        texts = [files.put(value, "x") for value in values]
+        files.end()
+        files.committed()
+    assert all(torch.equal(loads(text, partial(read_value, directory.path)), v) for text, v in zip(texts, values, strict=True))
+    assert sum(map(len, texts)) < 160 * KIB
+    assert 90 < len(files.kept) < 100
+    assert state_files(directory.path) == set(files.kept)
+    assert files.put(7, "x") == "7"
+    directory.close(remove=True)
+    assert not directory.path.exists()
