@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from lightning_hetero.errors import ConfigError
 
@@ -21,18 +22,20 @@ def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
         name: The option the size was given for, for the error.
 
     Raises:
-        ConfigError: The text is not a size, or the size is not positive.
+        ConfigError: The text is not a size, or the size is not positive, or a fraction of a byte is left where no unit is given.
     """
     if size is None:
         return None
-    match = _SIZE.fullmatch(str(size))
-    factor = _FACTORS.get(match.group(2).upper()) if match else None
-    if isinstance(size, bool) or match is None or factor is None or float(match.group(1)) * factor < 1:
+    match = _SIZE.fullmatch(str(int(size) if isinstance(size, float) and size.is_integer() else size))
+    factor = _FACTORS.get(match.group(2).upper(), 0) if match else 0
+    number = Fraction(match.group(1)) if match else Fraction(0)
+    # 1.5 is meant to be gigabytes, and would be one byte.
+    if isinstance(size, bool) or number * factor < 1 or (factor == 1 and number.denominator > 1):
         raise ConfigError(
-            f"{name}={size!r} is not a size. Allowed: a positive number of bytes, or a number with B, KB, MB, GB, TB, KiB, "
-            f'MiB, GiB or TiB, such as "4GiB".'
+            f"{name}={size!r} is not a size. Allowed: a whole number of bytes, at least 1, or text: a number with KB, MB, GB, TB, "
+            f'KiB, MiB, GiB or TiB, such as "4GiB" or "1.5GiB".'
         )
-    return int(float(match.group(1)) * factor)
+    return int(number * factor)
 
 
 def format_bytes(num_bytes: int | float) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _Base
@@ -18,6 +20,27 @@ else:
 def make(namespace: str) -> Any:
     """A checkpoint IO for the given namespace."""
     return _io_class(namespace)()
+
+
+def check_file(path: Any) -> None:
+    """Refuses a directory of this machine, which is no checkpoint file.
+
+    Raises:
+        ConfigError: It says what lies there.
+    """
+    place = Place.of(path).local if isinstance(path, str | os.PathLike) else None
+    if place is None or not place.is_dir():
+        return
+    names = sorted(entry.name for entry in place.iterdir())
+    more = " and more" if len(names) > 3 else ""
+    holds = f"a directory with {', '.join(names[:3])}{more}" if names else "an empty directory"
+    if ".metadata" in names:
+        holds += ", a distributed checkpoint: the strategy that has saved it loads it"
+    raise ConfigError(
+        f"ckpt_path {str(path)!r} is {holds}. Allowed: a checkpoint file, a store (the disk_path of a run that keeps its steps), "
+        f"or a checkpoint that link_checkpoints has made. A run that died before its store was laid out has kept nothing: start "
+        f"without ckpt_path."
+    )
 
 
 @functools.cache
@@ -45,6 +68,7 @@ class _HeteroCheckpointIO(_Base):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        check_file(path)
         if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
         options = {} if map_location is None else {"map_location": map_location}

@@ -14,6 +14,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.units import format_bytes
 
 _AUTO = "holistic"  # the planner behind plan="auto"
 
@@ -83,6 +84,20 @@ def emulated(device: EmulatedDevice | None) -> EmulatedDevice | None:
             f'such as Trainer(accelerator="cuda").'
         )
     return device
+
+
+def check_device_memory(options: SessionOptions) -> None:
+    """Refuses a budget that an emulated device has not: no plan could use it.
+
+    Raises:
+        ConfigError: It says how much there is.
+    """
+    asked, device = options.device_memory, options.device
+    if asked is not None and device is not None and asked > device.memory_bytes:
+        raise ConfigError(
+            f"device_memory={format_bytes(asked)} of an emulated device that has {format_bytes(device.memory_bytes)}; allowed: at "
+            f"most that. Leave device_memory out, or give the EmulatedDevice more memory."
+        )
 
 
 def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:

@@ -15,6 +15,7 @@ from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.choices import (
+    check_device_memory,
     check_keeping,
     count,
     drift,
@@ -130,6 +131,7 @@ class HeteroOffload(Lifecycle):
                 emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
+        check_device_memory(options)
         check_keeping(options, link_checkpoints=link_checkpoints)
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self._choose(

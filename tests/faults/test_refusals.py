@@ -24,6 +24,7 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from support.scripts import output_of, result_of
 from torch import nn
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero._native import library
 from lightning_hetero.errors import (
     ConfigError,
@@ -501,6 +502,7 @@ def test_a_lazy_module_without_shapes_is_refused(root: Path) -> None:
     ("option", "value"),
     [
         ("host_memory", "4GiBB"), ("host_memory", "-1GiB"), ("host_memory", 0), ("host_memory", True), ("device_memory", "much"),
+        ("host_memory", 1.5), ("disk_capacity", 0.5),
         ("disk_capacity", "1 2 GiB"), ("io_backend", "uring"), ("durability", "always"), ("io_threads", 0), ("io_threads", "many"),
         ("update_threads", 0), ("update_threads", -1), ("update_threads", 2.5), ("io_threads", 4096), ("disk_path", "s3://bucket/run"),
         ("disk_path", ""), ("disk_path", 3), ("weights", 3), ("device", "cuda"), ("allow_tmpfs", "no"), ("trace", "yes"),
@@ -513,6 +515,13 @@ def test_values_out_of_range_are_refused_when_the_strategy_is_made(option: str, 
     assert option in text
     assert repr(value) in text
     assert "llowed" in text
+
+
+def test_more_memory_than_the_emulated_device_has_is_refused() -> None:
+    device = EmulatedDevice(memory="4MiB")
+    HeteroOffloadStrategy(device=device, device_memory="4MiB")
+    with pytest.raises(ConfigError, match=r"device_memory=5\.0 MiB of an emulated device that has 4\.0 MiB; allowed: at most that"):
+        HeteroOffloadStrategy(device=device, device_memory="5MiB")
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:

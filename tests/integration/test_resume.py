@@ -369,6 +369,23 @@ def test_a_store_as_ckpt_path_needs_a_fit_and_a_disk_path(tmp_path: Path) -> Non
         trainer.validate(Model(RECIPE), data(2, seed=1), ckpt_path=str(store), verbose=False)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "is an empty directory. Allowed: a checkpoint file, a store"),
+        (["b", "a"], "is a directory with a, b. Allowed: "),
+        ([".metadata"], "a distributed checkpoint: the strategy that has saved it loads it"),
+    ],
+)
+@pytest.mark.parametrize("plan", ["disk", "resident"])
+def test_a_directory_that_is_no_store_is_refused(tmp_path: Path, plan: str, names: list[str], said: str) -> None:
+    (tmp_path / "store").mkdir()
+    for name in names:
+        (tmp_path / "store" / name).touch()
+    with pytest.raises(ConfigError, match=said):
+        train(tmp_path, offload(plan, tmp_path / "other"), RECIPE, store=tmp_path / "store")
+
+
 def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Coupled(torch.optim.SGD):
         """Not known to update its parameters independently."""

@@ -24,6 +24,8 @@ from lightning_hetero.units import GIB, format_bytes, parse_bytes, round_up
         ("4GiB", 4 * GIB),
         (" 1.5 TB ", 1_500_000_000_000),
         ("0.5GiB", GIB // 2),
+        (1e16, 10**16),
+        ("1.1GB", 1_100_000_000),
     ],
 )
 def test_sizes_are_read_as_people_write_them(size: str | float | None, expected: int | None) -> None:
@@ -31,7 +33,8 @@ def test_sizes_are_read_as_people_write_them(size: str | float | None, expected:
 
 
 @pytest.mark.parametrize(
-    "size", ["", "GiB", "four", "4 GiBs", "-1", -1, 0, "0GiB", "1e9", "4,5GiB", True, math.nan, math.inf, "0.1B"]
+    "size",
+    ["", "GiB", "four", "4 GiBs", "-1", -1, 0, "0GiB", "1e9", "4,5GiB", True, math.nan, math.inf, "0.1B", 1.5, "1.5", "2.5B"],
 )
 def test_anything_else_is_refused_and_names_the_option(size: str | float) -> None:
     with pytest.raises(ConfigError, match=r"host_memory=.*Allowed: "):
