@@ -139,6 +139,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
         device=EmulatedDevice(memory=args.device_memory) if plan.startswith("device") else None,
         host_memory=args.host_memory if plan == "disk" else None,
         io_backend=args.io_backend,
+        io_threads=args.io_threads,
         update_threads=args.update_threads,
         trace=args.trace is not None or plan in TRACED,
     )
