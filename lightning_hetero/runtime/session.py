@@ -35,7 +35,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.placement import Placement, native_state
 from lightning_hetero.runtime.recorder import Recorder
-from lightning_hetero.runtime.steps import KeptSteps, commit_ring, part_names
+from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import peak_resident_bytes
@@ -61,6 +61,7 @@ class Session(Budgets):
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
         self._directories = Directories(root, self.blocks, options)
+        self._layout = {"parts": part_names(self.blocks), "frozen": frozen_parts(self.blocks)}  # before callbacks unfreeze any
         self._handles: list[RemovableHandle] = []
         self._resumes = False
         self._final_report: dict[str, int] = {}
@@ -103,7 +104,7 @@ class Session(Budgets):
         self._directories.default_root = default_root
         if self.store is None:
             ring = commit_ring(self.blocks, kept=self.keeps_steps)
-            layout = {**ring, "parts": part_names(self.blocks)}
+            layout = {**ring, **self._layout}
             directory = self._directories.of_blocks(
                 placement, trains=self._trains, kept=self.keeps_steps, layout=layout, resume=resume
             )
@@ -122,7 +123,7 @@ class Session(Budgets):
         rules = placement.rules
         updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         if self.steps is not None:
-            self.steps.begin(self.store, updater.blobs, resume=resume)
+            self.steps.begin(self.store, updater.blobs, self._layout if resume else None)
         updater.own(self.bindings)
         heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
         heap.counted_bytes = placement.activation_bytes

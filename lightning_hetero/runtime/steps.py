@@ -89,8 +89,13 @@ class KeptSteps:
                 return f"optimizer {name} runs by its own code on the device, and its state is not in the store"
         return ""
 
-    def begin(self, store: TierStore, blobs: StateBlobs, *, resume: bool) -> None:
-        """The store is open; with ``resume`` its last record says where everything is.
+    def begin(self, store: TierStore, blobs: StateBlobs, layout: dict[str, Any] | None) -> None:
+        """The store is open; where a run goes on from it, its last record says where everything is.
+
+        Args:
+            store: The store.
+            blobs: State that the engine does not know.
+            layout: To go on: what the manifest of a new store would say of the model's parts.
 
         Raises:
             ConfigError: The record is of another partition of the model, or of other optimizers, or steps are not kept.
@@ -98,7 +103,7 @@ class KeptSteps:
         self._store, self._blobs = store, blobs
         blobs.kept = self.kept
         if not self.kept:
-            if resume:
+            if layout is not None:
                 raise ConfigError(
                     "ckpt_path is the store at disk_path, but this run would not keep its steps. Train with the optimizer of the "
                     'store, and durability="process" or "power".'
@@ -107,14 +112,14 @@ class KeptSteps:
         store.describe = self._describe
         assert store.files.directory is not None
         self._has_pins = bool(pins(store.files.directory.path))
-        if not resume:
+        if layout is None:
             unpin(store.files.directory.path)  # an earlier run's, whose store has been taken over
             return
         found = record.parse(store.files.recovered)
         directory = store.files.directory
         assert directory is not None
-        names = directory.layout["parts"]
-        if names != part_names(self._blocks) or len(found.parts) != len(self._parts):
+        same = all(directory.layout.get(key, value) == value for key, value in layout.items())  # older stores say less
+        if not same or len(found.parts) != len(self._parts):
             raise ConfigError(
                 f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
                 f"another dtype, than now. Resume with the model as it was when training began."
@@ -307,9 +312,15 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 
 
+def frozen_parts(blocks: Sequence[Block]) -> list[int]:
+    """The numbers of parts that are frozen."""
+    parts = [part for block in blocks for part in block.parts]
+    return [number for number, part in enumerate(parts) if not any(p.requires_grad for p in part.params)]
+
+
 def part_names(blocks: Sequence[Block]) -> list[list[str]]:
     """The names of each part's parameters: what a record's entries count by."""
     return [list(part.names) for block in blocks for part in block.parts]
 
 
-__all__: list[Any] = ["KeptSteps", "commit_ring", "part_names"]
+__all__: list[Any] = ["KeptSteps", "commit_ring", "frozen_parts", "part_names"]

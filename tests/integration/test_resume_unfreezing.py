@@ -90,9 +90,10 @@ def fit(
     stop: int | None = None,
     store: Path | None = None,
     more: tuple[pl.Callback, ...] = (),
+    module_class: type[Backbone] = Backbone,
 ) -> Outcome:
     torch.manual_seed(7)
-    module = Backbone(recipe)
+    module = module_class(recipe)
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, max_steps=recipe.steps, gradient_clip_val=recipe.clip, precision=recipe.precision, limit_val_batches=0,
@@ -150,6 +151,28 @@ def test_a_checkpoint_of_links_of_such_a_step_is_gone_on_from(tmp_path: Path) ->
     assert_same(plain, fit(tmp_path, "auto", Twice))
     got = fit(tmp_path, keeping("resident", tmp_path / "other"), Twice, store=tmp_path / "kept.ckpt")
     assert_same(got, after(plain, ADAMW.steps - 8))
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 1)], ids=["fewer", "more"])
+def test_other_frozen_blocks_than_those_that_training_began_with_are_refused(frozen: tuple[int, ...], tmp_path: Path) -> None:
+    """Also where the optimizer has all parameters, frozen ones too."""
+
+    class Freezes(pl.Callback):
+        def __init__(self, *blocks: int) -> None:
+            self.blocks = blocks
+
+        def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+            for block in self.blocks:
+                pl_module.model.blocks[block].requires_grad_(False)
+
+    class All(Backbone):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    store = tmp_path / "store"
+    fit(tmp_path, keeping("disk", store), partial(Freezes, 1), stop=2, module_class=All)
+    with pytest.raises(ConfigError, match="grouped in another way, because others are frozen"):
+        fit(tmp_path, keeping("disk", store), partial(Freezes, *frozen), store=store, module_class=All)
 
 
 def test_other_groups_than_those_that_training_began_with_are_refused(tmp_path: Path) -> None:
