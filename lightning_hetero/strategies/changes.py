@@ -37,8 +37,10 @@ class Changes:
         self._params = list(module.parameters())
         self._numbers = {id(param): number for number, param in enumerate(self._params)}
         self._modules = dict(module.named_modules())
+        self._attributes = [vars(module) for module in self._modules.values()]
         self._optimizers = list(optimizers)
-        self._groups, self._frozen, self._modes = self._groups_now(), self._frozen_now(), self._modes_now()
+        self._made, self._trains, self._modes = self._ids(), self._trains_now(), self._modes_now()
+        self._groups = self._groups_now()
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # stores of before have none
 
@@ -48,14 +50,18 @@ class Changes:
         Raises:
             ConfigError: An optimizer has got parameters that the model has not.
         """
-        groups, frozen, modes = self._groups_now(), self._frozen_now(), self._modes_now()
-        if groups != self._groups and any(-1 in group for of_one in groups for group in of_one):
-            raise ConfigError("An optimizer has got parameters that were not the model's when the fit began.")
-        return {
-            "groups": None if groups == self._groups else {"made": _sizes(self._groups), "now": groups},
-            "frozen": None if frozen == self._frozen else frozen,
-            "modes": {name: values for name, values in modes.items() if self._modes.get(name, values) != values},
-        }
+        changes: dict[str, Any] = {"groups": None, "frozen": None, "modes": {}}
+        if self._ids() != self._made:  # most of the time nothing has changed, and this is done in every step
+            groups = self._groups_now()
+            if any(-1 in group for of_one in groups for group in of_one):
+                raise ConfigError("An optimizer has got parameters that were not the model's when the fit began.")
+            changes["groups"] = {"made": _sizes(self._groups), "now": groups}
+        if (trains := self._trains_now()) != self._trains:
+            changes["frozen"] = _frozen(trains)
+        if (modes := self._modes_now()) != self._modes:
+            rows = zip(self._modules, modes, self._modes, strict=True)
+            changes["modes"] = {name: list(now) for name, now, before in rows if now != before}
+        return changes
 
     def to_model(self) -> None:
         """Freezes and unfreezes parameters, and sets modes of modules, as the record says.
@@ -65,11 +71,12 @@ class Changes:
         """
         if self._record is None:
             return
-        frozen = set(self._frozen if self._record["frozen"] is None else self._record["frozen"])
+        frozen = set(_frozen(self._trains) if self._record["frozen"] is None else self._record["frozen"])
         for number, param in enumerate(self._params):
             if param.requires_grad == (number in frozen):
                 param.requires_grad_(number not in frozen)
-        for name, values in {**self._modes, **self._record["modes"]}.items():
+        modes = dict(zip(self._modules, self._modes, strict=True))
+        for name, values in {**modes, **self._record["modes"]}.items():
             if name not in self._modules:
                 raise ConfigError(f"the store has a module {name!r}; this model has none of that name. Resume with the same model.")
             for mode, on in zip(_MODES, values, strict=True):
@@ -128,14 +135,21 @@ class Changes:
             optimizer.param_groups = [{**row, "params": [self._params[number] for number in group]} for group, row in rows]
 
     def _groups_now(self) -> Groups:
-        groups = [optimizer.param_groups for optimizer in self._optimizers]
-        return [[[self._numbers.get(id(p), -1) for p in group["params"]] for group in of_one] for of_one in groups]
+        return [[[self._numbers.get(key, -1) for key in group] for group in of_one] for of_one in self._ids()]
 
-    def _frozen_now(self) -> list[int]:
-        return [number for number, param in enumerate(self._params) if not param.requires_grad]
+    def _ids(self) -> list[list[list[int]]]:
+        return [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
-    def _modes_now(self) -> dict[str, list[Any]]:
-        return {name: [vars(module).get(mode) for mode in _MODES] for name, module in self._modules.items()}
+    def _trains_now(self) -> list[bool]:
+        return [param.requires_grad for param in self._params]
+
+    def _modes_now(self) -> list[tuple[Any, Any]]:
+        training, statistics = _MODES
+        return [(of_one.get(training), of_one.get(statistics)) for of_one in self._attributes]
+
+
+def _frozen(trains: list[bool]) -> list[int]:
+    return [number for number, does in enumerate(trains) if not does]
 
 
 def _sizes(groups: Groups) -> list[list[int]]:
