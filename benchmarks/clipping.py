@@ -11,7 +11,8 @@ A GPT-2 trains under the plan ``disk`` in one process for each of these:
 
 In every turn a set share of the steps clips: its threshold is far below any norm, that of the others far above. A ratio is the
 mean of a turn's steps over that of ``unclipped`` in the same round; figures are medians over rounds, and ``intervals`` bound them
-19 times of 20. All that clip have to end with the same weights and optimizer state, bit for bit: ``same_bits``.
+19 times of 20. All that clip have to end with the same weights and optimizer state, bit for bit: ``same_bits``. ``taken_back``
+counts the steps whose updates were discarded.
 
 Prints one line of JSON last. ``speculative_vs_unclipped`` is the largest of its ratios at rates up to 10 %.
 
@@ -113,24 +114,30 @@ def offloaded(baton: Baton, args: argparse.Namespace, way: str) -> dict[str, Any
             session.store.barrier(part)
 
     class Chooses(pl.Callback):
+        taken_back = 0
+
         def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             if way in TRIES_UP_TO:
                 strategy.session.executor.speculation.worth.fixed = TRIES_UP_TO[way]
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            speculation = strategy.session.executor.speculation
+            self.taken_back += speculation.trying and speculation.discarded
 
     def num_bytes() -> int:
         report = strategy.memory_report()
         return int(report["bytes_read"] + report["bytes_written"])
 
     baton.drain, baton.num_bytes = drain, num_bytes
-    module = GPT2(args.size)
+    module, chooses = GPT2(args.size), Chooses()
     trainer = make_trainer(
         strategy=strategy, gradient_clip_val=None if way == "unclipped" else KEEPS,
-        callbacks=[TakesTurns(baton) if way == "unclipped" else Clips(baton), Chooses()], default_root_dir=args.directory,
+        callbacks=[TakesTurns(baton) if way == "unclipped" else Clips(baton), chooses], default_root_dir=args.directory,
     )  # fmt: skip
     fit(trainer, module, batch=args.batch, length=args.seq)
     if args.trace is not None:
         show_trace(strategy.trace, args.trace.with_stem(f"{args.trace.stem}-{way}"), way)
-    return {"digest": digest(module, trainer.optimizers[0])}
+    return {"digest": digest(module, trainer.optimizers[0]), "taken_back": chooses.taken_back}
 
 
 def compete(args: argparse.Namespace) -> tuple[dict[float, dict[str, list[Turn]]], dict[str, dict[str, Any]]]:
@@ -200,6 +207,7 @@ def main() -> None:
         "adaptive_vs_unclipped": of_way.get("adaptive"),
         "same_bits": len({results[name]["digest"] for name in results if name != "unclipped"}) == 1,
         "rates": rates,
+        "taken_back": {name: results[name]["taken_back"] for name in args.ways},
         "parameters": num_params(args.size),
         "layers": args.size.layers,
         "batch": args.batch,
