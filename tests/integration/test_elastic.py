@@ -200,6 +200,7 @@ def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_bo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)
 def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Batches and pipelines at once: both sleep most of the time."""
     for _ in range(3):  # what else a machine does makes some drills slow; whoever waits for a timeout is slow in each
