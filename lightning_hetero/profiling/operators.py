@@ -34,6 +34,7 @@ _SAME_FLOP = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+_QUERY_AT = {_ATEN._scaled_dot_product_flash_attention: 0, _ATEN._scaled_dot_product_flash_attention_backward: 1}
 
 
 @dataclass(slots=True)
@@ -232,5 +233,12 @@ def _has_storage(leaf: object) -> TypeGuard[Tensor]:
 
 
 def _flop(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
-    formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    packet = _SAME_FLOP.get(packet, packet)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0.0
+    if (at := _QUERY_AT.get(packet)) is not None:  # torch 2.11 wants as many heads of keys and values as of queries
+        query, *shared = args[at : at + 3]
+        full = (t[:, :1].expand(-1, query.shape[1], -1, -1) for t in shared)
+        args = (*args[: at + 1], *full, *args[at + 3 :])
+    return float(formula(*args, **kwargs, out_val=out))

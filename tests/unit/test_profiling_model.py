@@ -243,6 +243,17 @@ def test_flop_are_those_of_torchs_counter(tokens: Tensor) -> None:
     assert total == counter.get_total_flops() + 3 * attention * 7 // 2  # its backward multiplies five times, forward twice
 
 
+def test_heads_that_queries_share_count_as_often_as_they_are_used() -> None:
+    counts = []
+    for heads in (2, 4):
+        query, key, value = (torch.randn(2, n, 8, 16, requires_grad=True) for n in (4, heads, heads))
+        recorder = OperatorRecorder(Addresses([]), lambda: 0.0)
+        with recorder:
+            F.scaled_dot_product_attention(query, key, value, enable_gqa=heads < 4).sum().backward()
+        counts.append(sum(op.flop for op in recorder.ran))
+    assert counts == [7 * 2 * 2 * 4 * 8 * 8 * 16] * 2
+
+
 def test_operators_of_equal_blocks_have_equal_names_flop_and_bytes(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)

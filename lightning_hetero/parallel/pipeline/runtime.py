@@ -175,7 +175,9 @@ class Pipelines:
             return
         self._micro = split(batch, count)
         schedule = self._schedule(self.slot.stage, count, training=training)
-        arguments = self.layers.stage_inputs(batch) if self.slot.stage == 0 else ()
+        arguments: list[Tensor] = []
+        if self.slot.stage == 0:  # torch 2.11 takes no other strides
+            arguments = [t.contiguous() for t in self.layers.stage_inputs(batch)]
         options = {"target": torch.arange(count)} if self.is_last else {}
         run = schedule.step if training else schedule.eval
         run(*arguments, **options, return_outputs=False)

@@ -92,7 +92,6 @@ class TieredCheckpoints:
         self._newest = 0.0  # order of the newest save that is known
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._stager: Any = None
         self._world: Any = None
         self._peers: Peers | None = None
         self._group: Any = None
@@ -101,7 +100,7 @@ class TieredCheckpoints:
     def __getstate__(self) -> dict[str, Any]:
         """Without what lives in this process: strategies are sent to the processes that they start."""
         self.wait()
-        return self.__dict__ | {"_executor": None, "_jobs": [], "_stager": None, "_world": None, "_peers": None, "_group": None}
+        return self.__dict__ | {"_executor": None, "_jobs": [], "_world": None, "_peers": None, "_group": None}
 
     # ---- saving -------------------------------------------------------------------------------------------------------------
 
@@ -136,14 +135,10 @@ class TieredCheckpoints:
             self._connect()
             remote = Tier(REMOTE, path)
             warnings.filterwarnings("ignore", _ALONE)
-            staged = self._staged(state) if done is None else state
+            # A stager for each save: torch 2.11 closes it behind the first.
+            staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state) if done is None else state
             self._submit(f"step {step} to {remote}", self._write, staged, remote, step, rest, own, done=done)
             undo.pop_all()
-
-    def _staged(self, state: dict[str, Any]) -> Any:
-        if self._stager is None:
-            self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        return self._stager.stage(state)
 
     def _write(self, state: dict[str, Any], remote: Tier, step: int, rest: bytes, own: bytes) -> None:
         planner = LayerPlanner()
@@ -253,9 +248,7 @@ class TieredCheckpoints:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
-            if self._stager is not None:
-                self._stager.close()
-            self._executor = self._stager = None
+            self._executor = None
 
     # ---- loading ------------------------------------------------------------------------------------------------------------
 
