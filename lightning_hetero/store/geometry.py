@@ -13,7 +13,7 @@ from lightning_hetero.units import KIB, round_up
 NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 WEIGHTS = -1  # the array number of a block's weights
 
-_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: evidence.md found 2-4 MB best
+_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: disks were fastest with 2-4 MB at a time
 _CHUNK_ALIGN = 4096
 
 
