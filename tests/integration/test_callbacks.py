@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BaseFinetuning,
     EMAWeightAveraging,
     LearningRateFinder,
     ModelPruning,
@@ -25,6 +24,7 @@ from support.cuda import StandIn
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain
 from support.streams import FakeCuda
+from support.unfreezing import Unfreezing
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroOffloadStrategy
@@ -115,19 +115,6 @@ def test_pruning(kind: str, tmp_path: Path) -> None:
     refused = nullcontext() if kind == "host" else pytest.raises(OffloadedAccessError, match="materialize")
     with refused:
         assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make, epochs=2))
-
-
-class Unfreezing(BaseFinetuning):
-    """Trains the head first, a block from the second epoch on, the rest from the third."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze([pl_module.model.embed, pl_module.model.blocks])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.blocks[2], optimizer, lr=1e-3)
-        if epoch == 2:
-            self.unfreeze_and_add_param_group([pl_module.model.blocks[:2], pl_module.model.embed], optimizer, lr=5e-4)
 
 
 @pytest.mark.parametrize(

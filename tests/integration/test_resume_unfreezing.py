@@ -11,11 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.recipes import MIXED
 from support.resuming import Ends, EndsAt, after
 from support.strategies import on_device
+from support.unfreezing import Unfreezing
 from torch import nn
 
 from lightning_hetero.errors import ConfigError
@@ -48,19 +49,6 @@ class Normed(nn.BatchNorm1d):
 
 def backbone() -> pl.Callback:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)
-
-
-class Twice(BaseFinetuning):
-    """One block is trained from the second epoch on, the others and the embedding from the third."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze([pl_module.model.embed, pl_module.model.blocks])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.blocks[2], optimizer, lr=1e-3)
-        if epoch == 2:
-            self.unfreeze_and_add_param_group([pl_module.model.blocks[:2], pl_module.model.embed], optimizer, lr=5e-4)
 
 
 class ByHand(pl.Callback):
@@ -121,10 +109,10 @@ DEVICE_RESIDENT = partial(on_device, "resident")
     [
         (backbone, ADAMW, ("resident", "disk"), (8,)),
         (backbone, SCHEDULED, ("disk", "resident", MIXED), (BATCHES, 5)),  # unfrozen, before a step and after
-        (Twice, ADAMW, (MIXED, "disk", "host"), (5, 10)),
-        (Twice, SGD, ("disk", "resident"), (7,)),
-        (Twice, BF16, ("host", "disk"), (7,)),
-        (Twice, ADAMW, (on_device, DEVICE_RESIDENT, "disk"), (4, 8)),
+        (Unfreezing, ADAMW, (MIXED, "disk", "host"), (5, 10)),
+        (Unfreezing, SGD, ("disk", "resident"), (7,)),
+        (Unfreezing, BF16, ("host", "disk"), (7,)),
+        (Unfreezing, ADAMW, (on_device, DEVICE_RESIDENT, "disk"), (4, 8)),
         (ByHand, ADAMW, ("disk", "host"), (5,)),
     ],
     ids=["backbone", "scheduled", "twice", "sgd", "bf16", "devices", "by-hand"],
@@ -147,9 +135,9 @@ def test_a_checkpoint_of_links_of_such_a_step_is_gone_on_from(tmp_path: Path) ->
             if trainer.global_step == 8:
                 trainer.save_checkpoint(tmp_path / "kept.ckpt")
 
-    plain = fit(tmp_path, keeping("disk", tmp_path / "store", link_checkpoints=True), Twice, more=(Saves(),))
-    assert_same(plain, fit(tmp_path, "auto", Twice))
-    got = fit(tmp_path, keeping("resident", tmp_path / "other"), Twice, store=tmp_path / "kept.ckpt")
+    plain = fit(tmp_path, keeping("disk", tmp_path / "store", link_checkpoints=True), Unfreezing, more=(Saves(),))
+    assert_same(plain, fit(tmp_path, "auto", Unfreezing))
+    got = fit(tmp_path, keeping("resident", tmp_path / "other"), Unfreezing, store=tmp_path / "kept.ckpt")
     assert_same(got, after(plain, ADAMW.steps - 8))
 
 
@@ -181,8 +169,8 @@ def test_other_groups_than_those_that_training_began_with_are_refused(tmp_path: 
             trainer.optimizers[0].add_param_group({"params": list(pl_module.model.blocks[1].up.parameters())})
 
     store = tmp_path / "store"
-    fit(tmp_path, keeping("disk", store), Twice, stop=4)
+    fit(tmp_path, keeping("disk", store), Unfreezing, stop=4)
     with pytest.raises(ConfigError, match=r"were made with groups of \[\[2, 8\]\] parameters, those of the store with \[\[10\]\]"):
-        fit(tmp_path, keeping("disk", store), Twice, replace(ADAMW, groups=True), store=store)
+        fit(tmp_path, keeping("disk", store), Unfreezing, replace(ADAMW, groups=True), store=store)
     with pytest.raises(ConfigError, match="a hook has given AdamW 2 parameters that it had not"):
-        fit(tmp_path, keeping("disk", store), Twice, store=store, more=(Adds(),))
+        fit(tmp_path, keeping("disk", store), Unfreezing, store=store, more=(Adds(),))
