@@ -70,6 +70,10 @@ class PlanError(HeteroError, ValueError):
         self.shortfall_bytes = shortfall_bytes
 
 
+class RateError(PlanError, ConfigError):
+    """A plan needs work for which the machine's profile has no rate: such a plan cannot be costed, and does not run there."""
+
+
 class NativeMissingError(HeteroError, ImportError):
     """The native library is missing or of another version."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero.cli.options import Request
-from lightning_hetero.errors import ConfigError, PlanError
+from lightning_hetero.errors import ConfigError, PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
@@ -95,10 +95,12 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
                 if fitted(changed, shape, device=on_device) == plan:
                     continue  # the block is pinned
                 predicted = judged(changed, model, hardware).predicted
+            except RateError:
+                continue  # the machine cannot do that work
             except PlanError as error:
                 found = Alternative(block=block, change=change, tier=error.tier, shortfall_bytes=error.shortfall_bytes)
             except ConfigError:
-                continue  # the machine or the plan format rules it out
+                continue  # the plan format rules it out
             else:
                 assert predicted is not None
                 found = Alternative(block=block, change=change, iteration_s=predicted.iteration_s)

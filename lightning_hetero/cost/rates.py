@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.schedule import Lane
 
@@ -105,12 +105,12 @@ class Rates:
         """What a kind of work draws.
 
         Raises:
-            ConfigError: The machine cannot do it: the profile has no rate for it.
+            RateError: The machine cannot do it: the profile has no rate for it.
         """
         if work not in self._demands:
             key, speed = self._speeds[work]
             if speed <= 0:
-                raise ConfigError(
+                raise RateError(
                     f"hardware profile {self.hardware.name!r} has {key}=0, so this machine cannot run the plan's work on lane "
                     f"{LANES[work].value!r}. Measure or give {key}, or choose a plan without that work."
                 )

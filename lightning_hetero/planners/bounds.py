@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.cost import Rates, Work, backward_s, cpu_update_bytes, stored_bytes
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import RateError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
@@ -205,7 +205,7 @@ def unit_s(rates: Rates, work: Work) -> float:
     """Seconds of one unit of work with nothing beside it; 0 where the machine cannot do it: no plan that needs it runs there."""
     try:
         return rates.alone_s(work, 1.0)
-    except ConfigError:
+    except RateError:
         return 0.0
 
 

@@ -166,7 +166,7 @@ def _with_most_residents(
         return emit(model, hardware, stride=stride, static_residents=residents, saved=saved)
 
     num_subgroups = sum(1 for b in model.blocks if b.num_trainable_params)
-    low, high = 0, 0 if hardware.shared_memory else num_subgroups
+    low, high = 0, 0 if hardware.shared_memory or not hardware.device_update_params_per_s else num_subgroups
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _fits_device(placed(middle), model, hardware, updates) else (low, middle - 1)

@@ -31,7 +31,7 @@ from lightning_hetero.planners.judge import proved
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Relaxation, load_solver
-from lightning_hetero.planners.remedies import Request, infeasible
+from lightning_hetero.planners.remedies import Request, check_rates, infeasible
 from lightning_hetero.planners.search import NAME, Search
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
@@ -77,6 +77,7 @@ def plan(
         PlanError: Nothing fits: names the tightest tier, what is missing there and the cheapest remedy.
         ConfigError: A split that is not positive, or none that this machine runs.
     """
+    check_rates(model, hardware)
     load_solver()
     deadline_s = time.monotonic() + seconds
     margin = prefer_resident if prefer_resident is not None else _OWN_CPU_MARGIN if hardware.shared_memory else _MARGIN

@@ -35,7 +35,7 @@ def simulation(
         prove: Prove the schedules' invariants first.
 
     Raises:
-        PlanError: A tier is too small for the plan.
+        PlanError: A tier is too small for the plan; ``RateError`` where the machine has no rate for work that it needs.
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering, found by ``prove``.
     """
@@ -76,7 +76,7 @@ def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
     """The resolved plan with its prediction, after every invariant of its schedules has been proved.
 
     Raises:
-        PlanError: A tier is too small for it.
+        PlanError: A tier is too small for it; ``RateError`` where the machine has no rate for work that it needs.
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering.
     """

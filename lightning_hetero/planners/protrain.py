@@ -57,7 +57,7 @@ def plan(
         try:
             return judged(emit(space, config), model, hardware, updates=updates)
         except PlanError as error:  # the runtime needs more than the estimators know of: search again with that much less
-            if hardware.shared_memory:  # there every configuration needs the same
+            if hardware.shared_memory or not error.tier:  # every configuration needs the same, or a rate is missing
                 raise
             refusal, missing = error, max(error.shortfall_bytes, 1)
         if refusal.tier == Tier.DEVICE:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
@@ -77,7 +77,8 @@ class Referee:
     def seconds(self, plan: Plan, *, always: bool = False) -> float:
         """A resolved plan's step.
 
-        Infinite if it does not fit, if it cannot be the best, or if no simulation is left and ``always`` does not ask for one.
+        Infinite if it does not fit or needs work for which the machine has no rate, if it cannot be the best, or if no simulation
+        is left and ``always`` does not ask for one.
         """
         plan = self._fitted(plan)
         key = _key(plan)
@@ -96,8 +97,12 @@ class Referee:
     def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:
             return None
+        try:
+            p = simulation(plan, self.model, self.hardware, updates=self.updates).prediction
+        except RateError:
+            return None
         self.evaluations += 1
-        p, h = simulation(plan, self.model, self.hardware, updates=self.updates).prediction, self.hardware
+        h = self.hardware
         device = h.host_memory_bytes if h.shared_memory else h.device_memory_bytes
         peaks = ((p.device_peak_bytes, device), (p.host_peak_bytes, h.host_memory_bytes), (p.disk_bytes, h.disk_capacity_bytes))
         return p if all(peak <= most for peak, most in peaks) else None

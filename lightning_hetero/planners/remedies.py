@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.planners.choices import placements
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Relaxation
@@ -17,10 +18,27 @@ from lightning_hetero.units import MIB, format_bytes
 
 _CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
 _CAPACITIES = {Tier.DISK: "disk_capacity_bytes", Tier.HOST: "host_memory_bytes", Tier.DEVICE: "device_memory_bytes"}
+_UPDATING = ("device_update_params_per_s", "cpu_update_params_per_s", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s")
 _ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
 _ATTEMPTS = 5  # at making whole blocks fit, each with what the one before lacked on top
 _SMALLER = (2, 4, 8)  # times smaller micro-batches that are proposed
 _LEAST = Start(slots=1)
+
+
+def check_rates(model: ModelProfile, hardware: HardwareProfile) -> None:
+    """Refuses a machine that cannot update some block, wherever it is placed.
+
+    Raises:
+        RateError: Names the block and the rates.
+    """
+    unable = next((b.name for b in model.blocks if not placements(b, hardware)), None)
+    if unable is not None:
+        rates = {key: getattr(hardware, key) for key in _UPDATING}
+        raise RateError(
+            f"{hardware.name!r} cannot update block {unable!r} of model {model.name!r}, wherever it lies: "
+            f"{', '.join(f'{key}={rate:g}' for key, rate in rates.items())}. Measure or give the rates that are 0: an update on "
+            f"the device, or one on the CPU and both links to it."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

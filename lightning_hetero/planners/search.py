@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import Any
 
-from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
 from lightning_hetero.lowering.needs import needs_of, total_bytes
-from lightning_hetero.planners.baselines import zero_infinity
-from lightning_hetero.planners.choices import policies
+from lightning_hetero.planners.choices import placements, policies
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.rounding import Chosen, Demotion, rounded, rule
@@ -98,14 +97,19 @@ class Search:
 
     def frugal(self) -> Iterator[Plan]:
         """The plans that take least memory, of those that fit: all on the lowest tier that holds it, nothing saved but inputs."""
-        model, allowed = self.relaxation.model, policies(self.referee.hardware)
+        model, hardware = self.relaxation.model, self.referee.hardware
+        allowed = policies(hardware)
         saved = Saved.RECOMPUTE if Saved.RECOMPUTE in allowed else Saved.KEEP
         inputs = [policy for policy in (Saved.SWAP_HOST, Saved.SWAP_DISK, Saved.KEEP) if policy in allowed]
         for tier, policy in product((Tier.HOST, Tier.DISK), inputs):
-            placed = zero_infinity(model.shape(), tier)
+            rows = []
+            for block in model.blocks:
+                weights, state, update = [p for p in placements(block, hardware) if tier is Tier.DISK or Tier.DISK not in p][-1]
+                row = BlockPlan(name=block.name, weights=weights, state=state, update=update, saved=saved, boundary=policy)
+                rows.append(row)
             plan = Plan(
                 name=NAME,
-                blocks=tuple(replace(b, saved=saved, boundary=policy) for b in placed.blocks),
+                blocks=tuple(rows),
                 prefetch_depth=1,
                 gradient_depth=1,
                 micro_batches=self.relaxation.micro_batches,
@@ -163,7 +167,7 @@ class Search:
             error = self.referee.shortfall(replace(plan, device_cache_bytes=cache, host_cache_bytes=cache))
             if error is None:
                 return self._deepened(plan, relaxed)
-            if not demotion.demote(chosen, Tier(error.tier), error.shortfall_bytes):
+            if not error.tier or not demotion.demote(chosen, Tier(error.tier), error.shortfall_bytes):
                 break
         return None
 

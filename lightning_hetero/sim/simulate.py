@@ -85,7 +85,7 @@ def simulate(
         The step that repeats itself, or the mean of the steps that do; where ``steps`` end before, the mean of all but the first.
 
     Raises:
-        ConfigError: The plan needs work for which the hardware profile has no rate.
+        RateError: The plan needs work for which the hardware profile has no rate.
     """
     rates = Rates(hardware)
     program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
