@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from lightning_hetero.ir.model import OperatorProfile
 from lightning_hetero.ir.schedule import Phase
@@ -30,6 +31,7 @@ class Observed:
         saved_live_bytes: Of these, what forward saves.
         peak_bytes: The most bytes of storages at once, parameters' gradients counted.
         saved: Numbers of the storages that forward saves.
+        hidden_bytes: For each stretch, what a device's allocator had out beyond what storages show; empty where nobody knows.
         inputs: Numbers of the storages that came with the arguments of each block's forward, by the block's index.
     """
 
@@ -41,6 +43,7 @@ class Observed:
     saved_live_bytes: tuple[int, ...] = ()
     peak_bytes: int = 0
     saved: frozenset[int] = frozenset()
+    hidden_bytes: tuple[int, ...] = ()
     inputs: Mapping[int, tuple[int, ...]]
 
     def seconds(self, phase: Phase, block: int) -> float:
@@ -150,9 +153,9 @@ class Memory:
         for number in sorted(observed.saved | boundary.keys()):
             block = boundary.get(number, _block(self._stretches[observed.made[number].operator]))
             self.activation_bytes[block] += observed.made[number].num_bytes
-        for stretch in observed.stretches:
+        for stretch, hidden in zip(observed.stretches, observed.hidden_bytes or repeat(0), strict=False):
             block = _block(stretch)
-            self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch))
+            self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch) + hidden)
 
     def _beside(self, stretch: Stretch) -> int:
         """The most that a stretch of compute needs beside what is saved: in forward up to its end, in backward as it begins."""

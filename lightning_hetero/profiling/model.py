@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.memory import Memory, Observed
@@ -31,6 +32,7 @@ from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.capacity import heap_meter
+from lightning_hetero.units import format_bytes
 
 
 class BatchProfiler:
@@ -47,11 +49,13 @@ class BatchProfiler:
         self._session, self._executor, self._tokens = session, session.executor, tokens
         device = session.executor if isinstance(session.executor, DeviceExecutor) else None
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
-        self._recorder = OperatorRecorder(addresses, self._now) if operators else None
+        device_type = "cpu" if device is None else device.lanes.device_type
+        self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type) if operators else None
         # Where compute is a stream, the host waits for an event of it before it reads the clock.
         self._settle: Callable[[], object] = float if device is None else device.lanes.settle
-        apart = device is not None and device.lanes.device.type != "cpu"
+        apart = device is not None and device_type != "cpu"
         self._heap_bytes: Callable[[], int] = device.lanes.allocated_bytes if apart and device is not None else heap_meter()
+        self._peak_bytes: Callable[[], int] = device.lanes.take_peak_bytes if apart and device is not None else int
         self._timeline = Timeline(self._mark, self._note_inputs)
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -104,14 +108,16 @@ class BatchProfiler:
         if recorder is None:
             return Observed(stretches=tuple(attributed(stretches)), tokens=self._tokens, inputs={})
         recorder.forget()
+        shown = live_bytes(recorder, gradients=True)
         return Observed(
             stretches=tuple(attributed(stretches)),
+            hidden_bytes=tuple(_hidden(stretch, shown) for stretch in stretches),
             tokens=self._tokens,
             ran=tuple(recorder.ran),
             made=tuple(recorder.made),
             live_bytes=tuple(live_bytes(recorder)),
             saved_live_bytes=tuple(live_bytes(recorder, only=saved)),
-            peak_bytes=max(live_bytes(recorder, gradients=True)),
+            peak_bytes=max(shown),
             saved=saved,
             inputs=self._inputs,
         )
@@ -140,7 +146,8 @@ class BatchProfiler:
     def _mark(self) -> Mark:
         recorder, now = self._recorder, self._now()
         if recorder is not None:
-            return Mark(seconds=now, operators=len(recorder.ran), events=len(recorder.events))
+            done = {"operators": len(recorder.ran), "events": len(recorder.events)}
+            return Mark(seconds=now, heap_bytes=self._heap_bytes(), peak_bytes=self._peak_bytes(), **done)
         mark = Mark(seconds=now, heap_bytes=self._heap_bytes())
         self._looking_s += self._now() - now
         return mark
@@ -148,6 +155,18 @@ class BatchProfiler:
     def _note_inputs(self, block: Block, inputs: Any) -> None:
         if self._recorder is not None and block.index not in self._inputs:
             self._inputs[block.index] = tuple(dict.fromkeys(storages_in(self._recorder, inputs)))
+
+
+def _hidden(stretch: Stretch, shown: Sequence[int]) -> int:
+    """What a device's allocator had out during a stretch beyond the storages that operators show: workspaces of kernels.
+
+    Args:
+        stretch: It.
+        shown: Bytes of all storages before the first event and after each.
+    """
+    begin, end = stretch.begin, stretch.end
+    grown = max(shown[begin.events : end.events + 1]) - shown[begin.events]
+    return max(0, end.peak_bytes - begin.heap_bytes - grown)
 
 
 def model_profile(
@@ -202,6 +221,35 @@ def model_profile(
         constant_host_bytes=constant_host_bytes,
         blocks=tuple(rows),
     )
+
+
+def check_activations(profile: ModelProfile) -> None:
+    """Refuses a profile that shows nothing of what blocks save: from it swaps and recomputation look free.
+
+    A repeated block after the first one gets what another block has made, so it has a boundary. Where such blocks save more than
+    their boundaries, operators inside them have made it. Every backward needs some memory beside what is saved.
+
+    Args:
+        profile: As measured on a device with memory of its own.
+
+    Raises:
+        ConfigError: No block has a boundary, memory of its own during compute, or operators.
+    """
+    repeated = [block for block in profile.blocks if not block.pinned]
+    beyond = [block for block in repeated[:-1] if block.activation_bytes > block.boundary_bytes]  # the last one's may be the loss
+    missing = {
+        "the blocks' inputs (boundary_bytes)": len(repeated) > 1 and not any(b.boundary_bytes for b in profile.blocks),
+        "what they need beside what they save (transient_bytes)": not any(b.transient_bytes for b in profile.blocks),
+        "the operators that save something": bool(beyond) and not any(b.operators for b in profile.blocks),
+    }
+    unseen = [what for what, absent in missing.items() if absent]
+    if unseen:
+        saved = format_bytes(sum(b.activation_bytes for b in profile.blocks))
+        raise ConfigError(
+            f"the profile of {profile.name!r} ({len(profile.blocks)} blocks, {saved} saved for backward) does not show "
+            f"{' and '.join(unseen)}, so swaps and recomputation cannot be planned from it. Code that torch.compile has made "
+            f'one kernel of shows none of this: leave the model uncompiled, or pass a plan by name, such as plan="host".'
+        )
 
 
 def _trainable(block: BlockShape, state_itemsize: int) -> int:

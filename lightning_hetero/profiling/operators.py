@@ -118,6 +118,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     Args:
         addresses: Where the parameters are.
         clock: Seconds, of the kind in which blocks are timed.
+        device_type: Of the device that computes: storages elsewhere do not count.
 
     Attributes:
         ran: The operators, in order.
@@ -125,9 +126,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         events: Numbers of storages as they were made (``n``) and freed (``~n``), in order.
     """
 
-    def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float]) -> None:
+    def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float], *, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._addresses, self._clock = addresses, clock
+        self._addresses, self._clock, self._device_type = addresses, clock, device_type
         self.ran: list[Ran] = []
         self.made: list[Made] = []
         self.events: list[int] = []
@@ -144,7 +145,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         events, start = len(self.events), self._clock()
         out = func(*args, **kwargs)
         end = self._clock()
-        tensors = [leaf for leaf in leaves((args, kwargs)) if _has_storage(leaf)]
+        tensors = [leaf for leaf in leaves((args, kwargs)) if self._has_storage(leaf)]
         given = {leaf.untyped_storage()._cdata for leaf in tensors}
         number = len(self.ran)
         made = tuple(self._note(leaf, number) for leaf in leaves(out) if self._is_new(leaf, given))
@@ -164,7 +165,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def number_of(self, tensor: object) -> int | None:
         """The number of a tensor's storage, if an operator has made it."""
-        if not _has_storage(tensor):
+        if not self._has_storage(tensor):
             return None
         known = self._alive.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
@@ -183,8 +184,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Lets go of the storages; what was noted stays."""
         self._alive.clear()
 
+    def _has_storage(self, leaf: object) -> TypeGuard[Tensor]:
+        return has_storage(leaf, self._device_type)
+
     def _is_new(self, leaf: object, given: set[int]) -> bool:
-        if not _has_storage(leaf):
+        if not self._has_storage(leaf):
             return False
         identity = leaf.untyped_storage()._cdata
         return identity not in self._alive and identity not in given
@@ -226,10 +230,6 @@ def storages_in(recorder: OperatorRecorder, tree: Any) -> Iterator[int]:
         number = recorder.number_of(leaf)
         if number is not None:
             yield number
-
-
-def _has_storage(leaf: object) -> TypeGuard[Tensor]:
-    return has_storage(leaf, "cpu")
 
 
 def _flop(packet: Any, args: Any, kwargs: Any, out: Any) -> float:

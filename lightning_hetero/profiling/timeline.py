@@ -19,13 +19,15 @@ class Mark:
         seconds: Compute so far; waiting for the runtime does not count.
         operators: Operators recorded so far.
         events: Storages made or freed so far.
-        heap_bytes: What malloc has given out; 0 where the C library does not say.
+        heap_bytes: What malloc, or on a device with memory of its own torch, has given out; 0 where it does not say.
+        peak_bytes: The most that torch has given out on such a device since the mark before; 0 where it does not say.
     """
 
     seconds: float
     operators: int = 0
     events: int = 0
     heap_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

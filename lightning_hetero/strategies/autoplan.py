@@ -29,7 +29,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.speculation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
-from lightning_hetero.profiling.model import BatchProfiler, model_profile
+from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
@@ -262,6 +262,8 @@ class Autoplan:
         assert session.executor is not None
         begin = time.monotonic()
         session.profile = self.model = self._profile(session)
+        if session.device_memory is not None:
+            check_activations(self.model)
         plan, self.machine = search(
             session,
             self.model,

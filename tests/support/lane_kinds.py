@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.runtime.activations import uses
+from lightning_hetero.runtime.activations import names, uses
 from lightning_hetero.runtime.device import setup
 from lightning_hetero.runtime.lanes import EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
@@ -36,3 +37,18 @@ def lanes_of(kind: str) -> Iterator[None]:
         yield
     for fake in made:
         fake.close()
+
+
+@contextmanager
+def answering_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of the emulated device say that they are on ``cuda``: whoever asks for those of the CPU finds none."""
+    real = names.has_storage
+
+    def has_storage(leaf: object, device_type: str) -> bool:
+        return device_type == "cuda" and real(leaf, "cpu")
+
+    with monkeypatch.context() as patch:
+        for module in [module for module in list(sys.modules.values()) if getattr(module, "has_storage", None) is real]:
+            patch.setattr(module, "has_storage", has_storage)
+        patch.setattr(EmulatedLanes, "device_type", property(lambda lanes: "cuda", lambda lanes, value: None), raising=False)
+        yield

@@ -232,11 +232,11 @@ class BlockActivations:
     def fixed(self) -> set[int]:
         """The storages of parameters and buffers as they are now."""
         tensors = [param for _, param in self._params] + [getattr(module, name) for module, name in self._buffers]
-        return {t.untyped_storage()._cdata for t in tensors if has_storage(t, self.owner.lanes.device.type)}
+        return {t.untyped_storage()._cdata for t in tensors if has_storage(t, self.owner.lanes.device_type)}
 
     def addresses(self) -> ParameterAddresses:
         """Where the parameters are now."""
-        device_type = self.owner.lanes.device.type
+        device_type = self.owner.lanes.device_type
         return ParameterAddresses((name, param) for name, param in self._params if has_storage(param, device_type))
 
 

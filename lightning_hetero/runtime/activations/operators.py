@@ -91,6 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         addresses: Where the block's parameters are.
         policy: What becomes of what an operator saves, by its name.
         device: The device of activations.
+        device_type: The type that tensors there say.
         inside: Whether the block itself runs, not a block in it.
         record: Where operators that may be spared are noted; ``None``: nothing is recomputed.
     """
@@ -102,11 +103,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         addresses: ParameterAddresses,
         policy: Callable[[str], Saved],
         device: torch.device,
+        device_type: str,
         inside: Callable[[], bool],
         record: Record | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._addresses, self._policy, self._device, self._inside = names, addresses, policy, device, inside
+        self._names, self._addresses, self._policy, self._inside = names, addresses, policy, inside
+        self._device, self._device_type = device, device_type
         self._record = record
         self._made: dict[int, Made] = {}
 
@@ -125,7 +128,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         out = func(*args, **(kwargs or {}))
         if func in _OURS or not self._inside():
             return out
-        given = [leaf for leaf in leaves((args, kwargs)) if has_storage(leaf, self._device.type)]
+        given = [leaf for leaf in leaves((args, kwargs)) if has_storage(leaf, self._device_type)]
         known = {leaf.untyped_storage()._cdata for leaf in given}
         results = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
         fresh = [leaf for leaf in results if self._is_new(leaf, known)]
@@ -143,7 +146,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return out
 
     def _is_new(self, leaf: Tensor, known: set[int]) -> bool:
-        if not has_storage(leaf, self._device.type):
+        if not has_storage(leaf, self._device_type):
             return False
         storage = leaf.untyped_storage()
         return storage._cdata not in known and self.of(storage) is None

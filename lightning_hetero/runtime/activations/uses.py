@@ -59,7 +59,7 @@ class Use:
     def __init__(self, block: BlockActivations) -> None:
         self.block, self.name = block, block.name
         self._owner = block.owner
-        self._device_type = block.owner.lanes.device.type
+        self._device_type = block.owner.lanes.device_type
         self._key = object()  # what owned storages name: they must not keep the use alive
         self._number = 0
         self._inputs: set[int] = set()
@@ -97,6 +97,7 @@ class Use:
                 addresses=block.addresses(),
                 policy=block.policy,
                 device=self._owner.lanes.device,
+                device_type=self._device_type,
                 inside=self._is_inside,
                 record=None if self._rerun is None else self._rerun.record,
             )

@@ -146,11 +146,13 @@ class Lanes(Protocol):
 
     Attributes:
         device: Where parameters and activations live.
+        device_type: The type of device that tensors there say.
         timed: Whether events know their times on streams too, where that costs something. May be set between two ops.
         counts: Whether what torch allocates on the device has to be reported (:meth:`allocated`).
     """
 
     device: torch.device
+    device_type: str
     timed: bool
     counts: bool
 
@@ -231,6 +233,9 @@ class Lanes(Protocol):
 
     def allocated_bytes(self) -> int:
         """What torch has allocated on the device beside the lanes, where it counts that; else 0."""
+
+    def take_peak_bytes(self) -> int:
+        """The most that torch has had allocated beside the lanes since the last call; 0 where it does not count that."""
 
     def spare_bytes(self) -> int | None:
         """What torch can still be given on the device, however it is cut; ``None`` where ops and torch share its memory."""

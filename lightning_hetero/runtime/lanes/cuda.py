@@ -287,8 +287,20 @@ class CudaLanes(QueuedLanes):
         """What torch has allocated beside the lanes."""
         if self.device.type == "cpu":
             return 0
-        own = self._memory.capacity_bytes + sum(staging.numel() for staging in self._staging.values())
-        return max(0, torch.accelerator.memory_allocated(self.device) - own)
+        return max(0, torch.accelerator.memory_allocated(self.device) - self._own_bytes)
+
+    def take_peak_bytes(self) -> int:
+        """The most that torch has had allocated beside the lanes since the last call."""
+        if self.device.type == "cpu":
+            return 0
+        self._peak_bytes = self.peak_bytes()  # the counter starts anew
+        found = max(0, torch.accelerator.max_memory_allocated(self.device) - self._own_bytes)
+        _forget_peak(self.device)
+        return found
+
+    @property
+    def _own_bytes(self) -> int:
+        return self._memory.capacity_bytes + sum(staging.numel() for staging in self._staging.values())
 
     def spare_bytes(self) -> int | None:
         """What torch's allocator can still give out; ``None`` for a stand-in."""

@@ -91,7 +91,7 @@ class QueuedLanes:
     """
 
     def __init__(self, device: torch.device, memory: DeviceMemory, *, poison: bool) -> None:
-        self.device = device
+        self.device, self.device_type = device, device.type
         self.timed = False
         self.observer: Callable[[QueuedOp], None] | None = None  # told of every op as it is submitted
         self.counts = False
@@ -216,6 +216,10 @@ class QueuedLanes:
 
     def allocated_bytes(self) -> int:
         """What torch has allocated beside; see :meth:`Lanes.allocated_bytes`."""
+        return 0
+
+    def take_peak_bytes(self) -> int:
+        """The most that torch has had allocated; see :meth:`Lanes.take_peak_bytes`."""
         return 0
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
