@@ -334,15 +334,16 @@ class Session(Budgets):
             self.store.commit()
 
     def snapshot(self, path: Path) -> None:
-        """Links the last kept step to another path.
+        """Links the last kept step to another path, in the place of a checkpoint that is there.
 
         Raises:
-            ConfigError: ``path`` is taken.
+            ConfigError: ``path`` is taken by something else.
+            StoreBusyError: A process uses the checkpoint that is there.
             StoreError: A transfer or a system call failed.
         """
         assert self.store is not None
         assert self.store.files.directory is not None
-        snapshot(self.store.files.directory.path, path, self.store.files.committed())
+        snapshot(self.store.files.directory.path, path, self.store.files.committed(), replace=True)
 
     def freeze(self) -> Frozen:
         """The model and its optimizers as they are now, for a thread that reads them while training goes on.

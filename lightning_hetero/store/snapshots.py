@@ -8,6 +8,7 @@ last record names, the ring and the manifest. It appears complete or not at all.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -21,22 +22,26 @@ from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.manifest import MANIFEST
 
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
-def snapshot(source: Path, target: Path, names: Iterable[str]) -> None:
+def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool = False) -> None:
     """Makes a snapshot; nothing of the store is being written.
 
     Args:
         source: The store.
         target: Where the snapshot goes; missing, or an empty directory. Missing directories above it are made.
         names: Names of the slot and state files that the last record names.
+        replace: ``target`` may also be a file, a symbolic link or an earlier snapshot, whose place the new one takes when it is
+            whole. What a symbolic link names stays.
 
     Raises:
-        ConfigError: ``target`` is there and not empty.
-        StoreError: A system call failed; nothing is left of the snapshot.
+        ConfigError: ``target`` is there, and not what may be replaced.
+        StoreBusyError: A process uses the snapshot that would be replaced.
+        StoreError: A system call failed; nothing is left of the snapshot, and ``target`` is what it was.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{str(target)!r} is there already; allowed: a path where a directory can be made, or an empty one.")
+    _check_target(target, replace=replace)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,14 +50,61 @@ def snapshot(source: Path, target: Path, names: Iterable[str]) -> None:
         for name in names:
             link(source / name, partial / name)
         copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
-        manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False}
+        manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False, "snapshot": True}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync(partial)
-        os.replace(partial, target)
+        _put(partial, target)
         sync(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StoreError(f"the snapshot {str(target)!r} cannot be made: {error}. Choose another path.") from error
+
+
+def _check_target(target: Path, *, replace: bool) -> None:
+    there = os.path.lexists(target)
+    if not there or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        return
+    if replace and (target.is_symlink() or target.is_file()):
+        return
+    if not replace or not (target / MANIFEST).is_file():
+        what = "" if not target.is_dir() else f", a directory that holds {', '.join(sorted(os.listdir(target))[:3])}"
+        allowed = "a path where a directory can be made, or an empty one" + (", a file, or an earlier snapshot" if replace else "")
+        raise ConfigError(f"{str(target)!r} is there already{what}; allowed: {allowed}. Choose another path.")
+    with StoreFiles(target) as found:  # nobody uses it
+        if found.manifest.get("snapshot") is not True:
+            raise ConfigError(f"{str(target)!r} is a store, which no snapshot replaces. Choose another path for the checkpoint.")
+
+
+def _put(fresh: Path, target: Path) -> None:
+    """Gives a directory its name, and removes what had that name before."""
+    if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        os.replace(fresh, target)
+        return
+    old = fresh
+    if not _exchange_names(fresh, target):
+        old = fresh.with_suffix(".old")
+        os.rename(target, old)
+        os.rename(fresh, target)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
+def _exchange_names(first: Path, second: Path) -> bool:
+    """Exchanges two names at once, so that a process that dies has either; false where the system cannot.
+
+    Source: rename(2), ``RENAME_EXCHANGE``.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(second))
 
 
 def bring(source: Path, target: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from lightning_hetero.store.snapshots import bring
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
 from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_store, last_kept, read_state
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoints(Core):
@@ -56,17 +61,52 @@ class Checkpoints(Core):
         """
         if not self._choices.link_checkpoints or self.session is None or not self.session.keeps_steps:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._step_ended:
-            self._snapshots.append(Path(filepath))
+            return
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)  # a symbolic link may be put beside it before it is made
+        self._link_later(partial(self.session.snapshot, path), path)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint: after those that were saved in the same batch, so that one is there whenever the process dies."""
+        if self._choices.link_checkpoints:
+            self._link_later(partial(self._remove, filepath))
         else:
-            self.session.snapshot(Path(filepath))
+            self._remove(filepath)
+
+    def _remove(self, filepath: Any) -> None:
+        if os.path.islink(filepath):  # of save_last="link": what it names is removed by its own name
+            os.unlink(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _link_later(self, action: Callable[[], object], saves: Path | None = None) -> None:
+        if self._step_ended and self._state is not None:
+            self._links.append((action, saves))
+        else:
+            action()
+
+    def make_links(self) -> None:
+        """The batch is over and its step is kept: checkpoints that were asked for in it are made and removed, in that order."""
+        links, self._links = self._links, []
+        for action, _ in links:
+            action()
+
+    def drop_links(self) -> None:
+        """The fit is over: checkpoints of a batch that did not end are not made, and none is removed for them."""
+        missing = [str(path) for _, path in self._links if path is not None]
+        self._links, self._step_ended = [], False
+        for path in missing:
+            log.warning(
+                "The checkpoint %r was not made: links are made when a batch has ended, and this one has not. Go on from the "
+                "store, which has the last step that was kept.", path,
+            )  # fmt: skip
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
         self._resumed = None
         if not is_store(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        path, own = Path(checkpoint_path).absolute(), self.options.disk_path
+        path, own = Path(checkpoint_path).resolve(), self.options.disk_path
         check_use(self.lightning_module, path, own, self.namespace)
         assert own is not None
         kept = last_kept(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ class Core(Base):
         self._state: TrainingState | None = None  # takes it for every step that is kept
         self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
-        self._snapshots: list[Path] = []  # to be made when the batch has ended
+        self._links: list[tuple[Callable[[], object], Path | None]] = []  # for when the batch has ended, and what is saved then
         self._failed = False
 
     def _choose(self, choices: Choices) -> None:

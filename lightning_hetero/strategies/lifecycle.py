@@ -21,7 +21,7 @@ from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.changes import Changes
-from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
+from lightning_hetero.strategies.checkpoints import local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.reports import Reports
@@ -35,7 +35,7 @@ from lightning_hetero.strategies.verification import Verifier, reference_bytes
 log = logging.getLogger(__name__)
 
 
-class Lifecycle(Steps, Checkpoints, Reports):
+class Lifecycle(Steps, Reports):
     """Places the model on its tiers as Lightning sets up, and gives it back at the end.
 
     Beside it a class says how many processes there are, and on which device this one computes.
@@ -170,6 +170,7 @@ class Lifecycle(Steps, Checkpoints, Reports):
     def teardown(self) -> None:
         """Gives the model back, or leaves it on disk where it does not fit."""
         self._last_plan = self.offload_plan
+        self.drop_links()
         if self._state is not None:
             self._state.detach()
         self._state = self._resumed = None

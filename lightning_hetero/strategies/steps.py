@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.device.executor import DeviceExecutor
-from lightning_hetero.strategies.core import Core
+from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY
 from lightning_hetero.strategies.resume import go_on
 
 
-class Steps(Core):
+class Steps(Checkpoints):
     """Training steps, and the batches that only read."""
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -142,9 +142,7 @@ class Steps(Core):
             self._step_ended = False
             books = [b.books() for b in self.session.bindings]
             self.session.keep_step(partial(self._state.take, books), last=self._state.is_last)
-            paths, self._snapshots = self._snapshots, []
-            for path in paths:
-                self.session.snapshot(path)
+            self.make_links()
 
     def _plain_precision(self) -> AbstractContextManager[None]:
         return nullcontext() if self._verdicts is None else self._verdicts.aside()
