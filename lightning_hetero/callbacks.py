@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
+import io
+import logging
 from contextlib import nullcontext
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 else:
     _Base = object  # the namespace's class comes second among the bases
+
+log = logging.getLogger(__name__)
 
 _COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the table that is shown; the longest name in it
 
@@ -76,8 +79,7 @@ class _ModelProfiler(_Base):
         if made is not None:
             self.error = PredictionError()
             session.executor.heap.peak_bytes = 0
-            if trainer.is_global_zero:
-                show(made, self._autoplan)
+            log.info("%s", table(made, self._autoplan))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is over; after an optimizer step it is compared with the prediction."""
@@ -158,27 +160,26 @@ def _micro_batches(trainer: Any) -> int:
     return max(1, int(trainer.accumulate_grad_batches)) if trainer.lightning_module.automatic_optimization else 1
 
 
-def show(plan: Plan, autoplan: Autoplan) -> None:
-    """A short table of what is where, on the standard error stream, at most 80 columns wide."""
+def table(plan: Plan, autoplan: Autoplan) -> str:
+    """A short table of what is where, below a line of its own; at most 80 columns wide."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stderr, highlight=False)
-    console.width = min(console.width, _COLUMNS)
-    console.print(
-        f"lightning-hetero: plan {plan.name!r}, made in {autoplan.planned_s:.2g} s, in place after {autoplan.moved_s:.2g} s"
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("blocks")
-    table.add_column("", justify="right")
+    screen = io.StringIO()
+    console = Console(file=screen, highlight=False, width=_COLUMNS)
+    console.print(f"plan {plan.name!r}, made in {autoplan.planned_s:.2g} s, in place after {autoplan.moved_s:.2g} s")
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    rows.add_column("blocks")
+    rows.add_column("", justify="right")
     for title in ("weights", "state", "update"):
-        table.add_column(title)
+        rows.add_column(title)
     for names, kind in _groups(plan, on_device=autoplan.machine is not None and not autoplan.machine.shared_memory):
-        table.add_row(_names(names), str(len(names)), *kind)
-    console.print(table)
+        rows.add_row(_names(names), str(len(names)), *kind)
+    console.print(rows)
     if plan.predicted is not None:
         console.print(_prediction(plan.predicted))
+    return screen.getvalue().rstrip()
 
 
 def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, str, str]]]:

@@ -7,7 +7,9 @@ The order matters and is the same for every plan: :meth:`Session.adopt` (blocks,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.device.executor import DeviceExecutor
@@ -84,6 +86,9 @@ class Session(Budgets):
             ConfigError: The plan does not fit the model, or the directory cannot be used.
             UnsupportedError: An optimizer cannot run out of core.
         """
+        begin_s = time.monotonic()
+        weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
+        log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
         if optimizers is not None:
             hooks: Any = {"on_step": self._on_step, "on_read": self.drain, "on_zero": self.drain, "on_load": self._promote}
             self.bindings = [OptimizerBinding(o, **hooks) for o in optimizers]
@@ -155,7 +160,7 @@ class Session(Budgets):
             self.executor.move_in()
         self._handles = observe(self.blocks, self.executor)
         self._started = True
-        self._announce(placement)
+        self._announce(placement, begin_s)
 
     def replan(self, plan: Plan) -> Plan:
         """Goes on with another plan: moves weights and optimizer state to the tiers that it says, between two batches of a fit.
@@ -216,7 +221,6 @@ class Session(Budgets):
         )  # fmt: skip
         self.executor.heap.allow(self.options.host_memory)
         self.executor.heap.counted_bytes = placement.activation_bytes
-        self._announce(placement)
         return placement.plan
 
     def _settled(self, part: Part) -> list[NativeBlock]:
@@ -235,16 +239,27 @@ class Session(Budgets):
         """An existing directory on the disk where files are or would be."""
         return self._directories.disk_root(self.store)
 
-    def _announce(self, placement: Placement) -> None:
-        plan, rules, capacity = placement.plan, placement.rules, placement.cache_bytes
-        on_disk = sum(b.weights_on_disk for b in self.blocks)
-        log.info(
-            "plan %r: %d blocks, weights of %d on disk (%s cached in memory), %s of files; updates %s.",
-            plan.name, len(self.blocks), on_disk, format_bytes(capacity), format_bytes(self._directories.disk_bytes),
-            "run during backward" if not rules.deferred
-            else f"are tried during backward, and done again where they were wrong, because {rules.deferred}" if rules.speculates
-            else f"after optimizer.step() in forward order, because {rules.deferred}",
-        )  # fmt: skip
+    def _announce(self, placement: Placement, begin_s: float) -> None:
+        """Says where everything lives now, and how long it took since ``begin_s`` to get there."""
+        of_device = "in memory" if self.options.device is None else "on the device"
+        what = [f"weights of {_by_tier((b.plan.weights for b in self.blocks), of_device)}"]
+        if self._trains:
+            trained = [b.plan.state for b in self.blocks if any(p.requires_grad for p in b.params())]
+            what.append(f"optimizer state of {_by_tier(trained, of_device)}" if trained else "no optimizer state")
+        if self.on_disk:
+            assert self.store is not None
+            assert self.store.files.directory is not None
+            what.append(f"{format_bytes(self._directories.disk_bytes)} of files in {self.store.files.directory.path}")
+        if placement.cache_bytes and any(b.weights_on_disk for b in self.blocks):
+            what.append(f"{format_bytes(placement.cache_bytes)} of memory to cache weights from there")
+        log.info("plan %r, in place after %.2g s: %s.", placement.plan.name, time.monotonic() - begin_s, "; ".join(what))
+        if self._trains and placement.rules.deferred:
+            when = (
+                "are tried during backward, and done again where they were wrong,"
+                if placement.rules.speculates
+                else "run after optimizer.step() in forward order,"
+            )
+            log.info("updates %s because %s.", when, placement.rules.deferred)
 
     # ---- while it runs ------------------------------------------------------------------------------------------------------
 
@@ -447,3 +462,10 @@ class Session(Budgets):
         if self.executor is not None:
             self.executor.let_go()
         self.blocks, self.bindings, self.executor, self.steps = [], [], None, None
+
+
+def _by_tier(tiers: Iterable[Tier], of_device: str) -> str:
+    """Such as ``"2 blocks on the device, of 24 blocks on disk"``."""
+    places = {Tier.DEVICE: of_device, Tier.HOST: "in memory", Tier.DISK: "on disk"}
+    counts = Counter(places[tier] for tier in tiers)
+    return ", of ".join(f"{counts[p]} block{'s' * (counts[p] > 1)} {p}" for p in dict.fromkeys(places.values()) if counts[p])

@@ -143,6 +143,8 @@ class Autoplan:
             self.plan = self.model = None
             self.stage = Stage.RECORD
             self._constant_bytes = 0
+        if self.stage is Stage.RECORD:
+            log.info("the first %d batches are measured; then planner %r makes a plan.", 1 + _TIMED, self.planner)
         session.profile = self.model
 
     def request(self, *, budget: bool = False) -> None:
@@ -264,16 +266,20 @@ class Autoplan:
         session.profile = self.model = self._profile(session)
         if session.device_memory is not None:
             check_activations(self.model)
+        hardware = self._hardware(session)
+        log.info("searching a plan with %r.", self.planner)
         plan, self.machine = search(
             session,
             self.model,
-            self._hardware(session),
+            hardware,
             planner=self.planner,
             micro_batches=batch.micro_batches,
             short_bytes=self._short_bytes,
         )
         self.planned_s = time.monotonic() - begin
         before = session.executor.plan
+        if plan.blocks != before.blocks:
+            log.info("moving weights and optimizer state to where plan %r wants them.", plan.name)
         self.plan = plan = session.replan(plan)
         if session.executor.speculation.enabled:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it

@@ -28,6 +28,7 @@ from lightning_hetero.strategies.choices import (
     sources,
     steps,
 )
+from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.lifecycle import Lifecycle
@@ -156,4 +157,5 @@ class HeteroOffload(Lifecycle):
         assert module is not None
         self._root_device = chosen(module.trainer, self.accelerator, self.strategy_name)
         super().setup_environment()
+        speak(self.namespace)
         self._root_device = self._use_device(self._root_device)

@@ -19,6 +19,7 @@ from lightning_hetero.parallel.elastic import Elastic, elastic_from, node_name
 from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.strategies import elastic as elastic_callback
+from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.resume import end_batch, set_sampler_epoch
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class HeteroParallel(_Base):
     def setup_environment(self) -> None:
         """Asks all ranks on which node they are; a fit that is elastic gets its callback."""
         super().setup_environment()
+        speak(self.namespace)
         names: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(names, node_name())
         self._names = tuple(names)

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 
-from lightning_hetero.callbacks import _names, show
+from lightning_hetero.callbacks import _names, table
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.executor import Executor
@@ -93,15 +93,15 @@ PREDICTED = Prediction(
 )  # fmt: skip
 
 
-def test_the_table_of_a_plan_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_plan_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     disk, memory = (BlockPlan(name="", weights=tier, state=tier) for tier in (Tier.DISK, Tier.HOST))
     names = ["model.model.embed_tokens", *(f"model.model.layers.{i}" for i in range(24)), "model.a_very_long_name." * 4, "lm_head"]
 
     def shown(rows: list[BlockPlan]) -> list[str]:
         named = tuple(replace(row, name=name) for row, name in zip(rows, names, strict=True))
-        show(Plan(name="p", blocks=named, predicted=PREDICTED), SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None))  # type: ignore[arg-type]
-        return capsys.readouterr().err.splitlines()
+        made = SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None)
+        return table(Plan(name="p", blocks=named, predicted=PREDICTED), made).splitlines()  # type: ignore[arg-type]
 
     lines = shown([memory, *[disk] * 24, memory, memory])
     assert all(len(line) <= 80 for line in lines)
