@@ -31,6 +31,7 @@ class Session:
     def __init__(self) -> None:
         self.budget = 8 * GIB
         self.present_bytes = 0
+        self.device_memory = None
         self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=SimpleNamespace(enabled=False))
 
     def host_memory(self) -> int:
