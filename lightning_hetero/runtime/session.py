@@ -389,6 +389,11 @@ class Session(Budgets):
         if self.steps is not None and self.executor is not None:
             self.steps.keep(self.executor, state, last=last)
 
+    def await_record(self) -> None:
+        """A step is about to end: see [Note: How much a kill loses]."""
+        if self.steps is not None:
+            self.steps.await_record()
+
     # ---- stop ---------------------------------------------------------------------------------------------------------------
 
     def stop(self) -> bool:

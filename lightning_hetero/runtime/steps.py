@@ -7,6 +7,11 @@ mirrors, which the log names as fit begins, and of state in memory that only the
 above 1 only every so many steps pay it: the others commit what they write to the disk, in records that stand for no step, and the
 last one that was kept is pinned (``store.pins``). So is the last step of any run before a record that comes in the middle of a
 step: parameters have joined an optimizer, a checkpoint was loaded, blocks move although something was written since.
+
+[Note: How much a kill loses]
+The record of a step is written while the next step computes. Before that next step counts as ended, which is when its hooks run,
+the record has to be on the disk. So a kill finds at most one ended step without its record, however slow the disk is. Waiting any
+earlier would take away the overlap; waiting later, or not at all, lets steps pile up behind a slow disk.
 """
 
 from __future__ import annotations
@@ -232,6 +237,11 @@ class KeptSteps:
             elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
                 self._unpin()
+
+    def await_record(self) -> None:
+        """A step is about to end: the record of the one before it is on the disk."""
+        if self.kept and self._store is not None:
+            self._store.files.wait_for_commit()
 
     def _take(self, state: Callable[[StateFiles], str]) -> str:
         assert self._store is not None

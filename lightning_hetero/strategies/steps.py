@@ -55,10 +55,13 @@ class Steps(Checkpoints):
         self._begin_step(training=True)
         try:
             with nullcontext() if self._profiler is None else self._profiler.forward():
-                return super().training_step(*args, **kwargs)
+                output = super().training_step(*args, **kwargs)
         finally:
             if self._is_manual and self._executor is not None:
                 self._executor.end_batch()
+        if self._is_manual and self.session is not None:
+            self.session.await_record()
+        return output
 
     @property
     def _is_manual(self) -> bool:
@@ -123,6 +126,8 @@ class Steps(Checkpoints):
                 self._executor.end_batch()
             if self._recovery is not None:
                 self._recovery.step_ended()
+        if not self._is_manual:
+            self.session.await_record()
         if self._verifier is not None:
             with self._waiting(), self._plain_precision():
                 self.session.drain()
