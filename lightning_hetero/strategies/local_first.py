@@ -235,6 +235,9 @@ class _EveryRank(_StrategyBase):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives parameters their numbers again; random numbers go on where they were when it was saved."""
+        if getattr(self, "_resumed", None) is not None:  # a store has the state already, and its books know no names
+            self.plain.load_optimizer_state_dict(self, checkpoint)
+            return
         states = [_by_number(state, _names(self, number)) for number, state in enumerate(checkpoint["optimizer_states"])]
         self.plain.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
         self._restore_random()

@@ -218,3 +218,42 @@ def main(root: Path, dies_at: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+
+
+# ---- with a store ----------------------------------------------------------------------------------------------------------------
+
+
+class Fails(pl.Callback):
+    """Ends a fit in the middle of its second epoch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == BATCHES + 2:
+            raise RuntimeError("failed")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "recipe"),
+    [
+        ("disk", "disk", USUAL),
+        (MIXED, "host", Recipe(shape=Shape(dropout=0.1), clip=1.0, groups=True)),
+        ("host", MIXED, Recipe(optimizer=SGD)),
+        ("disk", on_device, Recipe(precision="bf16-true")),
+    ],
+    ids=["disk", "groups", "sgd", "device-bf16"],
+)
+def test_a_run_with_local_first_goes_on_from_its_store(tmp_path: Path, first: Any, second: Any, recipe: Recipe) -> None:
+    """What docs/recovery.md recommends after a kill; the saves of the run that went on can then be gone on from, too."""
+    local = {"memory": tmp_path / "memory", "disk": tmp_path / "saves"}
+
+    def offload(plan: Any, **options: Any) -> Any:
+        return plan(**options) if callable(plan) else HeteroOffloadStrategy(plan, **options)
+
+    reference = "auto" if recipe.precision == "32-true" else HeteroOffloadStrategy(first)
+    expected = fit(tmp_path / "plain", reference, recipe=recipe, epochs=3, saves=False)
+    with pytest.raises(RuntimeError, match="failed"):
+        fit(tmp_path, offload(first, disk_path=tmp_path / "store"), LocalFirst(**local), Fails(), recipe=recipe, epochs=3)
+    resumed = offload(second, disk_path=tmp_path / "store")
+    got = fit(tmp_path, resumed, LocalFirst(**local), recipe=recipe, epochs=2, resume=tmp_path / "store")
+    assert len(got.losses) == BATCHES - 2
+    again = fit(tmp_path, offload(first), LocalFirst(**local), recipe=recipe, epochs=3, resume="newest")
+    assert_same(again, last(expected, BATCHES))
