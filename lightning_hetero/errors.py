@@ -19,6 +19,10 @@ class OffloadedAccessError(HeteroError, RuntimeError):
     """Weights were read while they live on another tier, outside the door that materializes them."""
 
 
+class ForkedProcessError(HeteroError, RuntimeError):
+    """A child of fork uses what its parent's threads serve: weights that are not in memory, the session, a checkpoint's writer."""
+
+
 class OutOfMemoryBudgetError(HeteroError, MemoryError):
     """A tier's budget is too small for what must live there.
 

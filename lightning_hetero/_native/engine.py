@@ -151,6 +151,8 @@ class Ticket:
             self._keep.clear()
 
     def _live(self) -> Engine:
+        if self._engine is not None:
+            self._engine.check_process()
         if self._engine is None or not self._engine.is_open:
             raise HeteroError(f"ticket {self.id} was released, or its engine closed; wait before that.")
         return self._engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -26,6 +26,7 @@ from lightning_hetero._native.library import (
     check_range,
     functions,
 )
+from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import ConfigError, HeteroError
 
 _INT32_MAX = 2**31 - 1
@@ -38,38 +39,55 @@ _SLOTS = 2
 class Handle:
     """A native object: closed once, by ``close``, the end of a ``with`` block, the garbage collector or the interpreter's exit.
 
+    In a child of fork it cannot be used, and it is not closed there: its threads, and whoever holds its locks, are in the parent.
+
     Args:
         pointer: Its address; null when it could not be made.
         destructor: Name of the native function that frees it.
         arguments: What that function takes after the address.
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_pointer")
+    __slots__ = ("__weakref__", "_finalizer", "_owner", "_pointer")
 
     def __init__(self, pointer: int | None, destructor: str, *arguments: object) -> None:
         self._pointer = check_pointer(pointer)
+        self._owner = Owner()
         # At exit the newest go first: engines before the blocks and stores that they work on.
-        self._finalizer = weakref.finalize(self, functions()[destructor], self._pointer, *arguments)
+        self._finalizer = weakref.finalize(self, _free, self._owner, functions()[destructor], self._pointer, *arguments)
 
     @property
     def pointer(self) -> int:
         """The native address.
 
         Raises:
-            HeteroError: it has been closed.
+            HeteroError: it has been closed; :class:`ForkedProcessError` in a child of fork.
         """
+        self.check_process()
         if not self._finalizer.alive:
             raise HeteroError(f"This {type(self).__name__} has been closed; open a new one.")
         return self._pointer
 
+    def check_process(self) -> None:
+        """Refuses a child of fork.
+
+        Raises:
+            ForkedProcessError: This process has not made the object.
+        """
+        self._owner.check(f"this {type(self).__name__}")
+
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` has not been called yet."""
-        return self._finalizer.alive
+        """Whether it can be used: ``close`` has not been called yet, and this is the process that made it."""
+        return self._finalizer.alive and self._owner.is_here
 
     def close(self) -> None:
-        """Frees the native object; a second call does nothing."""
+        """Frees the native object; a second call does nothing.
+
+        Raises:
+            ForkedProcessError: This is a child of fork; the parent's object stays as it is.
+        """
         if self._finalizer.alive:
+            self.check_process()
             check(self._finalizer() or 0)
 
     def __enter__(self) -> Self:
@@ -81,6 +99,10 @@ class Handle:
         except Exception:
             if error is None:  # never hide the exception that ended the block
                 raise
+
+
+def _free(owner: Owner, destructor: Callable[..., int], *arguments: object) -> int:
+    return destructor(*arguments) if owner.is_here else 0
 
 
 class Arena(Handle):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.runtime.anchors import observe, observe_gradient
@@ -60,6 +61,7 @@ class Session(Budgets):
 
     def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None = None) -> None:
         super().__init__(root, options, content)
+        self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
         self._directories = Directories(root, self.blocks, options)
@@ -86,6 +88,7 @@ class Session(Budgets):
             ConfigError: The plan does not fit the model, or the directory cannot be used.
             UnsupportedError: An optimizer cannot run out of core.
         """
+        self._check_process()
         begin_s = time.monotonic()
         weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
         log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
@@ -340,6 +343,7 @@ class Session(Budgets):
 
     def drain(self) -> None:
         """Waits for all updates under way."""
+        self._check_process()
         if self.executor is not None:
             self.executor.drain()
 
@@ -368,6 +372,7 @@ class Session(Budgets):
         Raises:
             StoreError: A transfer or a system call failed.
         """
+        self._check_process()
         self._thaw()  # one at a time: what is linked takes space as training goes on
         self.drain()
         parts = [part for block in self.blocks for part in block.parts]
@@ -386,6 +391,7 @@ class Session(Budgets):
             state: Takes the loop's state; see :meth:`KeptSteps.keep`.
             last: Training ends with it.
         """
+        self._check_process()
         if self.steps is not None and self.executor is not None:
             self.steps.keep(self.executor, state, last=last)
 
@@ -403,7 +409,11 @@ class Session(Budgets):
 
         Returns:
             Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
+
+        Raises:
+            ForkedProcessError: This is a child of fork; what the parent has stays as it is. Likewise the others.
         """
+        self._check_process()
         if self.store is None or self.executor is None:
             self.abandon()
             return False
@@ -426,6 +436,10 @@ class Session(Budgets):
         self._close()
         return False
 
+    def _check_process(self) -> None:
+        if self.store is not None:
+            self._owner.check("the offloaded model")
+
     def has_model(self) -> bool:
         """Whether the parameters are still in this session's hands: another Trainer may have taken the model over."""
         parts = [part for block in self.blocks for part in block.parts]
@@ -440,6 +454,7 @@ class Session(Budgets):
 
     def abandon(self) -> None:
         """Closes everything without reading anything back: after an error of the engine, or when nobody needs it any more."""
+        self._check_process()
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import CheckpointMissingError, CheckpointWriteError, ConfigError, HeteroError
 from lightning_hetero.parallel.recovery.agreement import agree, maps_in
 from lightning_hetero.parallel.recovery.layer_map import MAP, METADATA, REST, LayerMap, is_save
@@ -92,6 +93,7 @@ class TieredCheckpoints:
         self._newest = 0.0  # order of the newest save that is known
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
+        self._owner = Owner()  # where the background thread is
         self._world: Any = None
         self._peers: Peers | None = None
         self._group: Any = None
@@ -214,7 +216,9 @@ class TieredCheckpoints:
 
     def _submit(self, what: str, job: Any, *arguments: Any, done: Callable[[], None] | None = None) -> None:
         if self._executor is None:
+            self._owner = Owner()
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._owner.check("the writer of checkpoints")
         before = self._jobs[-1] if self._jobs else None
 
         def run() -> None:
@@ -236,6 +240,8 @@ class TieredCheckpoints:
         Raises:
             CheckpointWriteError: Something could not be.
         """
+        if self._jobs:
+            self._owner.check("the writer of checkpoints")
         jobs, self._jobs = self._jobs, []
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:

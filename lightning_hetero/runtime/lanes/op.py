@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
 from lightning_hetero.runtime.lanes.base import Event, Ticket, passed_at
@@ -35,6 +36,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.closing = threading.Event()
+        self.owner = Owner()  # whose threads serve the lanes
         self.first: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
@@ -122,6 +124,8 @@ class QueuedOp:
 
     def handed(self) -> None:
         """Blocks until ``run`` has returned."""
+        if not self._returned.is_set():
+            self._failures.owner.check("the device's lane")
         self._returned.wait()
         self._check()
 

@@ -108,6 +108,7 @@ class QueuedLanes:
 
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> QueuedOp:
         """Queues an op; see :meth:`Lanes.submit`."""
+        self._failures.owner.check("the device's lane")
         queued = QueuedOp(op, run, after, number=self._number, failures=self._failures)
         self._number += 1
         if self.observer is not None:
@@ -240,6 +241,7 @@ class QueuedLanes:
 
     def close(self) -> None:
         """Ends the lanes; see :meth:`Lanes.close`."""
+        self._failures.owner.check("the device's lane")
         with self._lock:
             self._failures.closing.set()
         queues = list(self._queues.values())
