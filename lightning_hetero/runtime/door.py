@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime.handles import OffloadedTensor, Source, contents_of
+from lightning_hetero.runtime.handles import OffloadedTensor, Source, contents_of, keep_content
 
 
 class Residency(enum.Enum):
@@ -56,7 +56,8 @@ class Record(Protocol):
 class OffloadedParameter(nn.Parameter):
     """A parameter while its bytes are away or being updated; see [Note: Two faces of an offloaded tensor].
 
-    Metadata, gradients and hooks never wait and never read. ``detach`` and ``.data`` give a lazy ``OffloadedTensor``.
+    Metadata, gradients and hooks never wait and never read. ``detach`` gives a lazy ``OffloadedTensor``, and so does ``.data`` of
+    a released parameter; ``.data`` of a pending one waits.
     Everything else waits for a pending update, and on a released parameter reads through, or writes through under
     ``no_grad``. Never constructed: ``offload`` turns an existing parameter into one.
     """
@@ -71,6 +72,9 @@ class OffloadedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if func == _GET_DATA and args[0]._hetero.state is Residency.PENDING:
+            args[0]._hetero.wait()  # weights in memory have an alias, as in PyTorch: `p.data = other` does not change it
+            return args[0].data
         if func in _DETACH:
             return _handle(args[0]) if isinstance(args[0], OffloadedParameter) else args[0].detach()
         if func == _SET_DATA:
@@ -143,7 +147,9 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
             f"{tuple(value.shape)} {value.dtype} would move it, but an offloaded parameter keeps shape, dtype and address. "
             "Convert the model before the trainer sets it up."
         )
-    source.write(materialize(value).detach().to("cpu"))
+    content = materialize(value).detach().to("cpu")
+    keep_content(source)
+    source.write(content)
 
 
 def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,8 +232,8 @@ def _metadata_functions() -> frozenset[Any]:
 
 _METADATA = _metadata_functions()
 _DATA: Any = vars(torch._C.TensorBase)["data"]
-_DETACH = frozenset([Tensor.detach, torch.detach, _DATA.__get__])
-_SET_DATA = _DATA.__set__
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_DETACH = frozenset([Tensor.detach, torch.detach, _GET_DATA])
 # Methods that look below the operators: the C functions would see the handle's empty memory.
 _OVERRIDDEN = {
     getattr(Tensor, name): getattr(OffloadedTensor, name)

@@ -9,6 +9,7 @@ checkpoint never pass through the device.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
@@ -89,6 +90,8 @@ class OffloadedTensor(Tensor):
                 cls, source.shape, strides=stride, dtype=source.dtype, device=device, requires_grad=requires_grad
             )
         self.source = source
+        if not isinstance(source, _ViewSource) and source.address is not None:
+            _HANDLES.setdefault(source.address, weakref.WeakValueDictionary())[id(self)] = self
         return self
 
     # Typed Any because torch's stubs declare neither as a class method.
@@ -207,6 +210,44 @@ class _ViewSource:
         whole = contents_of(self.root)
         self.view(whole).copy_(value)
         self.root.source.write(whole)
+
+
+# The living handles of each parameter, by the parameter's fixed address and the handle's id: tensors cannot be compared.
+_HANDLES: dict[int, weakref.WeakValueDictionary[int, OffloadedTensor]] = {}
+
+
+class _Kept:
+    """Content that only handles hold, in memory."""
+
+    def __init__(self, name: str, content: Tensor) -> None:
+        self.name = name
+        self.content = content
+        self.shape = content.shape
+        self.dtype = content.dtype
+
+    @property
+    def address(self) -> int:
+        return self.content.data_ptr()
+
+    def read(self) -> Tensor:
+        return self.content.clone()
+
+    def write(self, value: Tensor) -> None:
+        self.content.copy_(value)
+
+
+def keep_content(source: Source) -> None:
+    """Lets the living handles of ``source`` keep its present content, also after ``source`` gets another one.
+
+    In PyTorch ``old = p.data; p.data = new`` leaves ``old`` with the old values: the parameter goes to other memory. An
+    offloaded parameter keeps its place, so the handles leave it.
+    """
+    address = source.address
+    living = [] if address is None else [h for h in _HANDLES.pop(address, {}).values() if h.source == source]
+    if living:
+        kept = _Kept(source.name, source.read())
+        for handle in living:
+            handle.source = kept
 
 
 def _root(tensor: OffloadedTensor) -> tuple[OffloadedTensor, Callable[[Tensor], Tensor]]:

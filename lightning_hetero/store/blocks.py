@@ -9,6 +9,7 @@ resized, and everything that holds the parameter (autograd, optimizers, user cod
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -27,8 +28,29 @@ from lightning_hetero.units import MIB, round_up
 if TYPE_CHECKING:
     from lightning_hetero.store.mirrors import Mirror
 
+log = logging.getLogger(__name__)
+
 PAGE = 4096
 _OWN_BYTES = MIB
+
+
+_shared: set[str] = set()  # the parameter that a warning has named
+
+
+def warn_if_shared(param: Tensor, name: str) -> None:
+    """Says that a tensor given as ``param.data`` is not trained along, if something else holds it.
+
+    In PyTorch the parameter and the tensor are then one memory, and updates change both. Here the values are copied.
+    """
+    alone = 2  # the parameter, and the storage object that asks
+    if not _shared and torch._C._storage_Use_Count(param.untyped_storage()._cdata) > alone:
+        _shared.add(name)
+        log.warning(
+            "%s.data was set to a tensor that something else still holds. Its values were copied, and updates do not change that "
+            "tensor; in plain PyTorch both are the same memory. If your code relies on that (ModelPruning with "
+            "use_lottery_ticket_hypothesis does, on the CPU), the results differ. To silence this, assign a clone.",
+            name,
+        )
 
 
 class StateHome(Protocol):
@@ -112,6 +134,7 @@ class Part:
         for index, param in enumerate(self.params):
             if param.data_ptr() != self.arena.address + self.offsets[index] * self.dtype.itemsize and param.numel():
                 memory = self.memory(index)
+                warn_if_shared(param, self.names[index])
                 with torch.no_grad():
                     memory.copy_(param)
                     param.data = memory

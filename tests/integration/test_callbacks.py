@@ -77,6 +77,101 @@ class Copying(pl.Callback):
         pl_module.losses += [loss.detach(), *(p.grad for p in twin.parameters())]
 
 
+class Exchanging(pl.Callback):
+    """Puts averages in place of the weights for a while, as many EMA callbacks do it: by ``.data``, without copies."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.shadow = {n: p.data.clone() for n, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            backup = {}
+            for n, p in pl_module.named_parameters():
+                backup[n] = p.data
+                p.data = self.shadow[n]
+            pl_module.losses += [p.detach().clone() for p in pl_module.parameters()]
+            for n, p in pl_module.named_parameters():
+                p.data = backup[n]
+        for n, p in pl_module.named_parameters():
+            self.shadow[n] = 0.5 * self.shadow[n] + 0.5 * p.data
+
+
+class Swapping(Exchanging):
+    """The same in one assignment."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            for n, p in pl_module.named_parameters():
+                p.data, self.shadow[n] = self.shadow[n], p.data
+            pl_module.losses += [p.detach().clone() for p in pl_module.parameters()]
+
+
+class Rewinding(pl.Callback):
+    """Keeps ``.data`` over steps, whose updates it sees, and views of it, and assigns what is made of them."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.kept = {n: p.data for n, p in pl_module.named_parameters()}
+        if batch_idx == 3:
+            for n, p in pl_module.named_parameters():
+                flat, first = p.data.view(-1), p.detach()[:1]
+                p.data = self.kept[n] * 0.5
+                p.view(-1)[:1].copy_(flat[:1] * 2 + first.reshape(-1)[:1])
+
+
+@pytest.mark.parametrize("callback", [Exchanging, Swapping, Rewinding])
+@pytest.mark.parametrize("kind", [*KINDS, "resident", "device", "device_resident"])
+def test_an_alias_of_weights_outlives_their_exchange(kind: str, callback: Any, tmp_path: Path) -> None:
+    assert_same_as_plain(kind, lambda strategy: run(Recipe(), strategy, tmp_path, callbacks=[callback()]))
+
+
+class Regularized(LitModel):
+    """Reads all weights in ``training_step``, outside of their blocks, as part of the loss."""
+
+    inside = nullcontext
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with self.inside():
+            return loss + 1e-3 * sum((p.pow(2).sum() for p in self.parameters()), start=torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "resident"])
+def test_a_regularizer_of_offloaded_weights_is_refused_with_the_context_that_allows_it(kind: str, tmp_path: Path) -> None:
+    def trained(strategy: Any, *, inside: bool) -> Outcome:
+        torch.manual_seed(7)
+        module = Regularized(Recipe())
+        if inside and strategy is not None and not isinstance(strategy, str):
+            module.inside = lambda: strategy.materialize(module)  # type: ignore[method-assign, assignment]
+        trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, max_epochs=1)
+        trainer.fit(module, data())
+        return outcome(trainer, module)
+
+    if kind in ("disk", "tight"):
+        with pytest.raises(OffloadedAccessError, match=r"its gradient would be lost.*strategy\.materialize"):
+            trained(HeteroOffloadStrategy("disk"), inside=False)
+    kind = "disk" if kind == "tight" else kind  # all weights at once are more than the least memory
+    assert_same_as_plain(kind, lambda strategy: trained(strategy, inside=True))
+
+
+def test_a_tensor_that_plain_pytorch_would_train_along_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_hetero.store.blocks._shared", set())
+    module = LitModel(Recipe())
+    parts = [(block.up, "weight") for block in module.model.blocks]
+    pruning = ModelPruning("l1_unstructured", parts, amount=0.3, use_lottery_ticket_hypothesis=True)
+    with caplog.at_level("WARNING", logger="lightning_hetero"):
+        quiet_trainer(strategy=HeteroOffloadStrategy("host"), default_root_dir=tmp_path, callbacks=[pruning], max_epochs=2).fit(
+            module, data()
+        )
+    named = [record.getMessage() for record in caplog.records if "something else still holds" in record.getMessage()]
+    assert len(named) == 1
+    assert "up.weight" in named[0]
+    assert "use_lottery_ticket_hypothesis" in named[0]
+
+
 @pytest.mark.parametrize("factory", [None, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("callback", [Inspecting, Writing, Copying])
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.base import Lanes
-from lightning_hetero.store.blocks import Block, Part, tensor_at
+from lightning_hetero.store.blocks import Block, Part, tensor_at, warn_if_shared
 from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.mirrors import writes_of
 
@@ -316,8 +316,9 @@ class DeviceWeights:
         if copy is None or not copy.bound:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for param, view in zip(part.params, copy.views, strict=True):
+            for name, param, view in zip(part.names, part.params, copy.views, strict=True):
                 if param.data_ptr() != view.data_ptr() and param.numel():
+                    warn_if_shared(param, name)
                     view.copy_(param)
                     param.data = view
                     copy.newer = True
