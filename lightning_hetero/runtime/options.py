@@ -8,13 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lowering.needs import NOTHING, Constant
 from lightning_hetero.runtime.lanes import Device
-from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,5 +76,15 @@ class StepRules:
 
 
 def host_budget(options: SessionOptions, present_bytes: int) -> int:
-    """The budget of host memory: the user's, else what is free and what of it is in use already."""
-    return available_memory_bytes() // options.sharers + present_bytes if options.host_memory is None else options.host_memory
+    """The budget of host memory in bytes: ``host_memory`` if it is given, else free memory plus what this run already holds.
+
+    Raises:
+        ConfigError: ``host_memory`` is more than the machine, or the process's control group, has.
+    """
+    given, most = options.host_memory, total_memory_bytes()
+    if given is not None and given > most:
+        raise ConfigError(
+            f"host_memory={format_bytes(given)}; this machine, or the control group of this process, has {format_bytes(most)}. "
+            f"Give at most that, or leave host_memory out: the budget is then the free memory."
+        )
+    return available_memory_bytes() // options.sharers + present_bytes if given is None else given

@@ -23,8 +23,17 @@ def chosen(trainer: Any, accelerator: Any, name: str) -> torch.device:
         name: The strategy's.
 
     Raises:
-        UnsupportedError: It is of a kind without lanes, or there are several.
+        UnsupportedError: It is of a kind without lanes, or there are several, or a launcher has started several processes.
     """
+    environment = trainer._accelerator_connector.cluster_environment
+    processes = environment.world_size() if environment.creates_processes_externally else 1
+    if processes > 1:
+        raise UnsupportedError(
+            f"strategy {name!r} runs in one process, but a launcher ({type(environment).__name__}) has started {processes}. "
+            f"Each of them would train a model of its own on all data. Start one process: run `python`, "
+            f"`torchrun --nproc-per-node=1` or `srun --ntasks=1`. To train one model in several processes, use "
+            f'strategy="hetero_parallel".'
+        )
     devices = trainer._accelerator_connector._parallel_devices
     nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
     if len(devices) > 1 or nodes > 1:
