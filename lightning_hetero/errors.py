@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A hint for a mistyped name: ``" Did you mean 'disk'?"``, or nothing if no known name resembles it."""
+    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
 
 class HeteroError(Exception):
     """Base of all errors of this library."""

@@ -22,13 +22,20 @@ def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
         name: The option the size was given for, for the error.
 
     Raises:
-        ConfigError: The text is not a size, or the size is not positive, or a fraction of a byte is left where no unit is given.
+        ConfigError: The text is not a size, or the size is not positive, or a fraction of a byte is left where no unit is given;
+            or text below 1 MiB has no unit.
     """
     if size is None:
         return None
     match = _SIZE.fullmatch(str(int(size) if isinstance(size, float) and size.is_integer() else size))
     factor = _FACTORS.get(match.group(2).upper(), 0) if match else 0
     number = Fraction(match.group(1)) if match else Fraction(0)
+    # "256" is meant to be gigabytes, and would be 256 bytes.
+    if isinstance(size, str) and match and not match.group(2) and number < MIB:
+        raise ConfigError(
+            f'{name}={size!r} has no unit, and would be {match.group(1)} bytes. Allowed: "{match.group(1)}GiB", '
+            f'"{match.group(1)}MiB", or "{match.group(1)}B" for bytes.'
+        )
     # 1.5 is meant to be gigabytes, and would be one byte.
     if isinstance(size, bool) or number * factor < 1 or (factor == 1 and number.denominator > 1):
         raise ConfigError(

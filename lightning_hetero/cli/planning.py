@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_type_hints
 
-from lightning_hetero.errors import ConfigError, HeteroError, PlanError, UnsupportedError
+from lightning_hetero.errors import ConfigError, HeteroError, PlanError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.codec import parse_object
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -113,7 +113,8 @@ def planners(name: str) -> dict[str, Callable[..., Plan]]:
     if name == ALL:
         return dict(PLANNERS)
     if name not in PLANNERS:
-        raise ConfigError(f"--planner {name!r}; allowed: {', '.join(sorted(PLANNERS))}, all.")
+        hint = did_you_mean(name, [*PLANNERS, ALL])
+        raise ConfigError(f"--planner {name!r}; allowed: {', '.join(sorted(PLANNERS))}, {ALL}.{hint}")
     return {name: PLANNERS[name]}
 
 
@@ -128,7 +129,9 @@ def run(
     known = {name: _options_of(name, planner) if options else {} for name, planner in chosen.items()}
     if strangers := sorted(set(options).difference(*known.values())):
         allowed = "; ".join(f"{name}: {', '.join(sorted(keys)) or 'none'}" for name, keys in known.items())
-        raise ConfigError(f"unknown planner options {strangers}; allowed: {allowed}.")
+        keys = set().union(*known.values())
+        hints = "".join(did_you_mean(stranger, sorted(keys)) for stranger in strangers)
+        raise ConfigError(f"unknown planner options {strangers}; allowed: {allowed}.{hints}")
     return [
         run_one(name, planner, model, hardware, {k: _typed(k, v, known[name][k]) for k, v in options.items() if k in known[name]})
         for name, planner in chosen.items()

@@ -122,10 +122,15 @@ def draw(path: Path, simulation: Simulation, plan: Plan, model_name: str, hardwa
     """Writes the picture; the file's ending says in which format.
 
     Raises:
-        ConfigError: The format is unknown, or the file cannot be written.
+        ConfigError: The format is unknown, the file cannot be written, or matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--timeline needs matplotlib, which cannot be imported: {error}. Run `pip install 'lightning-hetero[plot]'` or "
+            f"`pip install matplotlib`; or write --trace FILE, which needs nothing."
+        ) from error
     begin, end = window(simulation)
     shown = bars(spans(simulation), begin, end)
     lanes = [lane for lane in Lane if lane in shown]

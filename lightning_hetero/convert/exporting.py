@@ -155,10 +155,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Any:
     """A checkpoint file's content, mapped into memory; nothing in the file is executed.
 
     Raises:
-        ConfigError: It is not a checkpoint, or holds objects that only executing it would make.
+        ConfigError: It does not exist, is not a checkpoint, or holds objects that only executing it would make.
     """
     try:
         return load(path, "cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint {str(path)!r} does not exist. Give the path of a saved checkpoint.") from error
     except Exception as error:  # torch.load raises whatever it meets in a broken file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 
 
 def parse_object(text: str, *, what: str, source: str) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def check_keys(data: Mapping[str, Any], *, required: Collection[str], optional: 
     if missing := [key for key in required if key not in data]:
         raise ConfigError(f"{where}: missing keys {missing}; required: {list(required)}.")
     if unknown := sorted(set(data) - set(required) - set(optional), key=str):  # keys of YAML are not all text
-        raise ConfigError(f"{where}: unknown keys {unknown}; known: {[*required, *optional]}.")
+        hints = "".join(did_you_mean(key, [*required, *optional]) for key in unknown)
+        raise ConfigError(f"{where}: unknown keys {unknown}; known: {[*required, *optional]}.{hints}")
 
 
 def number(value: Any, *, key: str, where: str, positive: bool = False, whole: bool = False) -> float:
@@ -86,9 +87,11 @@ def read_text(path: str | Path, *, what: str) -> str:
     """The text of a file.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It does not exist, or cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{what} {str(path)!r} does not exist. Check the path.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}.") from error

@@ -73,8 +73,11 @@ _KNOBS = {
     Purpose.ACTIVATIONS: "a smaller batch",
     Purpose.GRADIENTS: "gradient_depth; no clipping by norm, no accumulation",
     Purpose.BUCKETS: "a smaller bucket_cap_mb",
-    Purpose.STAGING: 'nothing on "disk" (plan="host")',
     Purpose.CACHE: "smaller blocks (block_cls), host_cache_bytes",
+}
+_KNOBS_OF_DISK = {  # what still lives in memory under plan "disk" has to
+    Purpose.WEIGHTS: "fewer weights outside repeated blocks (block_cls); these stay in memory",
+    Purpose.STATE: "fewer weights outside repeated blocks (block_cls)",
 }
 
 
@@ -91,7 +94,8 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
     need = total_bytes(rows)
     allowed = f"host_memory allows {format_bytes(host_memory)}" if given else f"{format_bytes(host_memory)} are free"
     lines = [("what", "where", "how much", "less with")]
-    lines += [(p.value, "host", format_bytes(size), _KNOBS.get(p, "")) for p, size in rows.items() if size]
+    knobs = _KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS
+    lines += [(p.value, "host", format_bytes(size), knobs.get(p, "")) for p, size in rows.items() if size]
     if given:
         lines.append((Purpose.ACTIVATIONS.value, "host", "on top", _KNOBS[Purpose.ACTIVATIONS]))
     elif not profiled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 from lightning_hetero.errors import PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -21,7 +22,7 @@ _CAPACITIES = {Tier.DISK: "disk_capacity_bytes", Tier.HOST: "host_memory_bytes",
 _UPDATING = ("device_update_params_per_s", "cpu_update_params_per_s", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s")
 _ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
 _ATTEMPTS = 5  # at making whole blocks fit, each with what the one before lacked on top
-_SMALLER = (2, 4, 8)  # times smaller micro-batches that are proposed
+_MOST_PARTS = 1024  # what Plan.micro_batches allows
 _LEAST = Start(slots=1)
 
 
@@ -89,10 +90,18 @@ class Request:
             size += refusal.shortfall_bytes if refusal is not None else MIB
         return None
 
+    def may_split(self, times: int) -> bool:
+        """Whether a plan may compute the batch in ``times`` as many micro-batches."""
+        parts = times * self.parts
+        return not self.hardware.shared_memory and parts <= _MOST_PARTS and self.model.tokens % parts == 0
+
+    def _smaller(self, times: int) -> Request:
+        return replace(self, parts=times * self.parts) if self.may_split(times) else replace(self, model=split(self.model, times))
+
     def smaller(self) -> int | None:
-        """How many times smaller micro-batches have to be for a plan to fit; ``None`` if that does not help."""
-        requests = {n: replace(self, parts=n * self.parts) for n in _SMALLER if self.model.tokens % (n * self.parts) == 0}
-        searches = {n: request.search() for n, request in requests.items()}
+        """How many times smaller the batch has to be for a plan to fit, a power of two; ``None`` if no smaller batch helps."""
+        powers = takewhile(lambda n: n * self.parts <= self.model.tokens, (2**k for k in count(1)))
+        searches = {n: self._smaller(n).search() for n in powers}
         enough = next((n for n, search in searches.items() if any(True for _ in search.frugal())), None)
         if enough is None and searches and searches[max(searches)].start(_LEAST) is not None:
             enough = next(n for n, search in searches.items() if search.start(_LEAST) is not None)
@@ -110,7 +119,7 @@ def infeasible(request: Request) -> PlanError:
     remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]
     smaller = request.smaller()
     if smaller is not None:
-        what = "a batch" if hardware.shared_memory else f"micro_batches=({smaller * request.parts},), micro-batches"
+        what = f"micro_batches=({smaller * request.parts},), micro-batches" if request.may_split(smaller) else "a batch"
         remedies.insert(0, f"{what} {smaller} times smaller")
     if lacking:
         tier = min(lacking, key=lambda t: lacking[t])

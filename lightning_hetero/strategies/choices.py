@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_hetero.convert.importing import Weights
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
@@ -37,8 +37,9 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
         return BUILTIN_PLANS[plan]
     is_name = isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file()
     if is_name or not isinstance(plan, str | os.PathLike):
-        names = ", ".join(map(repr, dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))))
-        raise ConfigError(f"plan={plan!r}; allowed: {names}, the path of a plan file, or a Plan.")
+        names = dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))
+        allowed = ", ".join(map(repr, names))
+        raise ConfigError(f"plan={plan!r}; allowed: {allowed}, the path of a plan file, or a Plan.{did_you_mean(plan, names)}")
     return partial(_given, Plan.load(Path(plan)))
 
 
@@ -49,7 +50,7 @@ def _given(plan: Plan, model: ModelShape) -> Plan:
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     """The value of an option, if it is allowed; else a ConfigError says what is."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.")
+        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.{did_you_mean(value, allowed)}")
     return value
 
 

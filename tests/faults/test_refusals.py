@@ -468,7 +468,7 @@ def test_a_plan_file_that_is_none_is_refused(tmp_path: Path, content: Any, words
 
 
 def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"plan file '.*gone.json' cannot be read"):
+    with pytest.raises(ConfigError, match=r"plan file '.*gone.json' does not exist"):
         HeteroOffloadStrategy(plan=tmp_path / "gone.json")
 
 
@@ -538,6 +538,46 @@ def test_two_devices_are_refused(root: Path) -> None:
 
 def test_two_nodes_are_refused(root: Path) -> None:
     refused_in(root, UnsupportedError, ["num_nodes=2", "one process", "num_nodes=1"], num_nodes=2)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_one_of_several_processes_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    variables = {
+        "torchrun": {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2"},
+        "srun": {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "1",
+            "SLURM_NODEID": "0",
+        },
+    }[launcher]
+    for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    words = ["has started 2", "a model of its own", "--nproc-per-node=1", 'strategy="hetero_parallel"']
+    with pytest.raises(UnsupportedError) as caught:
+        fit(new_module(), root, HeteroOffloadStrategy("disk"))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_more_host_memory_than_the_machine_has_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host_memory=1000\.0 TiB; this machine.* has .*GiB. Give at most that"):
+        fit(new_module(), root, HeteroOffloadStrategy("disk", host_memory="1000TiB"))
+
+
+def test_a_plan_is_not_recommended_to_itself(root: Path) -> None:
+    with pytest.raises(OutOfMemoryBudgetError, match="fewer weights outside repeated blocks") as caught:
+        fit(new_module(), root, HeteroOffloadStrategy("disk", host_memory="100KiB"))
+    assert "plan=" not in str(caught.value)
+    with pytest.raises(OutOfMemoryBudgetError, match=r'weights on "disk" \(plan="disk"\)'):
+        fit(new_module(), root, HeteroOffloadStrategy("host", host_memory="100KiB"))
+
+
+@pytest.mark.parametrize(("option", "typo", "meant"), [("plan", "dsik", "disk"), ("durability", "proces", "process")])
+def test_a_mistyped_value_is_refused_with_the_one_that_was_meant(option: str, typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        HeteroOffloadStrategy(**{option: typo})
 
 
 def refused_in(root: Path, error: type[Exception], words: list[str], **options: Any) -> None:

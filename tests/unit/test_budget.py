@@ -277,7 +277,7 @@ def test_a_budget_that_is_too_small_is_refused_with_a_table() -> None:
     weights, staging, gradients, activations = table[1:]
     for row, words in (
         (weights, (" host ", "80 B", 'weights on "disk"')),
-        (staging, (" host ", "100 B", 'plan="host"')),
+        (staging, (" host ", "100 B")),
         (gradients, (" host ", "40 B", "gradient_depth")),
         (activations, (" host ", "on top", "a smaller batch")),
     ):

@@ -159,9 +159,15 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["plan", *PRESET, *MACHINE, "--option", "fast"], "--option 'fast'; allowed: KEY=VALUE"),
     (["plan", *PRESET, *MACHINE, "--option", "colour=red"], "unknown planner options ['colour']"),
     (["plan", *PRESET, *MACHINE, "--out", "/nowhere/plan.json"], "'/nowhere/plan.json' cannot be written"),
-    (["plan", *PRESET, "--hardware-profile", "missing.json"], "'missing.json' cannot be read"),
-    (["explain", "missing.json"], "plan file 'missing.json' cannot be read"),
-    (["simulate", "missing.json"], "plan file 'missing.json' cannot be read"),
+    (["plan", *PRESET, "--hardware-profile", "missing.json"], "'missing.json' does not exist"),
+    (["explain", "missing.json"], "plan file 'missing.json' does not exist"),
+    (["simulate", "missing.json"], "plan file 'missing.json' does not exist"),
+    (["export", "missing.ckpt", "out"], "checkpoint 'missing.ckpt' does not exist"),
+    (["verify", "missing.ckpt"], "'missing.ckpt' does not exist"),
+    (["plan", *PRESET, "--device", "rtx4090", "--host-memory", "256"], 'Allowed: "256GiB"'),
+    (["plan", *PRESET, *MACHINE, "--planner", "lohn"], "Did you mean 'lohan'?"),
+    (["plan", *PRESET, *MACHINE, "--option", "micro_batch=2"], "Did you mean 'micro_batches'?"),
+    (["plan", *PRESET[:2], "--batch", "100000", "--sequence", "4096", *MACHINE], "Cheapest remedy: a batch "),
     (["plan", "--colour"], "No such option: --colour"),
     (["simulat"], "No such command 'simulat'. Did you mean 'simulate'?"),
     ([], "Missing command"),
@@ -568,8 +574,13 @@ def test_a_plan_that_splits_the_batch_computes_its_parts(tmp_path: Path, profile
     assert times[2] == pytest.approx(times[1], rel=0.02)
 
 
-def test_a_picture_of_unknown_kind_exits_2(plan_file: Path, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_drawn_exits_2(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Name a .png" in parsed("simulate", plan_file, "--timeline", tmp_path / "timeline.doc", code=2)["error"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+        refused = parsed("simulate", plan_file, "--timeline", tmp_path / "timeline.png", code=2)["error"]
+    assert "needs matplotlib" in refused
+    assert "pip install" in refused
 
 
 def test_a_plan_that_no_longer_fits_exits_2(plan_file: Path, profiles: list[str]) -> None:

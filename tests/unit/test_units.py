@@ -14,8 +14,9 @@ from lightning_hetero.units import GIB, format_bytes, parse_bytes, round_up
         (None, None),
         (1, 1),
         (4096.0, 4096),
-        ("17", 17),
         ("17B", 17),
+        (17, 17),
+        ("4294967296", 4 * GIB),
         ("1KB", 1000),
         ("1 kb", 1000),
         ("1KiB", 1024),
@@ -34,7 +35,28 @@ def test_sizes_are_read_as_people_write_them(size: str | float | None, expected:
 
 @pytest.mark.parametrize(
     "size",
-    ["", "GiB", "four", "4 GiBs", "-1", -1, 0, "0GiB", "1e9", "4,5GiB", True, math.nan, math.inf, "0.1B", 1.5, "1.5", "2.5B"],
+    [
+        "17",
+        "256",
+        "1048575",
+        "",
+        "GiB",
+        "four",
+        "4 GiBs",
+        "-1",
+        -1,
+        0,
+        "0GiB",
+        "1e9",
+        "4,5GiB",
+        True,
+        math.nan,
+        math.inf,
+        "0.1B",
+        1.5,
+        "1.5",
+        "2.5B",
+    ],
 )
 def test_anything_else_is_refused_and_names_the_option(size: str | float) -> None:
     with pytest.raises(ConfigError, match=r"host_memory=.*Allowed: "):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -42,6 +41,5 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     if key in table:
         return table[key]
     longer = [known for known in table if key and known.startswith(key)]
-    near = longer or difflib.get_close_matches(key, table, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = f" Did you mean {' or '.join(map(repr, longer))}?" if longer else did_you_mean(key, table)
     raise ConfigError(f"there is no {kind} preset {name!r}.{hint} Known: {', '.join(sorted(table))}.")
