@@ -5,11 +5,14 @@ from __future__ import annotations
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store import mirrors
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.geometry import has_file, versions
 from lightning_hetero.store.record import PartEntry
 from lightning_hetero.store.tiers import TierStore
+
+_FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
 
 
 def adopt(store: TierStore, part: Part, entry: PartEntry) -> None:
@@ -70,7 +73,7 @@ def write_mirrors(store: TierStore, part: Part) -> list[Ticket]:
         if kind == mirrors.STATE and not part.stepped:
             continue
         mirror.ticket = store.engine.store(
-            mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=-1, after=after
+            mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=_FIRST, after=after
         )
         store.unrecorded.mirrored = True
         tickets.append(mirror.ticket)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LitModel, Recipe, Shape, assert_same, data, quiet_trainer, run
-from support.verdicts import counted_verdicts, divided, fused, norms, run_scaled
+from support.verdicts import Overflowing, counted_verdicts, divided, fused, norms, run_scaled
 
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.runtime import speculation
@@ -80,6 +80,30 @@ def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
     assert ours == scale
     assert verdicts["tried"] == verdicts["kept"] + verdicts["again"] + verdicts["skipped"] > 0
     assert (verdicts["skipped"] > 0) == bool(overflows)
+
+
+class Rescaling(Overflowing):
+    """Doubles the loss's scale between backward and the optimizer's step, which then divides by the new one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            if batch_idx % 2:
+                self.trainer.precision_plugin.scaler._scale.mul_(2)
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
+@pytest.mark.parametrize("plan", ["disk", STATE_ON_DISK], ids=["disk", "state"])
+def test_what_was_tried_with_another_scale_is_taken_back(plan: Any, verdicts: Counter[str], tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, optimizer=fused, shape=Shape(layers=3))
+    expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset(), Rescaling)
+    got, ours = run_scaled(recipe, HeteroOffloadStrategy(plan=plan), tmp_path, frozenset(), Rescaling)
+    assert_same(got, expected)
+    assert ours == scale
+    assert verdicts["again"] > 0
+    assert verdicts["kept"] > 0
 
 
 def test_a_first_step_that_overflows_leaves_no_state(verdicts: Counter[str], tmp_path: Path) -> None:

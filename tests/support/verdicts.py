@@ -70,12 +70,14 @@ def divided(groups: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def run_scaled(recipe: Recipe, strategy: Any, folder: Path, overflows: frozenset[int]) -> tuple[Outcome, float]:
+def run_scaled(
+    recipe: Recipe, strategy: Any, folder: Path, overflows: frozenset[int], module_class: type[Overflowing] = Overflowing
+) -> tuple[Outcome, float]:
     """Trains in 16-bit mixed precision under a ``GradScaler``, whose scale in the end comes with the outcome."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     torch.manual_seed(7)
-    module = Overflowing(recipe)
+    module = module_class(recipe)
     module.overflows = overflows
     torch.manual_seed(11)
     trainer = quiet_trainer(

@@ -342,3 +342,17 @@ def test_a_block_that_cannot_be_taken_back_waits_for_the_verdict() -> None:
     early = replace(early, ops=(replace(early.ops[0], id=0),))
     with pytest.raises(ScheduleError, match="before the verdict"):
         check(early, host(model), model, capacity_bytes=0)
+
+
+def test_weights_whose_update_is_open_are_not_released() -> None:
+    model = _model(1, 1, 1)
+    schedule = _lower(disk(model), model, _signature((0, 1, 2)), capacity=3)
+    opened = next(op for op in schedule.ops if op.payload is Payload.STATE and schedule.anchors[op.at].block != op.block)
+    assert (opened.kind, opened.block, str(schedule.anchors[opened.at])) == (OpKind.FETCH, 1, "B:2")
+    new = opened.id + 1
+    release = replace(opened, id=new, kind=OpKind.RELEASE, payload=Payload.WEIGHTS, num_bytes=MIB, after=(opened.id,))
+    later = [replace(op, id=op.id + 1, after=tuple(i + (i >= new) for i in op.after)) for op in schedule.ops if op.id >= new]
+    anchors = [replace(a, needs=tuple(i + (i >= new) for i in a.needs)) for a in schedule.anchors]
+    broken = replace(schedule, ops=(*schedule.ops[:new], release, *later), anchors=tuple(anchors))
+    with pytest.raises(ScheduleError, match=r"rule 'resident'.*block 1 .*releases weights whose update is open"):
+        check(broken, disk(model), model, capacity_bytes=3 * MIB)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.machines import MB, ROOMY
@@ -10,11 +12,13 @@ from support.machines import MB, ROOMY
 from lightning_hetero.errors import PlanError, ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
-from lightning_hetero.ir.schedule import OpKind, StepSignature, Updates
+from lightning_hetero.ir.schedule import OpKind, Payload, StepSignature, Updates, urgency
 from lightning_hetero.lowering import check, lower
 from lightning_hetero.planners import PLANNERS, disk, host, resident
 from lightning_hetero.planners.judge import judged, simulation
 from lightning_hetero.sim.simulate import disk_bytes
+from lightning_hetero.store.keeping import write_mirrors
+from lightning_hetero.store.mirrors import STATE, WEIGHTS
 
 OWN_CPU = replace(ROOMY, name="cpu", shared_memory=True, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9)
 LAYERS, PARAMS = 4, 5 * MB
@@ -73,6 +77,25 @@ def test_a_schedule_that_writes_over_a_mirror_in_progress_is_refused() -> None:
     less = tuple(op for op in schedule.ops if op.kind not in (OpKind.MIRROR, OpKind.COMMIT))
     with pytest.raises(ScheduleError, match="is not kept"):
         check(replace(schedule, ops=less), plan, shape, capacity_bytes=0)
+
+
+@pytest.mark.parametrize("lowest_first", [False, True])
+def test_a_mirror_goes_before_all_that_may_start_beside_it(lowest_first: bool) -> None:
+    mirror = urgency(OpKind.MIRROR, Payload.STATE, LAYERS, lowest_first=lowest_first)
+    others = (urgency(k, p, 0, lowest_first=lowest_first) for k in OpKind for p in Payload if k is not OpKind.MIRROR)
+    assert mirror < min(others)  # the record, and so the next step's update, wait for it
+
+
+def test_the_engine_writes_mirrors_with_the_urgency_that_the_simulator_gives_them() -> None:
+    taken: list[int] = []
+    engine = SimpleNamespace(store=lambda *_, priority, **__: taken.append(priority))
+    store = SimpleNamespace(engine=engine, files=SimpleNamespace(step=1), unrecorded=SimpleNamespace(mirrored=False))
+    part: Any = SimpleNamespace(
+        mirrors={WEIGHTS: SimpleNamespace(native=None), STATE: SimpleNamespace(native=None)},
+        mirrored_versions=-1, params=[], updated=None, stepped=True,
+    )  # fmt: skip
+    write_mirrors(store, part)  # type: ignore[arg-type]
+    assert taken == [urgency(OpKind.MIRROR, Payload.STATE, 3, lowest_first=True)] * 2
 
 
 def test_the_simulator_writes_them_and_counts_their_space() -> None:
