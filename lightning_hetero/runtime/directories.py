@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from lightning_hetero._native import file_bytes
 from lightning_hetero.lowering import num_slots
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
+from lightning_hetero.store.audit import ring_bytes
+from lightning_hetero.store.blocks import PAGE as _PAGE
 from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.manifest import MANIFEST
-from lightning_hetero.store.mirrors import mirror_bytes
+from lightning_hetero.store.mirrors import mirror_files
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.store.volume import Volume
 
@@ -30,12 +34,16 @@ class Directories:
 
     Attributes:
         default_root: Where files go by default.
-        disk_bytes: What files take under the plan in force.
+        disk_bytes: What the store takes under the plan in force: files, and what lies beside them.
+        overhead_bytes: What of that is commit rings and manifests.
+        ring: ``num_blocks`` and ``user_bytes`` of the commit ring.
     """
 
     def __init__(self, root: nn.Module, blocks: list[Block], options: SessionOptions) -> None:
         self.default_root = Path()
         self.disk_bytes = 0
+        self.overhead_bytes = 0
+        self.ring: dict[str, int] = {}
         self._root, self._blocks, self._options = root, blocks, options
         self._swaps: NativeSwapFiles | None = None
 
@@ -84,11 +92,21 @@ class Directories:
         store.files.directory.check_room(limits)
 
     def _note(self, placement: Placement, *, kept: bool) -> None:
-        self.disk_bytes = placement.disk_bytes
+        parts = [part for block in self._blocks for part in block.parts]
+        files = list(placement.geometries.values())
         if kept:  # files for what the plan keeps in memory
-            parts = [part for block in self._blocks for part in block.parts]
-            self.disk_bytes += 2 * sum(mirror_bytes(part, placement.geometries.get(part)) for part in parts)
-            self.disk_bytes = self.disk_bytes * num_slots(self._options.keep_every) // 2
+            files += [mirror for part in parts for mirror in mirror_files(part, placement.geometries.get(part))]
+        every = self._options.keep_every if kept else 0
+        slots, rings = num_slots(every), 1 + min(every, 2)
+        sizes = [file_bytes(g) for g in files]
+        in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # a file system may need a page to find a file's others
+        # A pin has a ring and a manifest of its own, and the next one is whole before the last one goes, as is a manifest.
+        self.overhead_bytes = rings * (ring_bytes(**self.ring) + 2 * self._manifest_bytes())
+        self.disk_bytes = in_files + self.overhead_bytes if placement.uses_disk or kept else 0
+
+    def _manifest_bytes(self) -> int:
+        rows = [[*b.spec.params, *map(_row, b.spec.params.values())] for b in self._blocks]
+        return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self._blocks) + 4 * _PAGE  # names are there twice: by block, by part
 
     def of_swaps(self, store: TierStore, placement: Placement) -> NativeSwapFiles | None:
         """Files for activations that go to the disk, in a directory of their own: no commit names them."""

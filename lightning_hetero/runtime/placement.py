@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_hetero._native import BlockGeometry, file_bytes
+from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
@@ -46,7 +46,6 @@ class Placement:
         staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
         activation_bytes: What of the budget is for activations; 0 where they are not known.
         geometries: Of the parts that the engine sees: native updates, and weights on disk.
-        disk_bytes: Files.
         may_defer: The host has room for all gradients at once, whether the rules ask for that or not.
         swaps_to_disk: Activations go to files of their own.
         swapped_bytes: What those take, as far as that is known.
@@ -62,7 +61,6 @@ class Placement:
     staging_bytes: int
     activation_bytes: int
     geometries: Mapping[Part, BlockGeometry]
-    disk_bytes: int
     may_defer: bool
     swaps_to_disk: bool
     swapped_bytes: int
@@ -198,7 +196,6 @@ class Placer:
             staging_bytes=room.staging_bytes,
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
-            disk_bytes=sum(file_bytes(g) * g.num_slots for g in geometries.values()),
             may_defer=least_bytes(self.needs(plan, replace(rules, deferred="a batch may not fit"))) <= budget,
             swaps_to_disk=any(Saved.SWAP_DISK in policies_of(p) for p in plan.blocks),
             swapped_bytes=needs.disk[Purpose.ACTIVATIONS],

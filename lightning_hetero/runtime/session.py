@@ -42,7 +42,7 @@ from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts,
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import peak_resident_bytes
-from lightning_hetero.store.snapshots import snapshot
+from lightning_hetero.store.snapshots import check_room, snapshot
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
@@ -111,7 +111,7 @@ class Session(Budgets):
             binding.rule = rule
         self._directories.default_root = default_root
         if self.store is None:
-            ring = commit_ring(self.blocks, kept=self.keeps_steps)
+            ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
             layout = {**ring, **self._layout}
             directory = self._directories.of_blocks(
                 placement, trains=self._trains, kept=self.keeps_steps, layout=layout, resume=resume
@@ -238,6 +238,11 @@ class Session(Budgets):
         """Whether anything lives on disk."""
         return self.store is not None and self.store.files.directory is not None
 
+    @property
+    def disk_overhead_bytes(self) -> int:
+        """Bytes that a store takes beside the files of blocks, whatever the plan."""
+        return self._directories.overhead_bytes
+
     def disk_root(self) -> Path:
         """An existing directory on the disk where files are or would be."""
         return self._directories.disk_root(self.store)
@@ -352,17 +357,24 @@ class Session(Budgets):
         if self.store is not None:
             self.store.commit()
 
-    def snapshot(self, path: Path) -> None:
+    def snapshot(self, path: Path, leaving: Sequence[Path] = ()) -> None:
         """Links the last kept step to another path, in the place of a checkpoint that is there.
+
+        Args:
+            path: The path.
+            leaving: Checkpoints that are removed before training goes on.
 
         Raises:
             ConfigError: ``path`` is taken by something else.
+            OutOfDiskError: There is no room for what it takes as training goes on.
             StoreBusyError: A process uses the checkpoint that is there.
             StoreError: A transfer or a system call failed.
         """
         assert self.store is not None
         assert self.store.files.directory is not None
-        snapshot(self.store.files.directory.path, path, self.store.files.committed(), replace=True)
+        source, names = self.store.files.directory.path, self.store.files.committed()
+        check_room(source, path, names, leaving=(path, *leaving))
+        snapshot(source, path, names, replace=True)
 
     def freeze(self) -> Frozen:
         """The model and its optimizers as they are now, for a thread that reads them while training goes on.

@@ -35,6 +35,11 @@ DTYPE_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", U8: "bytes"}
 _RECORD_BYTES_MAX, _HEAD_BYTES_MAX = 1 << 30, 1 << 28
 
 
+def ring_bytes(num_blocks: int, user_bytes: int) -> int:
+    """Bytes of a commit ring, by its largest number of blocks and its largest user blob; see docs/store-format.md."""
+    return _RING * round_up(_RECORD.size + _ENTRY.size * num_blocks + user_bytes, PAGE)
+
+
 @dataclass(frozen=True, slots=True)
 class CommittedBlock:
     """What a record says of one block.

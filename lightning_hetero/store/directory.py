@@ -12,6 +12,7 @@ import stat
 import tempfile
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from lightning_hetero.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume
+from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume, disk_error
 from lightning_hetero.units import format_bytes
 
 PREFIX = "lightning-hetero-"
@@ -37,6 +38,7 @@ STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
 _OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")
 _BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
 _LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # what checkpoints are written from, see runtime.frozen
+_INSIDE = re.compile(rf"\.?kept-[0-9]+(\.[0-9a-f]{{8}}\.partial)?|{_LINKS.pattern}")  # directories of links in a store
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -145,7 +147,7 @@ class StoreDirectory:
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"disk_path {str(place)!r}: {error}. Choose another disk_path.") from error
+            raise disk_error(error, f"disk_path {str(place)!r}: {error}. Choose another disk_path.") from error
 
     @classmethod
     def _open_path(
@@ -403,9 +405,23 @@ def _own_names(directory_fd: int) -> list[str]:
 
 
 def _own_bytes(directory_fd: int) -> int:
-    """Bytes on disk of files that a takeover removes."""
-    sizes = (os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks for name in _own_names(directory_fd))
-    return 512 * sum(sizes)
+    """Bytes on disk of the store's files, pins included: those that have no name elsewhere, so that they go with the store."""
+    files: dict[int, os.stat_result] = {}
+    names: Counter[int] = Counter()
+    for place in (".", *(name for name in os.listdir(directory_fd) if _INSIDE.fullmatch(name))):
+        for name in _names_in(place, directory_fd):
+            status = os.stat(os.path.join(place, name), dir_fd=directory_fd, follow_symlinks=False)
+            files[status.st_ino] = status
+            names[status.st_ino] += 1
+    return 512 * sum(s.st_blocks for number, s in files.items() if s.st_nlink <= names[number])
+
+
+def _names_in(place: str, directory_fd: int) -> list[str]:
+    inner = os.open(place, _DIRECTORY, dir_fd=directory_fd)
+    try:
+        return [name for name in os.listdir(inner) if name == MANIFEST or _OURS.fullmatch(name)]
+    finally:
+        os.close(inner)
 
 
 def _remove_files(directory_fd: int) -> None:

@@ -65,6 +65,14 @@ def mirror_bytes(part: Part, home: BlockGeometry | None) -> int:
     return weights + state
 
 
+def mirror_files(part: Part, home: BlockGeometry | None) -> list[BlockGeometry]:
+    """The geometries of the mirrors that a part with this home would have; their numbers mean nothing."""
+    weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
+    # The engine moves every array to an offset of its own, and a mirror has whole pages.
+    state = 0 if home is None or home.state_on_disk_file else home.num_state * (round_up(4 * home.num_elements, PAGE) + PAGE)
+    return [geometry_of_mirror(0, num_bytes) for num_bytes in (weights, state) if num_bytes]
+
+
 def is_current(part: Part, kind: str) -> bool:
     """Whether the part's mirror of this kind lies over the memory that it has now."""
     mirror = part.mirrors.get(kind)

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from lightning_hetero.errors import ConfigError, StoreError
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.snapshots import copy, link, snapshot, sync
+from lightning_hetero.store.volume import disk_error
 
 _PIN = re.compile(r"kept-(\d{1,18})")
 
@@ -80,7 +81,8 @@ def roll_back(path: Path, source: Path) -> None:
         _exchange(path / "COMMIT", partial(copy, source / "COMMIT"))
         sync(path)
     except OSError as error:
-        raise StoreError(f"the store {str(path)!r} cannot go back to {source.name}: {error}. Try again.") from error
+        remedy = "Nothing is lost: make room on that disk if it is full, and try again."
+        raise disk_error(error, f"the store {str(path)!r} cannot go back to {source.name}: {error}. {remedy}") from error
 
 
 def _exchange(target: Path, make: Callable[[Path], None]) -> None:

@@ -14,12 +14,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from lightning_hetero.errors import ConfigError, StoreError
+from lightning_hetero.errors import ConfigError, OutOfDiskError
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.volume import Volume, disk_error
+from lightning_hetero.units import format_bytes
 
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -57,7 +60,43 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
         sync(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StoreError(f"the snapshot {str(target)!r} cannot be made: {error}. Choose another path.") from error
+        remedy = "Make room there if the disk is full, or choose another path."
+        raise disk_error(error, f"the snapshot {str(target)!r} cannot be made: {error}. {remedy}") from error
+
+
+def check_room(source: Path, target: Path, names: Collection[str], *, leaving: Iterable[Path] = ()) -> None:
+    """Refuses a snapshot that the disk would have no room for as soon as the store goes on.
+
+    It takes a ring and a manifest at once. A slot that has another name gets a fresh file before it is written again, and the store
+    has to find room for these.
+
+    Args:
+        source: The store.
+        target: Where the snapshot goes.
+        names: What it would link.
+        leaving: Snapshots that are removed before the store goes on.
+
+    Raises:
+        OutOfDiskError: The disk has too little room.
+    """
+    place = next(path for path in target.absolute().parents if path.is_dir())
+    needed = (source / "COMMIT").stat().st_size + 2 * (source / MANIFEST).stat().st_size
+    if place.stat().st_dev != source.stat().st_dev:
+        needed += sum((source / name).stat().st_size for name in names)  # it is a copy
+    else:
+        gone = [folder / name for folder in leaving if folder.is_dir() for name in os.listdir(folder)]
+        less = Counter(path.lstat().st_ino for path in gone)
+        for path in source.glob("block-*"):
+            status = path.stat()
+            if path.name in names or status.st_nlink - less[status.st_ino] > 1:
+                needed += status.st_size
+    free = Volume.of(place).free_bytes
+    if needed > free:
+        raise OutOfDiskError(
+            f"the checkpoint {str(target)!r} would take {format_bytes(needed)} as training goes on: its record, and fresh files "
+            f"for slots that checkpoints have links to; {format_bytes(free)} are free. The store has the step. Make room, keep "
+            f"fewer checkpoints, or leave link_checkpoints out."
+        )
 
 
 def _check_target(target: Path, *, replace: bool) -> None:

@@ -10,7 +10,6 @@ go before that step's are written. What a process leaves that dies in between no
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import math
 import os
@@ -21,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero._native import digest
-from lightning_hetero.errors import OutOfDiskError, StoreCorruptError, StoreError
+from lightning_hetero.errors import OutOfDiskError, StoreCorruptError
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.encoding import Encoded, unpack
+from lightning_hetero.store.volume import disk_error
 from lightning_hetero.units import KIB, MIB, format_bytes
 
 _ITEM_BYTES, _STATE_BYTES = 64 * KIB, 128 * KIB  # what goes into the record: of one item, and of all; see `commit_ring`
 _NAME_BYTES = 128  # naming a file takes hardly less
 _CHUNK_BYTES = 4 * MIB
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StateFiles:
@@ -129,10 +128,10 @@ class StateFiles:
                     os.fdatasync(file.fileno())
         except OSError as error:
             self._directory.remove_file(name)
-            kind = OutOfDiskError if error.errno in _FULL else StoreError
-            raise kind(
+            raise disk_error(
+                error,
                 f"{where}: {format_bytes(size)} have to be kept with each step, and {str(self._directory.path / name)!r} cannot be "
-                f"written: {error.strerror}. Make room on that disk, choose a larger one, or keep less there."
+                f"written: {error.strerror}. Make room on that disk, choose a larger one, or keep less there.",
             ) from error
         self._there[name] = size
         return name, size

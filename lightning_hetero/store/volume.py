@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_hetero.errors import OutOfDiskError, StoreError
+
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 # A hypervisor's disk repeats the emulation's default, whatever is under it: its "rotational" says nothing.
 _VIRTUAL_BUSES = ("/virtio", "/vbd-", "/VMBUS:")
@@ -46,6 +51,11 @@ class Volume:
             rotational=is_rotational(_block_device(device, source)),
             free_bytes=space.f_bavail * space.f_frsize,
         )
+
+
+def disk_error(error: OSError, message: str) -> StoreError:
+    """The error for a system call that failed on the disk: one of its own where the disk or a quota is full."""
+    return (OutOfDiskError if error.errno in _FULL else StoreError)(message)
 
 
 def find_mount(mountinfo: str, device: int, path: str) -> tuple[str, str]:

@@ -64,12 +64,16 @@ class Checkpoints(Core):
             return
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)  # a symbolic link may be put beside it before it is made
-        self._link_later(partial(self.session.snapshot, path), path)
+        self._link_later(partial(self._link, path), path)
+
+    def _link(self, path: Path) -> None:
+        if self.session is not None:
+            self.session.snapshot(path, [gone for gone, _, saves in self._links if not saves])
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint: after those that were saved in the same batch, so that one is there whenever the process dies."""
         if self._choices.link_checkpoints:
-            self._link_later(partial(self._remove, filepath))
+            self._link_later(partial(self._remove, filepath), Path(filepath), saves=False)
         else:
             self._remove(filepath)
 
@@ -79,21 +83,21 @@ class Checkpoints(Core):
         else:
             super().remove_checkpoint(filepath)
 
-    def _link_later(self, action: Callable[[], object], saves: Path | None = None) -> None:
+    def _link_later(self, action: Callable[[], object], path: Path, *, saves: bool = True) -> None:
         if self._step_ended and self._state is not None:
-            self._links.append((action, saves))
+            self._links.append((path, action, saves))
         else:
             action()
 
     def make_links(self) -> None:
         """The batch is over and its step is kept: checkpoints that were asked for in it are made and removed, in that order."""
-        links, self._links = self._links, []
-        for action, _ in links:
-            action()
+        while self._links:
+            self._links[0][1]()
+            del self._links[0]
 
     def drop_links(self) -> None:
         """The fit is over: checkpoints of a batch that did not end are not made, and none is removed for them."""
-        missing = [str(path) for _, path in self._links if path is not None]
+        missing = [str(path) for path, _, saves in self._links if saves]
         self._links, self._step_ended = [], False
         for path in missing:
             log.warning(

@@ -77,7 +77,8 @@ class Core(Base):
         self._state: TrainingState | None = None  # takes it for every step that is kept
         self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
-        self._links: list[tuple[Callable[[], object], Path | None]] = []  # for when the batch has ended, and what is saved then
+        # Checkpoints by links that are made, or removed, when the batch has ended: path, action, whether it saves.
+        self._links: list[tuple[Path, Callable[[], object], bool]] = []
         self._failed = False
 
     def _choose(self, choices: Choices) -> None:

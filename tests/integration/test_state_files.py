@@ -143,7 +143,7 @@ def test_where_there_is_no_room_training_ends_with_the_step_before(
 ) -> None:
     store = tmp_path / "store"
     with pytest.raises(OutOfDiskError, match=r"the model's buffers: 8\.0 MiB .*disk_capacity leaves .*Raise disk_capacity"):
-        train(tmp_path, offload(store, disk_capacity="8MiB"))
+        train(tmp_path, offload(store, disk_capacity="12MiB"))
     fallocate, calls = os.posix_fallocate, list[int]()
 
     def full(descriptor: int, start: int, size: int) -> None:
