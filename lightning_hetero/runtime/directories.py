@@ -17,11 +17,14 @@ from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.audit import ring_bytes
 from lightning_hetero.store.blocks import PAGE as _PAGE
 from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.descriptors import make_room
 from lightning_hetero.store.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.mirrors import mirror_files
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.store.volume import Volume
+
+_SWAPS_OF_BLOCK = 4  # files of activations that a block has at the same time, or less
 
 
 class Directories:
@@ -42,7 +45,7 @@ class Directories:
     def __init__(self, root: nn.Module, blocks: list[Block], options: SessionOptions) -> None:
         self.default_root = Path()
         self.disk_bytes = 0
-        self.overhead_bytes = 0
+        self.overhead_bytes = self._open_files = 0
         self.ring: dict[str, int] = {}
         self._root, self._blocks, self._options = root, blocks, options
         self._swaps: NativeSwapFiles | None = None
@@ -69,6 +72,7 @@ class Directories:
         # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
         rows = [{"block": b.name, "params": {n: _row(p) for n, p in b.spec.params.items()}} for b in self._blocks]
         manifest = {"model": type(self._root).__name__, "blocks": rows}
+        make_room(self._open_files)
         path = self._options.disk_path if trains else self._scratch_path()
         return self._make(path, manifest, self.disk_bytes + placement.later_bytes, layout=layout, resume=resume)
 
@@ -84,6 +88,7 @@ class Directories:
                 store.files.attach(directory)
             return
         self._note(placement, kept=kept)
+        make_room(self._open_files - store.files.num_open)
         states = 0 if store.files.states is None else store.files.states.num_bytes
         limits = DiskLimits(
             needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self._options.disk_capacity,
@@ -99,6 +104,8 @@ class Directories:
         every = self._options.keep_every if kept else 0
         slots, rings = num_slots(every), 1 + min(every, 2)
         sizes = [file_bytes(g) for g in files]
+        swaps = _SWAPS_OF_BLOCK * len(self._blocks) if placement.swaps_to_disk else 0
+        self._open_files = 2 * (sum(size > 0 for size in sizes) + placement.num_blobs + swaps)
         in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # a file system may need a page to find a file's others
         # A pin has a ring and a manifest of its own, and the next one is whole before the last one goes, as is a manifest.
         self.overhead_bytes = rings * (ring_bytes(**self.ring) + 2 * self._manifest_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Placement:
         may_defer: The host has room for all gradients at once, whether the rules ask for that or not.
         swaps_to_disk: Activations go to files of their own.
         swapped_bytes: What those take, as far as that is known.
+        num_blobs: Blocks of such files.
         later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
     """
 
@@ -65,6 +66,7 @@ class Placement:
     swaps_to_disk: bool
     swapped_bytes: int
     later_bytes: int
+    num_blobs: int
 
     @property
     def uses_disk(self) -> bool:
@@ -200,6 +202,7 @@ class Placer:
             swaps_to_disk=any(Saved.SWAP_DISK in policies_of(p) for p in plan.blocks),
             swapped_bytes=needs.disk[Purpose.ACTIVATIONS],
             later_bytes=self._later_bytes(plan),
+            num_blobs=sum(1 for _ in self._blobs(plan)),
         )
 
     def fitting(self, plan: Plan) -> Plan:
@@ -344,12 +347,14 @@ class Placer:
         return geometries
 
     def _later_bytes(self, plan: Plan) -> int:
-        return 2 * sum(
-            _state_bytes(part, self.owners) * part.num_elements
-            for block, placed in zip(self._blocks, plan.blocks, strict=True)
-            for part in block.parts
-            if (placed.state is Tier.DISK or self._options.wants_steps) and not native_state(part, self.owners)
-        )
+        return 2 * sum(_state_bytes(part, self.owners) * part.num_elements for part in self._blobs(plan))
+
+    def _blobs(self, plan: Plan) -> Iterator[Part]:
+        """Parts whose state, which only their optimizers know, gets files from the first step on."""
+        for block, placed in zip(self._blocks, plan.blocks, strict=True):
+            for part in block.parts:
+                if (placed.state is Tier.DISK or self._options.wants_steps) and not native_state(part, self.owners):
+                    yield part
 
 
 def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:

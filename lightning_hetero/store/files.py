@@ -101,6 +101,11 @@ class BlockFiles:
             self.directory.close(remove)
 
     @property
+    def num_open(self) -> int:
+        """Files of blocks that are open: two slots of each."""
+        return 2 * len(self._natives)
+
+    @property
     def user_bytes(self) -> int:
         """Largest user blob of a record of this store, which an earlier run may have laid out."""
         return self._user_bytes if self._store is None else self._store.user_bytes
