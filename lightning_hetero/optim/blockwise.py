@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.optim.adam import MASTER
+from lightning_hetero.optim.adam import MASTER, MASTERED
+from lightning_hetero.optim.combined import held
 
 _REFUSED = {
     "LBFGS": "it re-evaluates the closure and couples all parameters",
@@ -23,7 +24,7 @@ def check_supported(optimizer: Optimizer) -> None:
     """Refuses optimizers that cannot be cut into blocks.
 
     Raises:
-        UnsupportedError: LBFGS, SparseAdam, or an optimizer from outside torch that does not say ``hetero_blockwise = True``.
+        UnsupportedError: LBFGS, SparseAdam, or an optimizer around another one where that one would be left out.
     """
     name = type(optimizer).__name__
     for kind in type(optimizer).__mro__:
@@ -32,6 +33,15 @@ def check_supported(optimizer: Optimizer) -> None:
                 f"optimizer {name} cannot run out of core: {_REFUSED[kind.__name__]}. Use any other optimizer of torch.optim, such "
                 f'as torch.optim.AdamW, or strategy="auto".'
             )
+    inner = next(held(optimizer), None)
+    sixteen_bit = any(p.dtype in MASTERED for group in optimizer.param_groups for p in group["params"])
+    if inner is not None and (sixteen_bit or getattr(optimizer, "hetero_blockwise", False)):
+        what = "16-bit weights have fp32 masters, which" if sixteen_bit else "an update of one part"
+        raise UnsupportedError(
+            f"optimizer {name} runs another optimizer ({type(inner).__name__}) on the same parameters: {what} would not reach it. "
+            f"Allowed: several optimizers that share the parameters out, each its own. Or train with 32-bit weights, and without "
+            f"hetero_blockwise."
+        )
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
@@ -61,7 +71,7 @@ def _restricted(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterato
     wanted = {id(p): p for p in params}
     stand_ins: dict[int, nn.Parameter] = {}
     for param in params:
-        if param.dtype in (torch.bfloat16, torch.float16):
+        if param.dtype in MASTERED:
             stand_ins[id(param)] = _stand_in(optimizer, param)
     groups = [g["params"] for g in optimizer.param_groups]
     try:

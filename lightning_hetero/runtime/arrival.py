@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -10,9 +11,10 @@ from lightning_hetero._native import BlockGeometry
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
+from lightning_hetero.runtime.moving import give_new_homes, take_home_off
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.steps import KeptSteps
-from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind
+from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind, split
 from lightning_hetero.store.homes import close_home, open_home, reset_home
 from lightning_hetero.store.moves import move
 from lightning_hetero.store.partition import BlockCls, partition
@@ -51,6 +53,28 @@ class Arrival:
     def had_memory(self, block: Block) -> bool:
         """Whether any parameter of the block had content before the runtime came."""
         return not self._made_on_meta.issuperset(block.spec.params)
+
+    def cut(self, owners: Mapping[int, int], parked: Executor | None) -> bool:
+        """Cuts parts so that each has parameters of one optimizer only; parameters without one stay with the first optimizer's.
+
+        Args:
+            owners: The number of each optimized parameter's optimizer, by the parameter's ``id``.
+            parked: The executor of a session that is parked: the weights may be on disk, and there is no state.
+
+        Returns:
+            Whether any part was cut.
+        """
+        was_cut = False
+        for block in self.blocks:
+            found = [(part, groups) for part in block.parts if len(groups := _by_owner(part, owners)) > 1]
+            if found and parked is not None:
+                take_home_off(parked, block, [part for part, _ in found])
+            for part, groups in found:
+                split(part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block))
+            if found and parked is not None:
+                give_new_homes(parked, block)
+            was_cut |= bool(found)
+        return was_cut
 
     def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
         """Opens files block by block, writes the weights there, and keeps in memory what fits the budget.
@@ -112,6 +136,17 @@ class Arrival:
         for block in self.blocks:
             self.restore(block)
             back_to_meta(self._root, block, self._made_on_meta)
+
+
+def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
+    """The positions of a part's parameters, for each optimizer; the first list has those without an optimizer, too."""
+    groups: dict[int, list[int]] = {}
+    for index, param in enumerate(part.params):
+        if id(param) in owners:
+            groups.setdefault(owners[id(param)], []).append(index)
+    rest = [index for index, param in enumerate(part.params) if id(param) not in owners]
+    first, *others = groups.values() or [[]]
+    return [sorted([*first, *rest]), *others]
 
 
 def _open(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:

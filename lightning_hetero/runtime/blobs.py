@@ -18,6 +18,7 @@ from lightning_hetero._native import U8, Arena, BlockGeometry
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
+from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource
@@ -64,8 +65,8 @@ class StateBlobs:
         for param in part.params:
             state = optimizer.state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, OffloadedTensor):
-                    state[key] = materialize(value)
+                if isinstance(value, Tensor):
+                    state[key] = mapped(value, key, lambda _, content: materialize(content))
 
     def save(self, part: Part, optimizer: Optimizer) -> None:
         """Writes the part's state to disk and leaves lazy tensors in ``optimizer.state``."""
@@ -74,7 +75,7 @@ class StateBlobs:
 
     def keep(self, part: Part, optimizer: Optimizer) -> None:
         """Writes the part's state to disk if it is in memory, where it stays."""
-        values = [v for p in part.params for v in blockwise.tensors(optimizer.state.get(p, {})).values()]
+        values = [v for p in part.params for v in leaves(optimizer.state.get(p, {})).values()]
         if any(not isinstance(value, OffloadedTensor) for value in values):
             self._write(part, optimizer)
 
@@ -95,7 +96,7 @@ class StateBlobs:
         return tuple(found)
 
     def adopt(self, part: Part, entry: BlobEntry, optimizer: Optimizer) -> None:
-        """Opens a blob as a record names it; the optimizer's state becomes lazy tensors of it.
+        """Opens a blob as a record names it; the optimizer's state becomes lazy tensors of it, those of subclasses in pieces.
 
         Raises:
             StoreCorruptError: The part has no such parameter.
@@ -108,16 +109,24 @@ class StateBlobs:
 
     def _attach(self, part: Part, optimizer: Optimizer) -> None:
         blob, entries = self._blobs.get((part, optimizer), (None, ()))
+        lazy: dict[nn.Parameter, dict[str, Tensor]] = {}
         for i, entry in enumerate(entries):
             assert blob is not None
             name = f"{part.names[_index(part, entry.param)]}.{entry.key}"
             source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
-            optimizer.state[entry.param][entry.key] = OffloadedTensor(source)
+            lazy.setdefault(entry.param, {})[entry.key] = OffloadedTensor(source)
+        for param, pieces in lazy.items():
+            state = optimizer.state[param]
+            for key, value in blockwise.tensors(state).items():  # what has been written
+                state[key] = mapped(value, key, lambda name, _: pieces.pop(name))  # noqa: B023  # called at once
+            state.update(pieces)  # of a record: there was no state yet
 
     def _write(self, part: Part, optimizer: Optimizer) -> None:
         entries, values, offset = [], [], 0
-        for param in part.params:
-            for key, value in blockwise.tensors(optimizer.state.get(param, {})).items():
+        for index, param in enumerate(part.params):
+            for key, value in leaves(optimizer.state.get(param, {})).items():
+                value = materialize(value)
+                check_plain(f"{part.names[index]}.{key}", value)
                 entries.append(_Entry(param, key, value.shape, value.dtype, offset))
                 values.append(value)
                 offset += round_up(value.nbytes, _ALIGN)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import OffloadedAccessError, OutOfDiskError
+from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
@@ -67,7 +68,7 @@ class Frozen:
             return {key: self.freeze(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(map(self.freeze, value)) if type(value) in (list, tuple) else value
-        return self._tensor(value) if isinstance(value, Tensor) else value
+        return mapped(value, "", lambda _, plain: self._tensor(plain)) if isinstance(value, Tensor) else value
 
     def read(self, run: FileRun, out: Tensor) -> None:
         """Reads a run of a block's committed slot into a flat tensor; for one thread at a time."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
+from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.geometry import geometry_of
@@ -65,3 +66,31 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
     open_home(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
     store.flush(part)
     executor.enter(part.block)
+
+
+def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> None:
+    """Brings a block of a parked session into memory, and closes the native blocks of some of its parts."""
+    executor.bring(block, force=True)
+    for part in parts:
+        for param in part.params:
+            if type(param) is OffloadedParameter:
+                restore(param)
+        if part.native is not None:
+            close_home(executor.store, part)
+
+
+def give_new_homes(executor: Executor, block: Block) -> None:
+    """Brings a block of a parked session, whose parts have been cut, back to where it was."""
+    store, placed = executor.store, block.plan
+    executor.learn_parts(block)
+    if not block.weights_on_disk:
+        return
+    for part in block.parts:
+        if part.native is None:
+            number = store.files.next_id()
+            open_home(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
+            store.flush(part)
+    executor.hide(block)
+    executor.release(block)
+    for part in block.parts:
+        store.barrier(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero._native import READY, Ticket
+from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -108,7 +108,8 @@ class EngineOps(ResidentBlocks):
         if tickets:
             self.hide(block)
             self._in_flight += tickets
-            self._latest[block.index] = tickets
+            others = self._latest.get(block.index, ()) if self.updater.has_several else ()  # maybe of this step
+            self._latest[block.index] = [*(t for t in others if t.poll() != DONE), *tickets]
         self._record(block, tickets, opened=opened)
         return tickets
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
+from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import StateSource, take_all, write_state
 from lightning_hetero.store.blocks import Part
@@ -132,14 +133,20 @@ class OptimizerBinding:
             else:
                 setattr(self.optimizer, name, previous)
         if read:
-            away = [(s, k, v) for s in self.optimizer.state.values() for k, v in s.items() if isinstance(v, OffloadedTensor)]
-            for (state, key, _), content in zip(away, take_all([value for _, _, value in away]), strict=True):
-                state[key] = content
+            states = [(s, k, v) for s in self.optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
+            inside = [tensor for _, key, value in states for tensor in plain_tensors(value, key).values()]
+            away = [tensor for tensor in inside if isinstance(tensor, OffloadedTensor)]
+            found = dict(zip(map(id, away), take_all(away), strict=True))
+            for state, key, value in states:
+                state[key] = mapped(value, key, lambda _, inner: found.get(id(inner), inner))
 
     def books(self) -> dict[str, Any]:
         """What a commit record says of the optimizer: its groups, and each parameter's step count, or all of its state but tensors.
 
         State that only the optimizer's own code knows is there for any key; tensors of several elements are in blobs.
+
+        Raises:
+            ConfigError: State is of a class that a record does not name.
         """
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         common = {
@@ -152,6 +159,7 @@ class OptimizerBinding:
             mine = set(map(id, self.params()))
             return common | {
                 "state": [{k: v for k, v in s.items() if k not in blockwise.tensors(s)} if s else None for s in states],
+                "subclasses": [outlines(s) for s in states],
                 "others": {k: v for k, v in self.optimizer.state.items() if id(k) not in mine},
             }
         counts = [self.optimizer.state.get(p, {}).get("step") for p in self.params()]
@@ -181,12 +189,20 @@ class OptimizerBinding:
         """The store has the state already; the optimizer's books, which :meth:`check` has seen, become what :meth:`books` gave."""
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         groups = [{**group, "params": mine} for group, mine in zip(books["groups"], numbers, strict=True)]
-        blobs = {p: blockwise.tensors(s) for p, s in self.optimizer.state.items()}  # what the store has given it
+        given = {p: dict(s) for p, s in self.optimizer.state.items()}  # by the store
+        before = self.optimizer.param_groups
         self._original["load_state_dict"]({"state": {}, "param_groups": groups})
+        for mine, loaded in zip(before, self.optimizer.param_groups, strict=True):  # they may be those of a combined optimizer, too
+            mine.clear()
+            mine.update(loaded)
+        self.optimizer.param_groups = before
         if self.rule is not Rule.NATIVE:
-            for param, rest in zip(self.params(), books["state"], strict=True):
+            found = books.get("subclasses") or [{}] * len(books["state"])  # older stores have none
+            for param, rest, of_param in zip(self.params(), books["state"], found, strict=True):
                 if rest is not None:
-                    self.optimizer.state[param] = {**rest, **blobs.get(param, {})}
+                    plain = given.get(param, {})
+                    whole = {key: put_together(key, outline, plain) for key, outline in of_param.items()}
+                    self.optimizer.state[param] = {**rest, **plain, **whole}
             self.optimizer.state.update(books["others"])
             return
         for param, count in zip(self.params(), books["steps"], strict=True):

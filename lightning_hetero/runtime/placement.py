@@ -384,3 +384,22 @@ def _state_bytes(part: Part, owners: Owners) -> int:
     if rules == {Rule.NATIVE}:
         return 4 * len(adam.state_names(part.dtype))
     return _UNKNOWN_STATE_BYTES if rules else 0
+
+
+def check_owners(blocks: Sequence[Block], owners: Owners) -> None:
+    """Refuses parts that several optimizers update, one of them in the engine: it keeps state for whole parts.
+
+    Parts are cut by optimizer as a fit begins. So this can only be a part that was frozen then.
+
+    Raises:
+        UnsupportedError: Names a parameter of each.
+    """
+    for part in [part for block in blocks for part in block.parts]:
+        found = {owners[id(p)]: name for name, p in zip(part.names, part.params, strict=True) if id(p) in owners}
+        if len({binding.capability for binding in found}) > 1:
+            (one, a), (other, b), *_ = ((type(binding.optimizer).__name__, name) for binding, name in found.items())
+            raise UnsupportedError(
+                f"{a!r} and {b!r} were frozen as the fit began, so they were placed together; now they have joined {one} and "
+                f"{other}, which update them in different ways. Give both to their optimizers in configure_optimizers(): a frozen "
+                f"parameter in an optimizer stays as it is."
+            )

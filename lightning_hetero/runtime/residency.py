@@ -93,10 +93,16 @@ class ResidentBlocks:
         self.recorder = recorder
         self.copies: DeviceCopies | None = None
         self._poison = poison
-        self._access = {id(p): Access(self, part, i) for b in blocks for part in b.parts for i, p in enumerate(part.params)}
+        self._access: dict[int, Access] = {}
+        for block in blocks:
+            self.learn_parts(block)
         self._held: set[int] = set()
         self._changing = {b.index for b in blocks if any(map(_renorms, b.spec.module.modules()))}
         self._releases: list[Ticket] = []
+
+    def learn_parts(self, block: Block) -> None:
+        """The block's parts are new."""
+        self._access |= {id(p): Access(self, part, i) for part in block.parts for i, p in enumerate(part.params)}
 
     # ---- use --------------------------------------------------------------------------------------------------------------
 

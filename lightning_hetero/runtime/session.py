@@ -24,6 +24,7 @@ from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.device.executor import DeviceExecutor
@@ -36,7 +37,7 @@ from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.moving import growth, move_block, reopen
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
-from lightning_hetero.runtime.placement import Placement, native_state
+from lightning_hetero.runtime.placement import Placement, check_owners, native_state
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.updates import Updater
@@ -65,13 +66,36 @@ class Session(Budgets):
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
         self._directories = Directories(root, self.blocks, options)
-        self._layout = {"parts": part_names(self.blocks), "frozen": frozen_parts(self.blocks)}  # before callbacks unfreeze any
+        self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
+        self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
         self._resumes = False
         self._final_report: dict[str, int] = {}
         self._frozen: Frozen | None = None  # somebody reads the store
 
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """What a new store's manifest says of the parts, and a resume compares."""
+        return {"parts": part_names(self.blocks), "frozen": frozen_parts(self.blocks, self._trained)}
+
     # ---- start ------------------------------------------------------------------------------------------------------------
+
+    def cut(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Cuts the blocks' parts by optimizer, before :meth:`start`.
+
+        Args:
+            optimizers: The optimizers of a fit with the groups that they were made with, so that a resume makes the same parts.
+
+        Returns:
+            The optimizers for :meth:`start`: those that a combined optimizer runs stand for it.
+        """
+        inner = [one for optimizer in optimizers for one in members(optimizer)]
+        self._obstacle = next(filter(None, map(obstacle, optimizers)), "")
+        owners = {id(p): number for number, o in enumerate(inner) for group in o.param_groups for p in group["params"]}
+        self._was_cut_late |= self._arrival.cut(owners, self.executor) and self.store is not None
+        if self._was_cut_late:
+            self._obstacle = self._obstacle or "the manifest of the store has the parts of before they were cut by optimizer"
+        return inner
 
     def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False) -> None:
         """Places the model and starts the engine; the weights of blocks on disk leave memory as far as the budget asks.
@@ -98,7 +122,9 @@ class Session(Budgets):
             for binding in self.bindings:
                 binding.check_params(self._known())
         self._rules, self._resumes = rules, resume
-        self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options) if optimizers is not None else None
+        self.steps = None
+        if optimizers is not None:
+            self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options, self._obstacle)
         placer = self._placer()
         parked = self.executor
         plans = self.options.plans
@@ -287,6 +313,9 @@ class Session(Budgets):
         binding.check_params(self._known())
         ids = {id(p) for p in fresh}
         self.executor.updater.own(self.bindings)
+        check_owners(self.blocks, self.executor.updater.owners)
+        if self.steps is not None:
+            self.steps.owners_changed()
         self.executor.relearn(self._placer().model)
         owners = self.executor.updater.owners
         for block in self.blocks:

@@ -17,7 +17,7 @@ earlier would take away the overlap; waiting later, or not at all, lets steps pi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -57,13 +57,19 @@ class KeptSteps:
         blocks: Its blocks.
         bindings: The optimizers.
         options: The user's choices.
+        obstacle: Why steps cannot be kept, as far as the session knows; empty if they can.
 
     Attributes:
         kept: Whether steps are kept.
     """
 
     def __init__(
-        self, root: nn.Module, blocks: Sequence[Block], bindings: Sequence[OptimizerBinding], options: SessionOptions
+        self,
+        root: nn.Module,
+        blocks: Sequence[Block],
+        bindings: Sequence[OptimizerBinding],
+        options: SessionOptions,
+        obstacle: str = "",
     ) -> None:
         self._root, self._blocks, self._bindings = root, blocks, bindings
         self._parts = [part for block in blocks for part in block.parts]
@@ -76,7 +82,9 @@ class KeptSteps:
         self._blobs: StateBlobs | None = None
         self._every, self._count = options.keep_every, 0
         self._has_pins = False
-        obstacle = self._obstacle(options) if options.wants_steps else ""
+        self._owners: list[list[int]] = []
+        self.owners_changed()
+        obstacle = (obstacle or self._obstacle(options)) if options.wants_steps else ""
         self.kept = options.wants_steps and not obstacle
         if obstacle:
             log.warning(
@@ -126,10 +134,11 @@ class KeptSteps:
         same = all(directory.layout.get(key, value) == value for key, value in layout.items())  # older stores say less
         if not same or len(found.parts) != len(self._parts):
             raise ConfigError(
-                f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, or of "
-                f"another dtype, than now. Resume with the model as it was when training began."
+                f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, of another "
+                f"dtype, or with another optimizer, than now. Resume with model and optimizers as they were when training began."
             )
         self._check_optimizers(record.state_of(found, directory.path, "optimizers")["optimizers"])
+        self._check_owners(found.owners)
         self._state, self._why = found.state, found.why
         self._found = dict(zip(self._parts, found.parts, strict=True))
         self._entries = {part: entry.to_json() for part, entry in self._found.items()}
@@ -143,6 +152,23 @@ class KeptSteps:
             raise ConfigError(f"the model has {len(self._bindings)} optimizers, the store {len(kept)}. Resume with the same ones.")
         for binding, books in zip(self._bindings, kept, strict=True):
             binding.check(books)
+
+    def _check_owners(self, kept: Sequence[Sequence[int]] | None) -> None:
+        for part, theirs, ours in zip(self._parts, kept or self._owners, self._owners, strict=True):  # older stores do not say
+            if list(theirs) != ours:
+                raise ConfigError(
+                    f"{part.names[0]!r} belongs to {self._names(ours)}, in the store to {self._names(theirs)}. Resume with the "
+                    f"optimizers that training began with, in the same order and with the same parameters."
+                )
+
+    def _names(self, numbers: Sequence[int]) -> str:
+        known = [type(b.optimizer).__name__ for b in self._bindings]
+        return " and ".join(f"optimizer {n}" + (f" ({known[n]})" if n < len(known) else "") for n in numbers) or "no optimizer"
+
+    def owners_changed(self) -> None:
+        """Parameters have joined an optimizer: the next record says which part belongs to which."""
+        numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
+        self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
 
     def adopt(self, part: Part) -> None:
         """Brings back what the store holds of a part."""
@@ -296,7 +322,7 @@ class KeptSteps:
             self._pin()
             self._state, self._why = "", _CHANGED
         parts = [self._entries.get(part, _NOWHERE) for part in self._parts]
-        blob, room = record.compose(parts, self._state, self._why), self._store.files.user_bytes
+        blob, room = record.compose(parts, self._state, self._why, self._owners), self._store.files.user_bytes
         if len(blob) <= room or not self._state:
             return blob
         if not self._is_too_large:
@@ -306,7 +332,7 @@ class KeptSteps:
                 "Steps of this run cannot be resumed from; save checkpoints.", format_bytes(len(blob)), format_bytes(room),
             )  # fmt: skip
         self._state, self._why = "", _TOO_LARGE
-        return record.compose(parts, self._state, self._why)
+        return record.compose(parts, self._state, self._why, self._owners)
 
 
 _NOWHERE = record.PartEntry(None, stepped=False, weights=None, state=None).to_json()
@@ -322,10 +348,10 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 
 
-def frozen_parts(blocks: Sequence[Block]) -> list[int]:
-    """The numbers of parts that are frozen."""
+def frozen_parts(blocks: Sequence[Block], trained: Collection[int]) -> list[int]:
+    """The numbers of parts that are frozen: none of their parameters has its ``id`` among the trained ones."""
     parts = [part for block in blocks for part in block.parts]
-    return [number for number, part in enumerate(parts) if not any(p.requires_grad for p in part.params)]
+    return [number for number, part in enumerate(parts) if not any(id(p) in trained for p in part.params)]
 
 
 def part_names(blocks: Sequence[Block]) -> list[list[str]]:

@@ -74,6 +74,7 @@ class Updater:
 
     Attributes:
         owners: Each optimized parameter's optimizer, by the parameter's ``id``.
+        has_several: There is more than one optimizer.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
         blobs: State that only an optimizer's own code knows.
         device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
@@ -88,6 +89,7 @@ class Updater:
         self._keep_gradients = keep_gradients
         self.blobs = StateBlobs(store)
         self.owners: dict[int, OptimizerBinding] = {}
+        self.has_several = False
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
         self.device: DeviceSide | None = None
@@ -110,6 +112,8 @@ class Updater:
 
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
         """Learns which parameter belongs to which optimizer."""
+        bindings = list(bindings)
+        self.has_several = len(bindings) > 1
         self.owners = {id(p): b for b in bindings for p in b.params()}
 
     def begin_step(self) -> None:

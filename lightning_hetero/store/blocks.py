@@ -65,7 +65,7 @@ class StateHome(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """The parameters of one block that share dtype and trainability: one run of memory, one native block.
+    """The parameters of one block that share dtype, trainability and optimizer: one run of memory, one native block.
 
     Attributes:
         block: The block it belongs to.
@@ -241,17 +241,44 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Paramet
     return blocks
 
 
-def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]) -> Part:
-    params = [block.spec.params[n] for n in names]
+def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype) -> Part:
+    """A part with memory of its own, which its parameters do not use yet."""
     offsets, total = [], 0
     for param in params:
         offsets.append(total)
         total += round_up(param.numel(), ALIGN_ELEMENTS)
     total = max(total, ALIGN_ELEMENTS)
     arena = Arena(round_up(total * dtype.itemsize, PAGE))
-    part = Part(
-        block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena
-    )  # fmt: skip
+    return Part(block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena)
+
+
+def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Parameter], bool], copies: bool) -> None:
+    """Replaces a part of a block, which has no native block, by several with memory of their own.
+
+    Args:
+        part: The part; its weights are in memory.
+        groups: For each new part, which parameters of the old one it gets.
+        moves: Says of a parameter whether its data is in the part's memory. Other parameters stay where they are.
+        copies: The memory has content. Without content nothing is copied, so the new memory takes no pages.
+    """
+    parts = []
+    for indices in groups:
+        new = _reserve(part.block, [part.names[i] for i in indices], [part.params[i] for i in indices], part.dtype)
+        for index, param in enumerate(new.params):
+            if moves(param):
+                memory = new.memory(index)
+                with torch.no_grad():
+                    if copies:
+                        memory.copy_(param.data)
+                    param.data = memory
+        parts.append(new)
+    position = part.block.parts.index(part)
+    part.block.parts[position : position + 1] = parts
+
+
+def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]) -> Part:
+    params = [block.spec.params[n] for n in names]
+    part = _reserve(block, names, params, dtype)
     with torch.no_grad():
         for i, param in enumerate(params):
             memory = part.memory(i)

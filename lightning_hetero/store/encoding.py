@@ -173,7 +173,8 @@ _MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter", defaul
 
 
 def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> Any:
-    if isinstance(value, Tensor) and not value.is_sparse and not value.is_quantized:
+    plain = isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__")  # else its bytes are in tensors inside it
+    if plain and value.layout is torch.strided and not value.is_quantized:
         flat = value.detach().to("cpu", copy=False).contiguous().view(-1)
         raw = flat.view(torch.uint8).numpy().data if flat.numel() else b""
         return {"$": ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), raw]}

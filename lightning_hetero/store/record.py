@@ -104,23 +104,27 @@ class Record:
         state: The training state as text, see ``store.encoding``; empty where the record stands for no step.
         why: Why it does not.
         files: Bytes of each state file that the state names.
+        owners: The numbers of each part's optimizers; ``None`` in older stores, which do not say.
     """
 
     parts: tuple[PartEntry, ...]
     state: str
     why: str
     files: Mapping[str, int] = field(default_factory=dict)
+    owners: tuple[tuple[int, ...], ...] | None = None
 
 
-def compose(parts: Sequence[str], state: str, why: str) -> bytes:
+def compose(parts: Sequence[str], state: str, why: str, owners: Sequence[Sequence[int]] | None = None) -> bytes:
     """The user blob of a record.
 
     Args:
         parts: Each part's :meth:`PartEntry.to_json`.
         state: The training state; empty if there is none.
         why: Why there is none.
+        owners: The numbers of each part's optimizers; ``None``: nobody knows.
     """
-    head = json.dumps({"version": VERSION, "why": why})[:-1]
+    said = {} if owners is None else {"owners": owners}
+    head = json.dumps({"version": VERSION, "why": why} | said)[:-1]
     return f'{head},"parts":[{",".join(parts)}],"state":{state or "null"}}}'.encode()
 
 
@@ -139,6 +143,9 @@ def parse(blob: bytes) -> Record:
         if not isinstance(why, str) or not isinstance(state, dict | None):
             raise ValueError("fields of another type")
         files = dict(_files(state))
+        owners = None if "owners" not in value else tuple(tuple(row) for row in value["owners"])
+        if owners is not None and (len(owners) != len(parts) or not all(_counts(*row) for row in owners)):
+            raise ValueError("optimizers of other parts")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -146,7 +153,7 @@ def parse(blob: bytes) -> Record:
     ids = [block.id for part in parts for block in part.files]
     if len(ids) != len(set(ids)):
         raise ConfigError("the commit record gives the same files to two parts; it was written by another program.")
-    return Record(parts, "" if state is None else json.dumps(state), why, files)
+    return Record(parts, "" if state is None else json.dumps(state), why, files, owners)
 
 
 def files_of(blob: bytes) -> Mapping[str, int]:

@@ -71,8 +71,9 @@ class _HeteroCheckpointIO(_Base):
         check_file(path)
         if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
-        options = {} if map_location is None else {"map_location": map_location}
-        return super().load_checkpoint(path, weights_only=weights_only, **options)
+        # Lightning's default is a function that leaves tensors on the CPU, with which torch loads no subclasses of tensors.
+        where: Any = "cpu" if map_location is None else map_location
+        return super().load_checkpoint(path, where, weights_only=weights_only)
 
     def __reduce__(self) -> Any:
         return make, (self.namespace,), self.__dict__

@@ -88,11 +88,12 @@ class Lifecycle(Steps, Reports):
             if fitting:
                 self._leave_room_for_reference()
             self.session = session = Session(self.lightning_module, self.options, self._content())
-        rules, changes = StepRules(), None
+        rules, changes, optimizers = StepRules(), None, None
         self._move_rest()  # before optimizers are made, as plain Lightning does it
         if fitting:
             self.setup_optimizers(trainer)
-            changes = Changes(self.lightning_module, self.optimizers, self._resumed)
+            optimizers = session.cut(self.optimizers)
+            changes = Changes(self.lightning_module, optimizers, self._resumed)
             changes.to_model()
             rules = self._rules(trainer)
         self.setup_precision_plugin()
@@ -105,7 +106,7 @@ class Lifecycle(Steps, Reports):
             self._callback = callbacks.make(self.namespace, self.autoplan)
             trainer.callbacks.insert(0, self._callback)
         with changes.in_groups() if changes is not None else nullcontext():
-            session.start(self.optimizers if fitting else None, rules, default_root=root, resume=resuming)
+            session.start(optimizers, rules, default_root=root, resume=resuming)
         if changes is not None and session.keeps_steps:
             self._state = TrainingState(trainer, self.namespace, changes)
             self._state.attach(self._batch_ends)

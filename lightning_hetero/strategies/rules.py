@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from lightning_hetero.optim.combined import members
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import verdicts
 
@@ -34,8 +35,11 @@ def step_rules(trainer: Any, module: Any, precision: Any, namespace: str) -> Ste
     """
     schedule = importlib.import_module(f"{namespace}.callbacks").GradientAccumulationScheduler
     accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in trainer.callbacks)
-    if not module.automatic_optimization:
-        return StepRules(deferred="optimization is manual", accumulates=True, keep_gradients=True, waits=True, norms=True)
+    by_hand = "" if module.automatic_optimization else "optimization is manual"
+    combined = [type(o).__name__ for o in trainer.optimizers if members(o) != [o]]
+    if by_hand or combined:  # user code runs between the steps of optimizers
+        why = by_hand or f"{combined[0]} runs other optimizers"
+        return StepRules(deferred=why, accumulates=True, keep_gradients=True, waits=True, norms=True)
     by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
     reason = _reason(trainer, module, precision, namespace)
     by_norm = bool(trainer.gradient_clip_val) and not by_value

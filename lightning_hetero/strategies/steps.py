@@ -145,8 +145,8 @@ class Steps(Checkpoints):
         """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
         if self._step_ended and self._state is not None and self.session is not None:
             self._step_ended = False
-            books = [b.books() for b in self.session.bindings]
-            self.session.keep_step(partial(self._state.take, books), last=self._state.is_last)
+            bindings = self.session.bindings
+            self.session.keep_step(partial(self._state.take, lambda: [b.books() for b in bindings]), last=self._state.is_last)
             self.make_links()
 
     def _plain_precision(self) -> AbstractContextManager[None]:

@@ -112,11 +112,11 @@ class TrainingState:
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
 
-    def take(self, steps: list[dict[str, Any]], files: StateFiles) -> str:
+    def take(self, books: Callable[[], list[dict[str, Any]]], files: StateFiles) -> str:
         """The state as text (see ``store.encoding``), as it is when the hooks of a training batch have run.
 
         Args:
-            steps: Each optimizer's step counts.
+            books: Gives what the record says of each optimizer.
             files: Where what is too large for a record goes.
 
         Returns:
@@ -132,7 +132,7 @@ class TrainingState:
                 "epoch": files.put(trainer.current_epoch, "epoch"),
                 "global_step": files.put(trainer.global_step, "global_step"),
                 "fit_loop": files.put(after_batch(trainer.fit_loop.state_dict()), "loops"),
-                "optimizers": files.put(steps, "optimizers"),
+                "optimizers": files.put(books(), "optimizers"),
                 "changes": files.put(self.changes.take(), "changes"),
                 "lr_schedulers": files.put([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
                 "precision": files.put(trainer.precision_plugin.state_dict(), "precision"),

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
 from lightning_hetero.optim import adam
+from lightning_hetero.optim.combined import held
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.replay import Generators
@@ -315,7 +316,16 @@ def _check_memory(needed: int, what: str) -> None:
 def _twin_optimizer(
     optimizer: Optimizer, twins: dict[int, nn.Parameter], place: Callable[[Tensor], torch.device] | None
 ) -> Optimizer:
-    """An ordinary optimizer of the twins, with the same state; ``place`` says where each of them is updated."""
+    """An ordinary optimizer of the twins, with the same state; ``place`` says where each of them is updated.
+
+    Raises:
+        UnsupportedError: It runs other optimizers, of which there is no copy.
+    """
+    if inner := next(held(optimizer), None):
+        raise UnsupportedError(
+            f"verify=N repeats steps with a copy of the optimizer, and {type(optimizer).__name__} runs another one "
+            f"({type(inner).__name__}), which would not be copied. Leave verify out."
+        )
     groups = [{**g, "params": [twins[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
     native = adam.supports(optimizer)
     if native:

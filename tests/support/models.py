@@ -217,7 +217,8 @@ def run(
 
 def outcome(trainer: pl.Trainer, module: LitModel) -> Outcome:
     weights = {n: v.clone() for n, v in module.state_dict().items()}
-    return Outcome(losses=module.losses, weights=weights, state=[o.state_dict() for o in trainer.optimizers])
+    states = [o.state_dict() for o in trainer.optimizers]
+    return Outcome(losses=module.losses, weights=weights, state=[inner for s in states for inner in s.get("inner", [s])])
 
 
 def difference(got: Outcome, expected: Outcome) -> str:
