@@ -30,7 +30,8 @@ class Observed:
         live_bytes: Bytes of storages after each event, parameters' gradients left out.
         saved_live_bytes: Of these, what forward saves.
         peak_bytes: The most bytes of storages at once, parameters' gradients counted.
-        saved: Numbers of the storages that forward saves.
+        saved: Numbers of the storages that forward saves, wherever they are until backward.
+        again: Numbers of those that a forward saved when it ran once more, because the block had dropped them.
         hidden_bytes: For each stretch, what a device's allocator had out beyond what storages show; empty where nobody knows.
         inputs: Numbers of the storages that came with the arguments of each block's forward, by the block's index.
     """
@@ -43,16 +44,17 @@ class Observed:
     saved_live_bytes: tuple[int, ...] = ()
     peak_bytes: int = 0
     saved: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
     hidden_bytes: tuple[int, ...] = ()
     inputs: Mapping[int, tuple[int, ...]]
 
     def seconds(self, phase: Phase, block: int) -> float:
-        """Compute of one phase of one block."""
-        return sum(s.seconds for s in self.stretches if s.phase is phase and s.block == block)
+        """Compute of one phase of one block, recomputation left out."""
+        return sum(s.seconds for s in self.stretches if s.phase is phase and s.block == block and not s.again)
 
     def grown_bytes(self, block: int) -> int:
         """What malloc has given out during one block's forward and not got back."""
-        forward = (s for s in self.stretches if s.phase is Phase.FORWARD and s.block == block)
+        forward = (s for s in self.stretches if s.phase is Phase.FORWARD and s.block == block and not s.again)
         return sum(s.end.heap_bytes - s.begin.heap_bytes for s in forward)
 
 
@@ -129,6 +131,11 @@ class Memory:
     A saved storage is the boundary of the first block that got it as an argument; else it belongs to the block whose operator
     made it. So a tensor that one block makes and the next one starts from is counted once, where recomputation would start.
 
+    [Note: Any plan will do]
+    A block saves the same under any plan. What it keeps exists as backward begins. What leaves the device is noted as it leaves.
+    What it drops is seen when its forward runs once more; such a run counts neither as forward nor as backward. So a batch can be
+    recorded under a plan with which it fits the device (LoHan section IV-B, ProTrain section 3.2).
+
     Args:
         observed: The batch.
         num_blocks: How many blocks the model has.
@@ -142,27 +149,52 @@ class Memory:
         self.boundary_bytes = [0] * num_blocks
         self.transient_bytes = [0] * num_blocks
         for op, stretch in zip(observed.ran, self._stretches, strict=True):
-            if stretch.phase is Phase.FORWARD:
+            if stretch.phase is Phase.FORWARD and not stretch.again:
                 self.forward_flop[_block(stretch)] += op.flop
         boundary: dict[int, int] = {}
         for block, numbers in observed.inputs.items():
             for number in numbers:
                 if boundary.setdefault(number, block) == block:
                     self.boundary_bytes[block] += observed.made[number].num_bytes
-        self._own = sorted(observed.saved - boundary.keys())
-        for number in sorted(observed.saved | boundary.keys()):
+        self._labels = _labels(observed)
+        again = self._again(boundary)
+        self._own = sorted((observed.saved | again) - boundary.keys())
+        for number in sorted(observed.saved | again | boundary.keys()):
             block = boundary.get(number, _block(self._stretches[observed.made[number].operator]))
             self.activation_bytes[block] += observed.made[number].num_bytes
+        recomputed = {_block(stretch) for stretch in observed.stretches if stretch.again}
         for stretch, hidden in zip(observed.stretches, observed.hidden_bytes or repeat(0), strict=False):
             block = _block(stretch)
+            if block in recomputed and stretch.phase is Phase.FORWARD and stretch.inside:
+                continue  # what it drops is memory beside what it saves then; the run that repeats it shows what is not saved
             self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch) + hidden)
 
     def _beside(self, stretch: Stretch) -> int:
         """The most that a stretch of compute needs beside what is saved: in forward up to its end, in backward as it begins."""
         live, saved = self._observed.live_bytes, self._observed.saved_live_bytes
-        forward = stretch.phase is Phase.FORWARD
+        forward = stretch.phase is Phase.FORWARD or stretch.again
         most = max(live[stretch.begin.events : stretch.end.events + 1])
         return max(0, most - saved[stretch.end.events if forward else stretch.begin.events])
+
+    def _again(self, boundary: Mapping[int, int]) -> set[int]:
+        """What recomputations have brought back, but for what blocks return: the next block's boundary has that.
+
+        Args:
+            boundary: The block that each such storage is the boundary of.
+        """
+        returned: Counter[tuple[int, str]] = Counter()
+        for number in boundary:
+            stretch = self._stretches[self._observed.made[number].operator]
+            returned[_block(stretch), self._labels[self._observed.made[number].operator]] += stretch.inside
+        found: set[int] = set()
+        for number in sorted(self._observed.again):
+            operator = self._observed.made[number].operator
+            key = _block(self._stretches[operator]), self._labels[operator]
+            if returned[key] > 0:
+                returned[key] -= 1
+            else:
+                found.add(number)
+        return found
 
     def correct(self, grown: Sequence[int]) -> None:
         """Believes malloc where it has given out far more during forward than operators show, as compiled code lets it.
@@ -177,9 +209,9 @@ class Memory:
         """The operators inside one block's forward whose outputs are saved, in the order in which they first ran."""
         flop: defaultdict[str, float] = defaultdict(float)
         saved: Counter[str] = Counter()
-        labels = _labels(self._observed)
+        labels = self._labels
         for op, stretch, label in zip(self._observed.ran, self._stretches, labels, strict=True):
-            if _block(stretch) == block and stretch.phase is Phase.FORWARD and stretch.inside:
+            if _block(stretch) == block and stretch.phase is Phase.FORWARD and stretch.inside and not stretch.again:
                 flop[label] += op.flop
         for number in self._own:
             operator = self._observed.made[number].operator
@@ -202,8 +234,8 @@ def _stretches(observed: Observed) -> list[Stretch]:
 
 def _labels(observed: Observed) -> list[str]:
     """A name for each operator: see [Note: Names of operators] in ``runtime.activations.names``."""
-    names: defaultdict[tuple[int, Phase, bool], OperatorNames] = defaultdict(OperatorNames)
+    names: defaultdict[tuple[int, Phase, bool, bool], OperatorNames] = defaultdict(OperatorNames)
     return [
-        names[_block(stretch), stretch.phase, stretch.inside].name(op.name, op.param, made=bool(op.made))
+        names[_block(stretch), stretch.phase, stretch.inside, stretch.again].name(op.name, op.param, made=bool(op.made))
         for op, stretch in zip(observed.ran, _stretches(observed), strict=True)
     ]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ConfigError
@@ -60,16 +61,20 @@ class BatchProfiler:
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._saved: frozenset[int] | None = None
+        self._left: set[int] = set()  # storages that were saved and went elsewhere
+        self._again: set[int] = set()  # storages that a forward saved when it ran once more
         self._recording = False
         self._looking_s = 0.0  # spent on marks; compute stands still meanwhile
         self._in_python = device is not None or any(binding.capability is not Rule.NATIVE for binding in session.bindings)
-        self._left: Mark | None = None  # when the last forward or backward ended
+        self._last: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:
         """From now on nothing overlaps if blocks are timed."""
         self._executor.rest()
         self._executor.serial = self._recorder is None
         self._executor.watcher = self._timeline
+        if isinstance(self._executor, DeviceExecutor):
+            self._executor.activations.watcher = self
         self._session.recorder.settle = self._settle
         if self._recorder is not None:
             for block in self._session.blocks:
@@ -88,17 +93,19 @@ class BatchProfiler:
     def backward(self) -> Iterator[None]:
         """A backward of the batch runs inside."""
         if self._saved is None:
-            self._saved = frozenset() if self._recorder is None else self._recorder.alive()
+            self._saved = frozenset() if self._recorder is None else self._recorder.alive() | self._left
         with self._looking(Phase.BACKWARD):
             yield
 
     def stop(self) -> Observed | None:
         """Lets the session overlap again; ``None`` if the batch had no backward."""
         stretches = [*self._timeline.stretches]
-        if self._left is not None and not self._in_python:
-            stretches.append(Stretch(phase=Phase.BACKWARD, block=None, begin=self._left, end=self._mark()))
+        if self._last is not None and not self._in_python:
+            stretches.append(Stretch(phase=Phase.BACKWARD, block=None, begin=self._last, end=self._mark()))
         self._executor.serial = False
         self._executor.watcher = None
+        if isinstance(self._executor, DeviceExecutor):
+            self._executor.activations.watcher = None
         self._session.recorder.settle = float
         for handle in self._handles:
             handle.remove()
@@ -108,7 +115,8 @@ class BatchProfiler:
         if recorder is None:
             return Observed(stretches=tuple(attributed(stretches)), tokens=self._tokens, inputs={})
         recorder.forget()
-        shown = live_bytes(recorder, gradients=True)
+        shown = live_bytes(recorder, everything=True)
+        held = saved | self._again
         return Observed(
             stretches=tuple(attributed(stretches)),
             hidden_bytes=tuple(_hidden(stretch, shown) for stretch in stretches),
@@ -116,11 +124,37 @@ class BatchProfiler:
             ran=tuple(recorder.ran),
             made=tuple(recorder.made),
             live_bytes=tuple(live_bytes(recorder)),
-            saved_live_bytes=tuple(live_bytes(recorder, only=saved)),
+            saved_live_bytes=tuple(live_bytes(recorder, only=held)),
             peak_bytes=max(shown),
             saved=saved,
+            again=frozenset(self._again),
             inputs=self._inputs,
         )
+
+    # ---- what becomes of what forward saves ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def recomputing(self, block: int) -> Iterator[None]:
+        """Watcher of activations: a block's forward runs once more inside."""
+        recorder = self._recorder
+        before = 0 if recorder is None else len(recorder.made)
+        with self._timeline.again(block):
+            yield
+        if recorder is not None:
+            self._again |= {number for number in recorder.alive() if number >= before}
+
+    def leaves(self, storage: torch.UntypedStorage) -> None:
+        """Watcher of activations: what forward has saved goes elsewhere until backward."""
+        number = None if self._recorder is None else self._recorder.set_aside(storage)
+        if number is not None:
+            self._left.add(number)
+
+    def set_aside(self, storage: torch.UntypedStorage) -> None:
+        """Watcher of activations: memory of the runtime's own, for what comes back or for what a recomputation will find."""
+        if self._recorder is not None:
+            self._recorder.set_aside(storage)
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _looking(self, phase: Phase) -> Iterator[None]:
@@ -132,7 +166,7 @@ class BatchProfiler:
                 mode: AbstractContextManager[Any] = self._recorder
                 stack.enter_context(mode)
             yield
-        self._left = self._mark()
+        self._last = self._mark()
 
     def _now(self) -> float:
         self._settle()

@@ -45,11 +45,13 @@ class Made:
         operator: Number of the operator.
         num_bytes: Its size.
         gradient: It has become a parameter's gradient.
+        aside: The runtime moves it, or has made it for itself: it is no working memory of compute.
     """
 
     operator: int
     num_bytes: int
     gradient: bool = False
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +173,22 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return None if known is None else known[0]
 
     def alive(self) -> frozenset[int]:
-        """Numbers of the storages that exist now."""
-        return frozenset(number for number, _ in self._alive.values())
+        """Numbers of the storages that exist now, but for those that are set aside."""
+        return frozenset(number for number, _ in self._alive.values() if not self.made[number].aside)
 
     def is_gradient(self, param: nn.Parameter) -> None:
         """Autograd has accumulated a gradient: its storage is no working memory any more."""
         number = self.number_of(param.grad)
         if number is not None:
             self.made[number].gradient = True
+
+    def set_aside(self, storage: torch.UntypedStorage) -> int | None:
+        """The runtime moves a storage, or has made it for itself; returns its number, if an operator has made it."""
+        known = self._alive.get(storage._cdata)
+        if known is None:
+            return None
+        self.made[known[0]].aside = True
+        return known[0]
 
     def forget(self) -> None:
         """Lets go of the storages; what was noted stays."""
@@ -207,19 +217,20 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return number
 
 
-def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None, *, gradients: bool = False) -> list[int]:
+def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None, *, everything: bool = False) -> list[int]:
     """Bytes of storages before the first event and after each.
 
     Args:
         recorder: What was recorded.
         only: Count these storages alone.
-        gradients: Count those that became parameters' gradients too.
+        everything: Count those too that became parameters' gradients, and those of the runtime.
     """
     totals = [0]
     for event in recorder.events:
         number = event if event >= 0 else ~event
         made = recorder.made[number]
-        size = 0 if (made.gradient and not gradients) or (only is not None and number not in only) else made.num_bytes
+        other = (made.gradient or made.aside) and not everything
+        size = 0 if other or (only is not None and number not in only) else made.num_bytes
         totals.append(totals[-1] + (size if event >= 0 else -size))
     return totals
 

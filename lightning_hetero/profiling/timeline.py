@@ -40,6 +40,7 @@ class Stretch:
         begin: Where it begins.
         end: Where it ends.
         inside: It ran in the block itself, not before or after it.
+        again: It ran a forward once more, in backward, for what the block had dropped.
     """
 
     phase: Phase
@@ -47,6 +48,7 @@ class Stretch:
     begin: Mark
     end: Mark
     inside: bool = True
+    again: bool = False
 
     @property
     def seconds(self) -> float:
@@ -72,6 +74,7 @@ class Timeline:
         self._inside: list[int] = []  # blocks whose forward is under way, outermost first
         self._current: int | None = None
         self._begin: Mark | None = None
+        self._outer: list[int | None] = []  # whose compute recomputations interrupt, outermost first
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -109,10 +112,26 @@ class Timeline:
         if self._begin is not None and self._phase is Phase.BACKWARD:
             self._cut(block.index)
 
+    @contextmanager
+    def again(self, block: int) -> Iterator[None]:
+        """Inside, a block's forward runs once more; then whatever it has interrupted goes on."""
+        if self._begin is None:
+            yield
+            return
+        outer = self._current
+        self._cut(block)
+        self._outer.append(outer)
+        try:
+            yield
+        finally:
+            self._cut(outer)
+            self._outer.pop()
+
     def _cut(self, following: int | None) -> None:
         assert self._begin is not None
         mark = self._now()
-        self.stretches.append(Stretch(phase=self._phase, block=self._current, begin=self._begin, end=mark))
+        again = bool(self._outer)
+        self.stretches.append(Stretch(phase=self._phase, block=self._current, begin=self._begin, end=mark, again=again))
         self._current, self._begin = following, mark
 
 

@@ -7,6 +7,12 @@ The course of a fit, batch by batch: *record* the operators, *time* the blocks (
 A drift has to last for ``_WINDOW`` batches in a row. After every plan that was not asked for, twice as many steps pass before
 another one is. Where planning anew changes nothing, the measured time takes the place of the predicted one, so the same difference
 is not a drift again.
+
+[Note: A batch that does not fit]
+Where a device's memory is too small for a batch, the plan in force gives something up (``strategies/recovery.py``), and the next
+batches are recorded and timed anew: what is seen of them is the same under any plan (``profiling/memory.py``). Then a plan is made
+that keeps clear of what was missing, if the plan that did not fit was made for this profile's batches. If there is none, training
+goes on with the lesser plan, which fits.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
-from lightning_hetero.strategies.planning import search
+from lightning_hetero.strategies.planning import machine_of, search, with_prediction
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches; the fewest of which the median tells an odd one from the others
@@ -101,6 +107,9 @@ class Autoplan:
         self._constant_bytes = self._constant_device_bytes = 0
         self._heap_bytes = 0  # before the first batch
         self._budget_bytes = 0
+        self._made = False  # the plan in force was made from the profile
+        self._is_lesser = False  # it has given something up
+        self._micro_batches = 1
         self._short_bytes = 0  # of device memory: what batches needed beyond what plans left them
         self._expected_s: float | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
@@ -145,6 +154,7 @@ class Autoplan:
             self._constant_bytes = 0
         if self.stage is Stage.RECORD:
             log.info("the first %d batches are measured; then planner %r makes a plan.", 1 + _TIMED, self.planner)
+        self._made, self._is_lesser = self.plan is not None, False
         session.profile = self.model
 
     def request(self, *, budget: bool = False) -> None:
@@ -202,13 +212,26 @@ class Autoplan:
             self.profiler = None
 
     def demoted(self, error: BaseException, memory_bytes: int) -> None:
-        """The device's memory was too small for the batch under way: plans keep clear of as much from now on.
+        """The device's memory was too small for the batch under way: see [Note: A batch that does not fit].
 
         Args:
             error: What was raised; that of torch's allocator does not say how much was missing.
             memory_bytes: The device's memory.
         """
         self.abandon_batch()
+        if self._made:  # else nobody knew yet what the batch takes
+            self._keep_clear(error, memory_bytes)
+        if self.stage is Stage.RUN:
+            self._replan(Stage.RECORD, f"the device's memory was too small: {error}")
+        self.stage, self._made, self._is_lesser = Stage.RECORD, False, True
+
+    def lesser(self, session: Session, plan: Plan) -> Plan:
+        """The plan to go on with after :meth:`demoted`, with a prediction where the model was profiled before."""
+        if self.model is None or self.machine is None:
+            return plan
+        return with_prediction(session, plan, self.model, self.machine, micro_batches=self._micro_batches)
+
+    def _keep_clear(self, error: BaseException, memory_bytes: int) -> None:
         unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
         short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
         self._short_bytes += max(_LEAST_SHORT, short, unknown)
@@ -266,22 +289,14 @@ class Autoplan:
         session.profile = self.model = self._profile(session)
         if session.device_memory is not None:
             check_activations(self.model)
-        hardware = self._hardware(session)
-        log.info("searching a plan with %r.", self.planner)
-        plan, self.machine = search(
-            session,
-            self.model,
-            hardware,
-            planner=self.planner,
-            micro_batches=batch.micro_batches,
-            short_bytes=self._short_bytes,
-        )
-        self.planned_s = time.monotonic() - begin
+        self._micro_batches = batch.micro_batches
         before = session.executor.plan
+        plan = self._found(session, self.model)
+        self.planned_s = time.monotonic() - begin
         if plan.blocks != before.blocks:
             log.info("moving weights and optimizer state to where plan %r wants them.", plan.name)
         self.plan = plan = session.replan(plan)
-        if session.executor.speculation.enabled:
+        if session.executor.speculation.enabled and self.machine is not None:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
                 session.executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
         self.moved_s = time.monotonic() - begin - self.planned_s
@@ -294,6 +309,24 @@ class Autoplan:
         self._times.clear()
         self._steps, self._odd_batches, self._reason = 0, 0, ""
         self.stage = Stage.RUN
+        return plan
+
+    def _found(self, session: Session, model: ModelProfile) -> Plan:
+        """What the planner finds. Where it finds none, a lesser plan stays in force."""
+        assert session.executor is not None
+        hardware = self._hardware(session)
+        log.info("searching a plan with %r.", self.planner)
+        try:
+            plan, self.machine = search(
+                session, model, hardware, planner=self.planner, micro_batches=self._micro_batches, short_bytes=self._short_bytes
+            )
+        except PlanError as error:
+            if not self._is_lesser:
+                raise
+            log.warning("Training goes on with the plan that fits the device by what it has given up: %s", error)
+            self.machine = machine_of(session, model, hardware, micro_batches=self._micro_batches)
+            return with_prediction(session, session.executor.plan, model, self.machine, micro_batches=self._micro_batches)
+        self._made, self._is_lesser = True, False
         return plan
 
     def _profile(self, session: Session) -> ModelProfile:

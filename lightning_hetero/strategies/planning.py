@@ -21,6 +21,7 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
 
 _ATTEMPTS = 4
+_CAPACITIES = {"device": "device_memory_bytes", "host": "host_memory_bytes", "disk": "disk_capacity_bytes"}
 _SPARE = 0.9  # of the memory that the machine has free, this much is planned with
 
 
@@ -72,11 +73,8 @@ def search(
         PlanError: No plan fits.
         ConfigError: The planner lacks something.
     """
-    rules = session.rules
-    loop = _Loop(
-        deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
-    )
-    machine = room = _machine(session, model, hardware, loop, short_bytes=short_bytes)
+    loop = _loop(session, micro_batches)
+    machine = room = machine_of(session, model, hardware, micro_batches=micro_batches, short_bytes=short_bytes)
     refusal: HeteroError | None = None
     for _ in range(_ATTEMPTS):
         try:
@@ -100,13 +98,44 @@ def search(
             refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
         if short <= 0:
             break
-        tier = "device_memory_bytes" if on_device else "host_memory_bytes"
+        tier = _CAPACITIES["device" if on_device else "host"]
         room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
     raise PlanError(f"no plan of {planner!r} can run here: {refusal}", tier="host") from refusal
 
 
-def _machine(session: Session, model: ModelProfile, hardware: HardwareProfile, loop: _Loop, *, short_bytes: int) -> HardwareProfile:
-    """The machine with the capacities that training may use, and the speed that this model reaches."""
+def with_prediction(session: Session, plan: Plan, model: ModelProfile, machine: HardwareProfile, *, micro_batches: int) -> Plan:
+    """A plan that runs, with what is predicted for it; on more memory, where the planner's account says that it does not fit.
+
+    Args:
+        session: What the plan is for.
+        plan: It.
+        model: The model, as measured.
+        machine: The machine that plans are made for.
+        micro_batches: Batches of one optimizer step.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return _in_loop(replace(plan, predicted=None), model, machine, _loop(session, micro_batches))
+        except PlanError as error:
+            if error.shortfall_bytes <= 0 or error.tier not in _CAPACITIES:
+                break
+            key = _CAPACITIES[error.tier]
+            machine = replace(machine, **{key: getattr(machine, key) + error.shortfall_bytes})
+    return plan
+
+
+def _loop(session: Session, micro_batches: int) -> _Loop:
+    rules = session.rules
+    return _Loop(
+        deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
+    )
+
+
+def machine_of(
+    session: Session, model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int, short_bytes: int = 0
+) -> HardwareProfile:
+    """The machine with the capacities that training may use, and the speed that this model reaches; arguments as for ``search``."""
+    loop = _loop(session, micro_batches)
     spare = _SPARE if session.options.host_memory is None else 1
     memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
     disk = hardware.disk_capacity_bytes

@@ -91,7 +91,7 @@ class Recovery:
         module: The LightningModule.
         forward: Runs ``training_step`` of a batch.
         backward: Runs backward of its loss.
-        on_demotion: Told of each lack of memory, before the plan changes.
+        on_demotion: Told of each lack of memory, before the plan changes; gives a lesser plan what is predicted for it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Recovery:
         module: Any,
         forward: Callable[..., Any],
         backward: Callable[..., Any],
-        on_demotion: Callable[[BaseException], object],
+        on_demotion: Callable[[BaseException], Callable[[Plan], Plan]],
     ) -> None:
         self._session, self._module, self._forward, self._backward = session, module, forward, backward
         self._on_demotion = on_demotion
@@ -200,7 +200,7 @@ class Recovery:
         """
         where = executor.where
         self._refuse(executor, error, where)
-        self._on_demotion(error)
+        predicted = self._on_demotion(error)
         executor.give_up()
         gc.collect()
         if executor.lanes.device.type != "cpu":
@@ -214,7 +214,7 @@ class Recovery:
         options = demotions(before, executor.model, native=native)
         for plan, what in options if self._demotions <= _MOST else ():
             try:
-                self._session.replan(plan)
+                self._session.replan(predicted(plan))
             except (HeteroError, torch.OutOfMemoryError) as refusal:
                 if isinstance(refusal, StoreError) and not isinstance(refusal, OutOfDiskError):
                     raise  # the engine has stopped

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_hetero.ir.plan import UpdateLane
+from lightning_hetero.ir.plan import Plan, UpdateLane
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY
@@ -152,9 +152,11 @@ class Steps(Checkpoints):
     def _plain_precision(self) -> AbstractContextManager[None]:
         return nullcontext() if self._verdicts is None else self._verdicts.aside()
 
-    def _abandon_profile(self, error: BaseException) -> None:
-        if self.autoplan is not None:
-            self.autoplan.demoted(error, (self.session.device_memory if self.session is not None else None) or 0)
+    def _abandon_profile(self, error: BaseException) -> Callable[[Plan], Plan]:
+        if self.autoplan is None or self.session is None:
+            return lambda plan: plan
+        self.autoplan.demoted(error, self.session.device_memory or 0)
+        return partial(self.autoplan.lesser, self.session)
 
     def take_step_seconds(self) -> float | None:
         """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""

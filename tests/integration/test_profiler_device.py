@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import pytest
 from support.lane_kinds import answering_as_gpu
-from support.models import LitModel, Recipe, Shape, assert_same, run
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, run
+from torch import Tensor
 
-from lightning_hetero import EmulatedDevice
-from lightning_hetero.errors import ConfigError
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import Prediction, Saved
+from lightning_hetero.planners import PLANNERS
+from lightning_hetero.planners.judge import judged
 from lightning_hetero.profiling import operators
 from lightning_hetero.profiling.model import check_activations
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies.autoplan import Batch, Stage
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 BYTES = ("activation_bytes", "boundary_bytes", "transient_bytes", "operators", "forward_flop")
@@ -94,3 +101,161 @@ def test_each_kind_that_is_missing_is_named(kind: str, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=kind):
         check_activations(replace(profile, blocks=tuple(map(without, profile.blocks))))
+
+
+# ---- any plan, any memory -------------------------------------------------------------------------------------------------------
+
+
+SWAPS = {"up": Saved.SWAP_HOST, "gelu": Saved.SWAP_DISK, "norm": Saved.RECOMPUTE}
+PLANS = {
+    "recomputed": {"saved": Saved.RECOMPUTE},
+    "swapped": {"saved": Saved.SWAP_HOST, "boundary": Saved.SWAP_HOST},
+    "on disk": {"saved": Saved.SWAP_DISK, "boundary": Saved.SWAP_DISK},
+    "least": {"saved": Saved.RECOMPUTE, "boundary": Saved.SWAP_HOST},
+    "operators kept": {"operators": SWAPS},
+    "operators dropped": {"saved": Saved.RECOMPUTE, "operators": {"up": Saved.KEEP, "gelu": Saved.SWAP_HOST}},
+}
+
+
+class Records(pl.Callback):
+    """Has batches recorded and timed again under the plan in force."""
+
+    def __init__(self) -> None:
+        self.profiles: list[ModelProfile] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        autoplan = trainer.strategy.autoplan
+        if autoplan.stage is Stage.RUN:
+            self.profiles.append(autoplan.model)
+            autoplan.stage = Stage.RECORD
+            autoplan.before_batch(trainer.strategy.session, Batch(tokens=1, micro_batches=1))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(layers=4, dropout=0.2, odd=True), Shape(layers=4, shared=True)])
+@pytest.mark.parametrize("name", PLANS)
+def test_what_blocks_save_is_the_same_under_any_plan(
+    name: str, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = BlockPlan(name="model.blocks.*", weights=Tier.HOST, state=Tier.HOST, **PLANS[name])
+    resident = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
+
+    def planner(model: ModelProfile, hardware: Any, **options: Any) -> Plan:
+        return judged(Plan(name="test", blocks=(rules, resident)), model, hardware, **options)
+
+    monkeypatch.setitem(PLANNERS, "test", planner)
+    records, recipe = Records(), Recipe(shape=shape, steps=10)
+    strategy = HeteroOffloadStrategy("test", device=EmulatedDevice(memory="8MiB", seed=1), replan_drift=None)
+    got = run(recipe, strategy, tmp_path, callbacks=[records])
+    assert_same(got, run(recipe, "auto", tmp_path))
+    first, second = records.profiles
+    for one, two in zip(first.blocks, second.blocks, strict=True):
+        for key in BYTES:
+            if key == "operators" and shape.shared:  # a recomputation does not say which of the block's uses it belongs to
+                assert sum(o.bytes for o in two.operators) == sum(o.bytes for o in one.operators), one.name
+            elif key != "transient_bytes":
+                assert getattr(two, key) == getattr(one, key), (one.name, key)
+    largest = max(block.transient_bytes for block in first.blocks)
+    for one, two in zip(first.blocks, second.blocks, strict=True):
+        assert one.transient_bytes <= two.transient_bytes + one.boundary_bytes, one.name
+        assert two.transient_bytes <= one.transient_bytes + one.activation_bytes, one.name
+    assert max(block.transient_bytes for block in second.blocks) <= 2 * largest
+
+
+PLANNED = ["holistic", "lohan", "autohete", "protrain", "deep_optimizer_states", "zero_offload", "zero_infinity", "full_recompute"]
+LONG = Recipe(shape=replace(SHAPE, layers=8, width=40), steps=11)
+
+
+class Case(NamedTuple):
+    """A fit on a device on which the provisional plan fits, but not the first batch."""
+
+    memory: int
+    plain: Outcome
+    profile: ModelProfile
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("case")
+    profile = profile_of(replace(LONG, steps=5), folder)
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), folder)
+    saved = sum(block.activation_bytes for block in profile.blocks)
+    return Case(refusal.value.needed_bytes + saved // 2, run(LONG, "auto", folder), profile)
+
+
+class Predictions(pl.Callback):
+    """Notes what is predicted, from the first plan on."""
+
+    def __init__(self) -> None:
+        self.found: list[Prediction | None] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.strategy.autoplan.plan is not None:
+            self.found.append(trainer.strategy.plan.predicted)
+
+
+def assert_seen(found: ModelProfile, expected: ModelProfile) -> None:
+    """Both say the same of what blocks save."""
+    for one, two in zip(expected.blocks, found.blocks, strict=True):
+        for key in BYTES:
+            if key != "transient_bytes":
+                assert getattr(two, key) == getattr(one, key), (one.name, key)
+
+
+def on_link(memory: int) -> EmulatedDevice:
+    return EmulatedDevice(memory=memory, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_planners_plan_after_a_first_batch_that_did_not_fit(
+    name: str, case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the same figures as where it fits; then every step has a prediction."""
+    predictions = Predictions()
+    strategy = HeteroOffloadStrategy(name, device=on_link(case.memory))
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        assert_same(run(LONG, strategy, tmp_path, callbacks=[predictions]), case.plain)
+    assert "the step begins again" in caplog.text, "the first batch fitted"
+    assert_seen(strategy.model_profile, case.profile)
+    assert len(predictions.found) >= 4
+    assert None not in predictions.found
+
+
+class Growing(LitModel):
+    """From the eighth batch on every batch is four times as large."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0].repeat(4, 1)] if self.trainer.global_step >= 7 else batch, batch_idx)
+
+
+def test_a_planned_step_that_does_not_fit_is_recorded_and_planned_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe, predictions = replace(LONG, steps=16), Predictions()
+    small = profile_of(replace(LONG, steps=5), tmp_path)
+    saved = sum(block.activation_bytes for block in small.blocks)
+    with pytest.raises(OutOfMemoryBudgetError) as refusal:
+        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), tmp_path)
+    strategy = HeteroOffloadStrategy("protrain", device=on_link(refusal.value.needed_bytes + 2 * saved), replan_drift=None)
+    with caplog.at_level(logging.INFO, "lightning_hetero"):
+        got = run(recipe, strategy, tmp_path, module_class=Growing, callbacks=[predictions])
+    assert_same(got, run(recipe, "auto", tmp_path, module_class=Growing))
+    assert "planning anew: the device's memory was too small" in caplog.text
+    assert len(predictions.found) >= 8
+    assert None not in predictions.found
+    grown = strategy.model_profile
+    assert sum(block.activation_bytes for block in grown.blocks) > 3 * saved, "the larger batch was recorded"
+
+
+def test_training_goes_on_with_what_has_fitted_where_there_is_no_plan(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def planner(*_: Any, **__: Any) -> Plan:
+        raise PlanError("nothing fits", tier="device", shortfall_bytes=1 << 40)
+
+    monkeypatch.setitem(PLANNERS, "test", planner)
+    strategy = HeteroOffloadStrategy("test", device=on_link(case.memory))
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        assert_same(run(LONG, strategy, tmp_path), case.plain)
+    assert "Training goes on with the plan that fits the device by what it has given up" in caplog.text
+    assert strategy.plan.predicted is not None
+    with pytest.raises(PlanError, match="nothing fits"):
+        run(LONG, HeteroOffloadStrategy("test", device=on_link(8 << 20)), tmp_path)

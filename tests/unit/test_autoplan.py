@@ -190,3 +190,21 @@ def test_prediction_errors_are_relative_to_what_is_measured() -> None:
 )
 def test_tokens_of_a_batch(batch: Any, tokens: int) -> None:
     assert num_tokens(batch) == tokens
+
+
+def test_after_a_lack_of_device_memory_batches_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a plan from the profile lacked is kept clear of: before there was one, nobody knew what a batch takes."""
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(2)
+    driver.auto.demoted(torch.OutOfMemoryError("too small"), 64 * GIB)
+    assert (driver.auto.stage, driver.auto._short_bytes) == (Stage.RECORD, 0)
+    driver.steps(10)
+    assert driver.stages == [*PROFILED[:2], *PROFILED, *[Stage.RUN] * 6]
+    driver.auto.demoted(torch.OutOfMemoryError("too small"), 64 * GIB)
+    short = driver.auto._short_bytes
+    assert short == 2 * GIB
+    driver.auto.demoted(torch.OutOfMemoryError("still too small"), 64 * GIB)
+    assert driver.auto._short_bytes == short, "the lesser plan was not made from a profile"
+    driver.steps(6)
+    assert driver.stages[-6:] == [*PROFILED, Stage.RUN, Stage.RUN]
+    assert driver.made == 2

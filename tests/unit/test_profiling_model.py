@@ -412,9 +412,9 @@ def test_malloc_keeps_what_the_heap_has_grown_by_beyond_all_storages_at_once() -
     with recorder:
         (weight * 2).sum().backward()
     handle.remove()
-    peak = max(live_bytes(recorder, gradients=True))
+    peak = max(live_bytes(recorder, everything=True))
     assert peak >= max(live_bytes(recorder))
-    assert live_bytes(recorder, gradients=True)[-1] - live_bytes(recorder)[-1] == weight.nbytes  # the gradient is still there
+    assert live_bytes(recorder, everything=True)[-1] - live_bytes(recorder)[-1] == weight.nbytes  # the gradient is still there
     observed = Observed(stretches=(), inputs={}, peak_bytes=peak)
     assert kept_bytes(observed, peak + 1000) == 1000
     assert kept_bytes(observed, 0) == 0

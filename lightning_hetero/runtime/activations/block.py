@@ -8,8 +8,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,19 @@ from lightning_hetero.runtime.activations.uses import Aside, Rerunning, Use
 from lightning_hetero.runtime.lanes.base import Event, Lanes
 
 
+class SavedWatcher(Protocol):
+    """Who looks on at what becomes of what forwards save."""
+
+    def recomputing(self, block: int) -> AbstractContextManager[None]:
+        """A context in which a block's forward runs once more."""
+
+    def leaves(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was saved goes elsewhere."""
+
+    def set_aside(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made for the runtime: for what comes back, or for what a recomputation will find."""
+
+
 class Activations:
     """The activations of one model.
 
@@ -36,6 +50,9 @@ class Activations:
         weights: Says what stands for a tensor that lies in weight memory; ``None`` for one that does not.
         files: Files for what goes to the disk.
         poison: Fill memory with NaN when it is given up (tests).
+
+    Attributes:
+        watcher: Who looks on, if anybody does.
     """
 
     def __init__(
@@ -47,7 +64,8 @@ class Activations:
         poison: bool = False,
     ) -> None:
         self.lanes, self.weights = lanes, weights
-        self.swapper = Swapper(lanes, files, poison=poison)
+        self.watcher: SavedWatcher | None = None
+        self.swapper = Swapper(lanes, files, poison=poison, made=self.set_aside)
         self.stack: list[tuple[BlockActivations, Use | Aside | None]] = []  # forwards that are under way
         self._blocks: list[BlockActivations] = []
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
@@ -67,6 +85,11 @@ class Activations:
         block = BlockActivations(self, name, module, rules, index=index, weights_move=weights_move)
         self._blocks.append(block)
         return block
+
+    def set_aside(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made for the runtime."""
+        if self.watcher is not None:
+            self.watcher.set_aside(storage)
 
     def begin_batch(self) -> None:
         """A batch begins: operators are counted anew, and ops speak of its forwards."""

@@ -107,6 +107,10 @@ class Rerun:
         self.record = Record()
         self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
 
+    def copies(self) -> list[torch.UntypedStorage]:
+        """The storages of what was copied for the recomputation."""
+        return [] if self._buffers is None else self._buffers.copies()
+
     def forward_ended(self) -> None:
         """Refuses what could not be run again.
 
@@ -270,6 +274,10 @@ class FoundBuffers:
 
     def __init__(self, buffers: Buffers, rows: list[_Found]) -> None:
         self._buffers, self._rows = buffers, rows
+
+    def copies(self) -> list[torch.UntypedStorage]:
+        """The storages of the copies."""
+        return [row.content.untyped_storage() for row in self._rows if row.content is not None]
 
     def forward_ended(self) -> None:
         """Keeps what forward has changed.

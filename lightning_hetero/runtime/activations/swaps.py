@@ -119,10 +119,18 @@ class Swapper:
         lanes: The lanes that move bytes.
         files: Files for what goes to the disk; ``None`` if nothing may.
         poison: Fill memory with NaN when it is given up and before bytes arrive in it (tests).
+        made: Told of device memory for what comes back.
     """
 
-    def __init__(self, lanes: Lanes, files: SwapFiles | None = None, *, poison: bool = False) -> None:
-        self.lanes, self.poison = lanes, poison
+    def __init__(
+        self,
+        lanes: Lanes,
+        files: SwapFiles | None = None,
+        *,
+        poison: bool = False,
+        made: Callable[[torch.UntypedStorage], object] = lambda storage: None,
+    ) -> None:
+        self.lanes, self.poison, self.made = lanes, poison, made
         self.buffers = Pool(self._buffer)
         self.files = Pool(_no_files if files is None else files.make, lambda file: file.close())
         self._leaving: list[weakref.ref[Swap]] = []
@@ -281,6 +289,7 @@ class Swap:
             self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
         if self._is_missed:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+            self._swapper.made(self._memory.untyped_storage())
             self._lanes.allocated(self._memory.untyped_storage())
             if self._swapper.poison:
                 self._memory.fill_(POISON)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,8 @@ class Use:
                 self.name, block.module, args, kwargs, save=self._save_input, buffers=block.buffers, device=lanes.device,
                 allocated=lanes.allocated,
             )  # fmt: skip
+            for storage in self._rerun.copies():
+                self._owner.set_aside(storage)
         if block.operators:
             self._watch = Watch(
                 names=block.names,
@@ -132,7 +134,9 @@ class Use:
     def recompute(self) -> None:
         """Brings back what was dropped."""
         assert self._rerun is not None, "dropped"
-        self._rerun.run(self._rerunning)
+        watcher = self._owner.watcher
+        with nullcontext() if watcher is None else watcher.recomputing(self.block.index):
+            self._rerun.run(self._rerunning)
 
     def _save_input(self, tensor: Tensor) -> Packed:
         return self._owner.weights(tensor) or self._save(tensor, None)
@@ -166,6 +170,8 @@ class Use:
             home = known or self._owner.note(storage)
             if home.owner is None:
                 home.owner, home.to_disk = self._key, policy is Saved.SWAP_DISK
+                if self._owner.watcher is not None:
+                    self._owner.watcher.leaves(storage)
                 self._storages.append(weakref.ref(home))
         if key not in self._fixed:
             self._owner.lanes.allocated(storage)
