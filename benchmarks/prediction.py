@@ -6,6 +6,10 @@ are timed again and the plan judged anew (``strategy.replan()``), and steps are 
 seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated, up
 to as many times as there are rounds.
 
+One more pair is a device with memory of its own (``EmulatedDevice``) whose first batch does not fit: its memory is what weights and
+gradients take under the plan that it starts with, and about half of what forward saves. The batch begins again under lesser plans,
+the next ones are profiled, and ``lohan`` plans for them. The memory of this pair is the device's.
+
 What profiling costs is measured once per model, in three more processes that keep everything in memory: plain Lightning, a plan
 that is given, and one that profiles its first batches and later, once steps are steady, records another one. A process's first step
 is slow by itself: memory is touched for the first time.
@@ -14,7 +18,8 @@ A run takes half an hour. With ``--continue FILE`` whatever has been measured is
 with the same settings on the same machine is not measured again, so a run can be interrupted, or taken a model at a time.
 
 Keys of the JSON line: ``median_error`` and ``worst_error`` of the pairs' step times, each pair's the median over its rounds,
-relative to what was measured; ``memory_median_error`` and ``memory_worst_error`` of the process's peak memory: what was predicted
+relative to what was measured, of the pairs on the CPU; ``memory_median_error`` and ``memory_worst_error`` of the process's peak
+memory; ``small_device``: the same of the small device, and ``begun_again``, how often a step began again. Memory was predicted
 before the plan had ever run, against the peak of all rounds; ``pairs`` has all of them. ``profiled_batch_ratio``: a fit's first
 batch, recorded, over an ordinary step of plain Lightning; ``vs_plain_first_ratio`` and ``vs_given_first_ratio``: the same over the
 first step of plain Lightning and of a given plan; ``recorded_batch_ratio`` and ``timed_batch_ratio``: a batch that is recorded or
@@ -26,6 +31,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -41,7 +47,8 @@ import torch
 from gpt2 import GPT2, Size, fit, make_trainer
 from scratch import Log, alone, scratch
 
-from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
@@ -58,7 +65,9 @@ MODELS = {
     "compute-bound": (Size(layers=8, width=512, heads=8, vocabulary=8192), 8, 128),
 }
 
+SMALL_DEVICE = "small-device"  # the pair of a model with a device whose first batch does not fit
 PROFILE = "profile"  # what is measured of a model beside its pairs
+_SAVED = 16  # of a layer's inputs, in bytes, at least so much is saved for backward
 DISTURBED = 0.05  # CPU seconds of other processes a second
 ATTEMPTS = 3
 
@@ -100,18 +109,26 @@ class Rounds(pl.Callback):
     Args:
         rounds: How often.
         steps: Measured steps of a round.
+        on_host: Memory is the process's; else the device's.
     """
 
     PROFILED = 5  # batches until the first plan is in force
     SETTLE = 5  # the batches that are timed, the one after them, with the new plan, and those until times are steady
 
-    def __init__(self, *, rounds: int, steps: int) -> None:
+    def __init__(self, *, rounds: int, steps: int, on_host: bool = True) -> None:
         self.num_rounds, self.steps = rounds, steps
         self.began: list[float] = []
         self.left = self.PROFILED
         self.rounds: list[dict[str, float]] = []
         self.repeated = 0
         self.clock = Idle()
+        self.on_host = on_host
+
+    def peak_bytes(self, strategy: Any) -> int:
+        """Of the process, or of the device."""
+        executor = strategy.session.executor
+        peak: int = executor.heap.peak_bytes if self.on_host else executor.lanes.peak_bytes()
+        return peak
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.began.append(time.perf_counter())
@@ -119,6 +136,9 @@ class Rounds(pl.Callback):
             self.left -= 1
             return
         strategy: Any = trainer.strategy
+        if strategy.autoplan.stage is not Stage.RUN:  # a step has begun again, so the batches are profiled again
+            self.left = self.steps
+            return
         share = self.clock.lap()
         if share > DISTURBED and self.repeated < self.num_rounds:
             self.repeated += len(self.began) > self.PROFILED + 1
@@ -129,8 +149,8 @@ class Rounds(pl.Callback):
                 {
                     "measured_s": statistics.median(measured),
                     "predicted_s": predicted.iteration_s,
-                    "measured_bytes": strategy.session.executor.heap.peak_bytes,
-                    "predicted_bytes": predicted.host_peak_bytes,
+                    "measured_bytes": self.peak_bytes(strategy),
+                    "predicted_bytes": predicted.host_peak_bytes if self.on_host else predicted.device_peak_bytes,
                     "others": share,
                 }
             )
@@ -189,6 +209,46 @@ def measure(args: argparse.Namespace, name: str, plan: str, machine: HardwarePro
     return summary(rounds.rounds)
 
 
+class BegunAgain(logging.Handler):
+    """Counts steps that begin again because the device's memory is too small."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "the step begins again" in record.getMessage()
+
+
+def small_device(args: argparse.Namespace, name: str, machine: HardwareProfile) -> dict[str, float]:
+    """A model on a device whose first batch does not fit.
+
+    Raises:
+        RuntimeError: It did fit.
+    """
+    size, batch, length = MODELS[name]
+    layer_bytes = 4 * batch * length * size.width * _SAVED  # of fp32
+    needed = 0
+    try:
+        train(args, name, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), Batches(), max_steps=1)
+    except OutOfMemoryBudgetError as refusal:
+        needed = refusal.needed_bytes
+    logits_bytes = 3 * 4 * batch * length * size.vocabulary  # they, their logarithms and their gradient
+    memory = needed + logits_bytes + size.layers * layer_bytes // 2
+    device = EmulatedDevice(memory=memory, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    strategy = HeteroOffloadStrategy("lohan", device=device, hardware_profile=machine, replan_drift=None)
+    rounds, again = Rounds(rounds=args.rounds, steps=args.steps, on_host=False), BegunAgain()
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(again)
+    try:
+        train(args, name, strategy, rounds)
+    finally:
+        logger.removeHandler(again)
+    if not again.count:
+        raise RuntimeError(f"the first batch of {name!r} fitted the device of {memory} bytes")
+    return summary(rounds.rounds) | {"begun_again": again.count, "device_bytes": memory}
+
+
 def batches(args: argparse.Namespace, name: str, how: str, machine: HardwareProfile) -> list[float]:
     """CPU seconds of other processes a second, and the seconds of this process's first batches, one by one."""
     make: dict[str, Callable[[], Any]] = {
@@ -238,10 +298,22 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def print_pair(name: str, what: str, pair: dict[str, float]) -> None:
+    print(
+        f"{name:14} {what:14} step {pair['measured_s']:.3f} s, predicted {pair['predicted_s']:.3f} s "
+        f"({pair['error']:.1%}); memory {pair['measured_bytes'] / 2**20:.0f} MiB, predicted "
+        f"{pair['predicted_bytes'] / 2**20:.0f} MiB ({pair['memory_error']:.1%})",
+        flush=True,
+    )
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument(
+        "--small-device", choices=MODELS, default="compute-bound", metavar="MODEL", help="the model on a small device"
+    )
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--continue", dest="log", type=Path, metavar="FILE", help="one line of JSON for all that is measured")
@@ -269,14 +341,15 @@ def main() -> None:
                     continue
                 pair = alone(measure, args, name, plan, profile())
                 log.add(name, plan, pair)
-                print(
-                    f"{name:14} {plan:14} step {pair['measured_s']:.3f} s, predicted {pair['predicted_s']:.3f} s "
-                    f"({pair['error']:.1%}); memory {pair['measured_bytes'] / 2**20:.0f} MiB, predicted "
-                    f"{pair['predicted_bytes'] / 2**20:.0f} MiB ({pair['memory_error']:.1%})",
-                    flush=True,
-                )
+                print_pair(name, plan, pair)
+        if (args.small_device, SMALL_DEVICE) not in log.results:
+            found = alone(small_device, args, args.small_device, hardware.measure(args.directory, device="cpu", refresh=True))
+            log.add(args.small_device, SMALL_DEVICE, found)
+            print_pair(args.small_device, SMALL_DEVICE, found)
     profiles = {name: costs for (name, what), costs in log.results.items() if what == PROFILE}
-    pairs = [{"model": name, "plan": what} | pair for (name, what), pair in log.results.items() if what != PROFILE]
+    pairs = [
+        {"model": name, "plan": what} | pair for (name, what), pair in log.results.items() if what not in (PROFILE, SMALL_DEVICE)
+    ]
     result = {
         "benchmark": "prediction",
         "median_error": statistics.median(p["error"] for p in pairs),
@@ -290,6 +363,7 @@ def main() -> None:
         "timed_batch_ratio": max(p["timed_s"] / p["step_s"] for p in profiles.values()),
         "num_pairs": len(pairs),
         "pairs": pairs,
+        "small_device": {"model": args.small_device} | log.results[args.small_device, SMALL_DEVICE],
         "profiles": profiles,
         "rounds": args.rounds,
         "steps": args.steps,
