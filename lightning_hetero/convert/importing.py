@@ -1,16 +1,26 @@
-"""Weights of safetensors files as the content of a model on the meta device."""
+"""Weights of safetensors files as the content of a model on the meta device.
+
+[Note: Adapters]
+PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or ``original_module``,
+``modules_to_save`` has a trained copy of it for each adapter, and the whole model is ``base_model.model``. The files know none of
+these names, so ``X.base_layer.weight`` is the file's ``X.weight``. What a layer with a ``base_layer`` has besides is the
+adapter's: files of the pretrained model cannot have it, and it is initialized as PEFT does it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
 from lightning_hetero.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
@@ -25,7 +35,8 @@ class ModelWeights:
     Args:
         root: The model. Parameters that files have must be on the meta device.
         weights: A safetensors file or directory, or several by the name of the module inside ``root`` that each belongs to.
-        strict: Refuse tensors that either side lacks.
+        strict: Refuse tensors that either side lacks. Adapters are not missing; see [Note: Adapters]. If false, a warning names
+            both, and what is missing is initialized; but never frozen weights of a model with adapters, which training cannot mend.
 
     Raises:
         ConfigError: The files are not right, or do not fit the model: names what is missing, unexpected, of another shape or kind.
@@ -34,6 +45,7 @@ class ModelWeights:
     def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True) -> None:
         self._stored: dict[str, StoredTensor] = {}
         targets = _targets(root)
+        self._adapters = _adapters(root)
         given = weights if isinstance(weights, Mapping) else {None: weights}
         for prefix, path in given.items():
             files = WeightFiles.open(path)
@@ -71,8 +83,9 @@ class ModelWeights:
         for name, target in mine.items():
             aliases.setdefault(id(target), []).append(name)
         missing = []
+        in_files = {name: found for name in mine if (found := _in_files(name, files)) is not None}
         for names in aliases.values():
-            stored = [files.tensors[n] for n in names if n in files.tensors]
+            stored = [files.tensors[in_files[n]] for n in names if n in in_files]
             if not stored:
                 missing += names[:1]
                 continue
@@ -80,15 +93,22 @@ class ModelWeights:
                 _check(other, mine[names[0]], where)
             _check_equal(stored, where)
             self._stored |= {begin + name: stored[0] for name in names}
-        missing = [name for name in missing if mine[name].is_meta]  # adapters, say, have content already
-        unexpected = [name for name in files.tensors if name not in mine]
+        missing = [name for name in missing if mine[name].is_meta and begin + name not in self._adapters]
+        unexpected = sorted(set(files.tensors).difference(in_files.values()))
+        lacks = f"{_some(missing) or 'none'} missing, {_some(unexpected) or 'none'} unexpected"
         if strict and (missing or unexpected):
-            lacks = f"{_some(missing) or 'none'} missing, {_some(unexpected) or 'none'} unexpected"
             raise ConfigError(
                 f"weights in {where} do not fit: {lacks}. Give the weights of this model, name the module that they belong to "
                 f"(weights={{'model': path}}), or set strict_loading = False in the LightningModule: then what is missing is "
                 f"initialized, and the rest ignored."
             )
+        if self._adapters and (base := [name for name in missing if not mine[name].requires_grad]):
+            raise ConfigError(
+                f"weights in {where} do not fit: {lacks}. The model has adapters, and {_some(base)} would be random and stay so, "
+                f"because they are frozen. Give the weights of the model that the adapters are for."
+            )
+        if missing or unexpected:
+            log.warning("Weights in %s: %s. What is missing is initialized, the rest ignored (strict_loading=False).", where, lacks)
 
 
 def _targets(root: nn.Module) -> dict[str, Tensor]:
@@ -101,10 +121,42 @@ def _targets(root: nn.Module) -> dict[str, Tensor]:
     return out
 
 
+def _adapters(root: nn.Module) -> set[str]:
+    """The names of parameters of adapters; see [Note: Adapters]."""
+    found = set()
+    for prefix, module in root.named_modules():
+        if isinstance(module._modules.get("base_layer"), nn.Module):
+            names = (name for name, _ in module.named_parameters() if not name.startswith("base_layer."))
+            found |= {f"{prefix}.{name}" if prefix else name for name in names}
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    """A parameter's name without the attributes that PEFT's wrappers add."""
+    parts, kept = iter(name.split(".")), list[str]()
+    for part in parts:
+        if part == "modules_to_save":
+            next(parts, None)  # the adapter
+        elif part not in ("base_layer", "original_module"):
+            kept.append(part)
+    return ".".join(kept)
+
+
+def _in_files(name: str, files: WeightFiles) -> str | None:
+    """What the files call a parameter; ``None`` if they lack it."""
+
+    def candidates() -> Iterator[str]:
+        yield name
+        yield (plain := _without_wrappers(name))
+        yield plain.removeprefix("base_model.model.")
+
+    return next((candidate for candidate in candidates() if candidate in files.tensors), None)
+
+
 def _prefix(targets: Collection[str], files: WeightFiles) -> str:
     """The module under which the most of the files' names are names of the model."""
     found: Counter[str] = Counter()
-    for name in targets:
+    for name in dict.fromkeys(known for target in targets for known in (target, _without_wrappers(target))):
         parts = name.split(".")
         for cut in range(len(parts)):
             if ".".join(parts[cut:]) in files.tensors:

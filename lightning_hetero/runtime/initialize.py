@@ -5,6 +5,11 @@ As under FSDP, every module that owns parameters or buffers on the meta device m
 their parents, as constructors do; a model of Hugging Face sets those of its modules with its ``_init_weights``. What is to be set
 holds NaN (integers their smallest value) before, so a ``reset_parameters`` that forgets something is found and not trained on.
 
+[Note: Adapters on the meta device]
+A layer of PEFT has a child ``base_layer`` and adapters beside it, which it initializes itself: LoRA's second matrix is zero, which
+a module's own ``reset_parameters`` would not know, and DoRA's magnitudes are norms of the base weights. So those are read first.
+Other kinds of adapters are refused by name, unless files have them.
+
 What is in files needs no module to set it: a block that files give as a whole is only read. But where a module sets something
 that files lack, its ``reset_parameters`` may set other things as well, even in other blocks. So blocks that are in files in part
 get that part last, through the door.
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.adapters import adapter_setters
 from lightning_hetero.store.blocks import Block, own_memory
 
 
@@ -56,6 +62,9 @@ class Initializer:
         self._root = root
         self._content: Content = _Nothing() if content is None else content
         self._setters = _setters(root)
+        self._refused, adapters = adapter_setters(root)
+        self._setters |= adapters
+        self._in_adapters = set(adapters)
 
     def check(self) -> None:
         """Refuses a model whose modules cannot set what they own on the meta device and no file has.
@@ -66,6 +75,11 @@ class Initializer:
         for name, module in self._root.named_modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             missing = [key for key, value in own if value.is_meta and _join(name, key) not in self._content]
+            if missing and id(module) in self._refused:
+                raise ConfigError(
+                    f"{_join(name, missing[0])!r} is on the meta device, and {self._refused[id(module)]}. Allowed there: LoRA and "
+                    f"DoRA with init_lora_weights True or 'gaussian'. Build the model in memory, or give files that have it."
+                )
             if missing and not self._setters[id(module)]:
                 raise ConfigError(
                     f"module {name or '(root)'!r} was made on the meta device, but its class {type(module).__name__} has no "
@@ -99,10 +113,21 @@ class Initializer:
         for module in block.spec.module.modules():
             if any(id(p) in owners for p in module.parameters(recurse=False)) and any(b.is_meta for b in _own_buffers(module)):
                 return False
+        self._read_into(block, names)
+        return True
+
+    def _read_into(self, block: Block, names: Collection[str]) -> None:
         for part in block.parts:
             for index, name in enumerate(part.names):
                 if name in names:
                     self._content.fill(name, part.memory(index))
+
+    def _lacks_only_adapters(self, block: Block, unset: Collection[int]) -> bool:
+        """Whether only adapters are set by modules, which set nothing else."""
+        for module in block.spec.module.modules():
+            own = any(id(p) in unset for p in module.parameters(recurse=False)) or any(b.is_meta for b in _own_buffers(module))
+            if own and id(module) not in self._in_adapters:
+                return False
         return True
 
     def set(self, block: Block, names: Collection[str]) -> list[str]:
@@ -121,6 +146,9 @@ class Initializer:
         mine = {id(p) for n, p in block.spec.params.items() if n in names}
         later = [n for n in block.spec.params if n in names and n in self._content]
         read = {id(block.spec.params[n]) for n in later}
+        if self._lacks_only_adapters(block, mine - read):
+            self._read_into(block, later)
+            later = []
         for name, module in _children_first(block.spec.module, block.name):
             own = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in mine}
             unset = {k: p for k, p in own.items() if id(p) not in read}

@@ -1,0 +1,182 @@
+"""Adapters of PEFT on a model without memory: pretrained weights come from files, adapters start as PEFT starts them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import quiet_trainer
+from torch import Tensor
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
+import peft
+from support import llama
+
+Wrap = Callable[[Any], Any]
+
+
+def config(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+def lora(**options: Any) -> Wrap:
+    return lambda model: peft.get_peft_model(model, config(**options))
+
+
+def two_adapters(model: Any) -> Any:
+    wrapped = peft.get_peft_model(model, config())
+    wrapped.add_adapter("other", config(r=2, target_modules=["up_proj", "q_proj"]))
+    return wrapped
+
+
+WRAPS: dict[str, Wrap] = {
+    "lora": lora(),
+    "gaussian": lora(init_lora_weights="gaussian"),
+    "bias": lora(lora_bias=False, bias="all"),
+    "dora": lora(use_dora=True),
+    "embedding": lora(target_modules=["q_proj", "embed_tokens"]),
+    "modules_to_save": lora(modules_to_save=["lm_head", "input_layernorm"]),
+    "several": two_adapters,
+}
+
+
+class Module(llama.LitLlama):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def on_meta(wrap: Wrap, *, inside: bool = True, kind: Any = Module) -> Any:
+    def build() -> Any:
+        with torch.device("meta"):
+            model = llama.LlamaForCausalLM(llama.config())
+            model = wrap(model) if inside else model
+        return model if inside else wrap(model)
+
+    return kind(build)
+
+
+def hetero(plan: str, directory: Path) -> Any:
+    return HeteroOffloadStrategy(plan, weights=directory)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return llama.save(tmp_path / "weights")
+
+
+def started(module: Any, strategy: Any, root: Path) -> dict[str, Tensor]:
+    """The weights as training begins: those after a step without a learning rate."""
+    module.configure_optimizers = lambda: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, default_root_dir=root)
+    trainer.fit(module, llama.batches())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_base_weights_are_read_and_adapters_start_as_peft_starts_them(
+    plan: str, name: str, directory: Path, tmp_path: Path
+) -> None:
+    wrap = WRAPS[name]
+    plain = wrap(llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)).state_dict()
+    got = started(on_meta(wrap, inside=plan == "host"), hetero(plan, directory), tmp_path)
+    assert got.keys() == {f"model.{key}" for key in plain}
+    for key, value in plain.items():
+        mine = got[f"model.{key}"]
+        if "lora_A" in key or "lora_embedding_B" in key:
+            assert mine.std() == pytest.approx(float(value.std()), rel=0.5), key  # random, and of the same size
+            assert not mine.isnan().any()
+        else:
+            assert torch.equal(mine, value), key
+
+
+def test_a_module_of_the_name_that_weights_give(directory: Path, tmp_path: Path) -> None:
+    plain = llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    strategy = HeteroOffloadStrategy("disk", weights={"model": directory})
+    got = started(on_meta(WRAPS["lora"]), strategy, tmp_path)
+    assert torch.equal(got["model.base_model.model.lm_head.weight"], plain["lm_head.weight"])
+
+
+def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+class Lenient(Module):
+    strict_loading = False
+
+
+@pytest.mark.parametrize("kind", [Module, Lenient])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"])
+def test_a_missing_base_weight_is_never_random(name: str, kind: Any, directory: Path, tmp_path: Path) -> None:
+    changed(directory, lambda tensors: (tensors.pop(name), tensors.update(more=torch.ones(2))))
+    with pytest.raises(ConfigError) as caught:
+        started(on_meta(WRAPS["lora"], kind=kind), hetero("disk", directory), tmp_path)
+    stem, _, last = name.rpartition(".")
+    path = f"{stem}.base_layer.{last}" if "q_proj" in name else name
+    assert f"{path}' missing, 'more' unexpected" in str(caught.value)
+
+
+def test_what_is_missing_and_unexpected_is_heard_without_strict_loading(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    changed(directory, lambda tensors: (tensors.pop(name), tensors.update(more=torch.ones(2))))
+    with caplog.at_level(logging.WARNING):
+        started(on_meta(lambda model: model, kind=Lenient), hetero("disk", directory), tmp_path)
+    assert any(f"{name}' missing, 'more' unexpected" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (lora(init_lora_weights="pissa"), ["lora_A", "init_lora_weights='pissa'", "in memory"]),
+        (
+            lambda model: peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["q_proj"])),
+            ["q_proj", "adapter 'default' is of Linear"],
+        ),
+    ],
+    ids=["pissa", "loha"],
+)
+def test_adapters_whose_start_is_not_known_are_refused_by_name(
+    wrap: Wrap, words: list[str], directory: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        started(on_meta(wrap), hetero("disk", directory), tmp_path)
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_training_goes_as_from_a_model_in_memory(plan: str, directory: Path, tmp_path: Path) -> None:
+    """From equal adapters, the losses are those of plain Lightning."""
+
+    def fit(module: Any, strategy: Any) -> list[Tensor]:
+        quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path).fit(module, llama.batches())
+        return module.losses  # type: ignore[no-any-return]
+
+    torch.manual_seed(5)
+    model = WRAPS["dora"](llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+
+    class Given(Module):
+        def on_train_start(self) -> None:
+            with torch.no_grad():
+                for name, param in self.model.named_parameters():
+                    if name in adapters:
+                        param.copy_(adapters[name])
+
+    expected = fit(Module(lambda: model.train()), "auto")
+    assert all(
+        torch.equal(*pair) for pair in zip(fit(on_meta(WRAPS["dora"], kind=Given), hetero(plan, directory)), expected, strict=True)
+    )
