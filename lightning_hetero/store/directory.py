@@ -90,6 +90,7 @@ class StoreDirectory:
         self._in_memory = in_memory
         held = _Held(os.getpid(), path, directory_fd, manifest_fd, made)
         self._held = held
+        _all_held.add(held)
         # A temporary directory goes away with its process even if nobody calls close.
         self._finalizer = weakref.finalize(self, held.give_back, remove=temporary)
 
@@ -263,7 +264,7 @@ class StoreDirectory:
             self._held.give_back(remove=self._temporary if remove is None else remove)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Held:
     """What a directory holds open."""
 
@@ -274,15 +275,44 @@ class _Held:
     made: bool
 
     def give_back(self, *, remove: bool) -> None:
+        if self.pid != os.getpid():  # a forked child has a copy of everything, and owns nothing
+            return
         try:
-            if remove and self.pid == os.getpid():  # a forked child has a copy of everything, and owns nothing
+            if remove:
                 _remove_files(self.directory_fd)
                 _unlink(self.directory_fd, MANIFEST)
                 if self.made:
                     _remove_directory(self.path)
         finally:
+            _all_held.discard(self)
             os.close(self.manifest_fd)
             os.close(self.directory_fd)
+
+    def let_go(self) -> None:
+        """Closes the files of the store in a forked child.
+
+        Their locks would outlive the process that was forked, by as long as a dataloader's worker takes to notice its death: a
+        run that is gone on from at once would find its store busy.
+        """
+        root = os.readlink(f"/proc/self/fd/{self.directory_fd}") + os.sep
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own
+                if os.readlink(f"/proc/self/fd/{name}").startswith(root):
+                    os.close(int(name))
+        os.close(self.directory_fd)
+
+
+_all_held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for held in list(_all_held):
+        with contextlib.suppress(OSError):
+            held.let_go()
+    _all_held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def remove_leftovers(root: Path) -> list[Path]:
