@@ -20,7 +20,8 @@ from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.strategies import elastic as elastic_callback
 from lightning_hetero.strategies.console import speak
-from lightning_hetero.strategies.resume import end_batch, set_sampler_epoch
+from lightning_hetero.strategies.data import set_sampler_epoch
+from lightning_hetero.strategies.resume import end_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

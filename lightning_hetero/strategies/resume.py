@@ -15,7 +15,7 @@ from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.store import record
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.store.pins import pins
-from lightning_hetero.strategies.training_state import generators, set_random_state, validation_loaders
+from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -141,16 +141,16 @@ def load_buffers(module: Any, buffers: dict[str, torch.Tensor]) -> None:
             owner._buffers[key] = value
 
 
-def go_on(trainer: Any, state: dict[str, Any], namespace: str) -> None:
+def go_on(trainer: Any, state: dict[str, Any], data: TrainingData, namespace: str) -> None:
     """Brings loops, data and random numbers to where they were when the last batch had ended.
 
     Lightning has restored the loops' progress. Left to itself it would not run the validation that was due after that batch, and
     would begin the epoch's data anew; see [Note: Data]. Called when every ``on_train_start`` hook has run.
     """
     loop = trainer.fit_loop
-    _forward(trainer, state["data"], loop.epoch_loop.batch_progress.current.ready, namespace)
+    data.go_on(state["data"], loop.epoch_loop.batch_progress.current.ready)
     if state["validation"]:
-        _restore_validation(trainer, state["validation"])
+        restore_validation(trainer, state["validation"])
     _begin_averaging(trainer, namespace)
     end_batch(trainer, namespace)
     # The data has been brought to the right place; Lightning cannot know.
@@ -187,53 +187,3 @@ def end_batch(trainer: Any, namespace: str) -> None:
             loop._data_fetcher.reset()
             loop._data_fetcher.done = True
     loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
-
-
-def set_sampler_epoch(trainer: Any, namespace: str) -> None:
-    """Tells samplers which epoch it is, before an iterator is made that may read ahead; Lightning does it when the epoch begins."""
-    loop = trainer.fit_loop
-    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
-    for loader in loop._combined_loader.flattened:
-        set_epoch(loader, loop.epoch_progress.current.processed)
-
-
-def _forward(trainer: Any, data: dict[str, Any], num_batches: int, namespace: str) -> None:
-    """Makes the epoch's iterator as it was made, and drops the batches that were used."""
-    loop = trainer.fit_loop
-    loaders = loop._combined_loader.flattened
-    stateful = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._Stateful
-    if all(isinstance(loader, stateful) for loader in loaders):
-        return
-    _set_generators(loaders, data["generators"])
-    set_random_state(data["random"])
-    set_sampler_epoch(trainer, namespace)
-    fetcher = iter(loop._data_fetcher)
-    for number in range(num_batches):
-        try:
-            next(fetcher)
-        except StopIteration:
-            raise ConfigError(
-                f"the dataloader ends after {number} batches of the epoch; {num_batches} had been used when the last step was "
-                f"committed. Resume with the data that training began with."
-            ) from None
-    fetcher.fetched -= num_batches  # the epoch's loop adds them when it begins
-
-
-def _restore_validation(trainer: Any, contents: list[torch.Tensor]) -> None:
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    if loop._combined_loader is None:
-        trainer.validating = True
-        loop.setup_data()
-        trainer.training = True
-    _set_generators(validation_loaders(trainer), contents)
-
-
-def _set_generators(loaders: list[Any], contents: list[torch.Tensor]) -> None:
-    found = generators(loaders)
-    if len(found) != len(contents):
-        raise ConfigError(
-            f"the dataloaders draw from {len(found)} generators of their own, those of the store from {len(contents)}; resume with "
-            f"the dataloaders that training began with."
-        )
-    for generator, content in zip(found, contents, strict=True):
-        generator.set_state(content)

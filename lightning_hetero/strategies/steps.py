@@ -23,18 +23,21 @@ class Steps(Checkpoints):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Takes note of a training dataloader before its iterator is made."""
+        dataloader = super().process_dataloader(dataloader)
         if self._state is not None and self._state.is_training:
-            self._state.loader_seen(dataloader)
-        return super().process_dataloader(dataloader)
+            self._state.data.loader_made(dataloader)
+        return dataloader
 
     def on_train_start(self) -> None:
         """Goes on where the store's last step ended."""
         super().on_train_start()
+        if self._state is None:
+            return
         if self._resumed is not None and self.lightning_module is not None:
             state, self._resumed = self._resumed, None
-            go_on(self.lightning_module.trainer, state, self.namespace)
-            if self._state is not None:
-                self._state.resume(state["data"])
+            go_on(self.lightning_module.trainer, state, self._state.data, self.namespace)
+        else:
+            self._state.data.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begins a batch that trains."""

@@ -4,11 +4,7 @@
 Carried: the loops' progress, the optimizers' groups and step counts, what callbacks have unfrozen ([Note: Changes]), schedulers,
 the precision plugin's state, what callbacks and the datamodule return from ``state_dict``, hyper-parameters, persistent buffers,
 the random number generators of torch, NumPy and Python by rank, and how the data was iterated. Not carried: what
-``on_save_checkpoint`` hooks would add, metrics of an epoch that is not over, loggers.
-
-[Note: Data]
-A dataloader with ``state_dict`` is asked for it. Any other is replayed: the record has the generators as they were when the
-epoch's iterator was made, and a resume draws again, and drops, the batches that were used.
+``on_save_checkpoint`` hooks would add, metrics of an epoch that is not over, loggers. For the data see [Note: Data].
 """
 
 from __future__ import annotations
@@ -16,23 +12,18 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import random
-import struct
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.encoding import dumps
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.strategies.changes import Changes
+from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
 
 log = logging.getLogger(__name__)
-
-_WORDS = 625  # of Python's generator: 624 and an index
 
 
 class TrainingState:
@@ -51,15 +42,19 @@ class TrainingState:
         self._version = importlib.import_module(namespace).__version__
         self._hooked: list[str] = []
         self._warned: set[str] = set()
-        self._loaders: list[Any] = []
-        self._epoch: dict[str, Any] = {}
+        self.data = TrainingData(trainer, namespace, self._warn)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------------
 
     def attach(self, after_batch: Callable[[], None]) -> None:
         """Calls ``after_batch`` when the last hook of a training batch has run, until :meth:`detach`."""
         module = self._trainer.lightning_module
-        for name, then in (("on_train_batch_end", after_batch), ("on_train_epoch_start", self._epoch_starts)):
+
+        def batch_ends() -> None:
+            self.data.batch_ended()
+            after_batch()
+
+        for name, then in (("on_train_batch_end", batch_ends), ("on_train_epoch_start", self.data.follow)):
             self._hook(module, name, then)
         for owner in (module, *self._trainer.callbacks):
             if self._is_overridden("on_save_checkpoint", owner):
@@ -77,30 +72,10 @@ class TrainingState:
                 vars(module).pop(name, None)
         self._hooked.clear()
 
-    # ---- how the data is iterated -----------------------------------------------------------------------------------------
-
     @property
     def is_training(self) -> bool:
         """Whether dataloaders that are made now are those of training."""
         return bool(self._trainer.training)
-
-    def loader_seen(self, loader: Any) -> None:
-        """A training dataloader has been made; its iterator comes next."""
-        self._loaders.append(loader)
-        self._epoch_begins()
-
-    def _epoch_starts(self) -> None:
-        loop = self._trainer.fit_loop
-        if self._trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:  # else there is an iterator
-            self._loaders = list(loop._combined_loader.flattened)
-            self._epoch_begins()
-
-    def _epoch_begins(self) -> None:
-        self._epoch = {"random": random_state(), "generators": [g.get_state() for g in generators(self._loaders)]}
-
-    def resume(self, epoch: dict[str, Any]) -> None:
-        """The epoch goes on that another process began."""
-        self._epoch = epoch
 
     @property
     def is_last(self) -> bool:
@@ -131,15 +106,15 @@ class TrainingState:
                 "version": files.put(self._version, "version"),
                 "epoch": files.put(trainer.current_epoch, "epoch"),
                 "global_step": files.put(trainer.global_step, "global_step"),
-                "fit_loop": files.put(after_batch(trainer.fit_loop.state_dict()), "loops"),
+                "fit_loop": files.put(self._loops(), "loops"),
                 "optimizers": files.put(books(), "optimizers"),
                 "changes": files.put(self.changes.take(), "changes"),
                 "lr_schedulers": files.put([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs], "lr_schedulers"),
                 "precision": files.put(trainer.precision_plugin.state_dict(), "precision"),
                 "buffers": files.put(dict(persistent_buffers(trainer.lightning_module)), "the model's buffers"),
                 "random": files.put({str(trainer.global_rank): random_state()}, "random"),
-                "data": files.put(self._epoch, "data"),
-                "validation": files.put([g.get_state() for g in generators(validation_loaders(trainer))], "validation"),
+                "data": files.put(self.data.state(), "data"),
+                "validation": files.put(validation_state(trainer), "validation"),
             }
         except ConfigError as error:
             self._warn(f"{error} Steps of this run cannot be resumed from")
@@ -148,6 +123,12 @@ class TrainingState:
         fields["datamodule"] = self._datamodule(files)
         fields["hyper_parameters"] = self._hyper(files)
         return "{" + ",".join(f'"{key}":{text}' for key, text in fields.items()) + "}"
+
+    def _loops(self) -> dict[str, Any]:
+        loops = after_batch(self._trainer.fit_loop.state_dict())
+        if states := loops["state_dict"].get("combined_loader"):
+            return {**loops, "state_dict": {**loops["state_dict"], "combined_loader": self.data.loader_states(states)}}
+        return loops
 
     def _callbacks(self, files: StateFiles) -> str:
         fields = {}
@@ -211,50 +192,3 @@ def persistent_buffers(module: Any) -> Iterable[tuple[str, Tensor]]:
         for name, value in owner._buffers.items():
             if value is not None and name not in owner._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def generators(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that dataloaders draw from, beside the global ones."""
-    found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found.setdefault(id(generator), generator)
-    return list(found.values())
-
-
-def validation_loaders(trainer: Any) -> list[Any]:
-    """The dataloaders of the validation inside training; empty before there was one."""
-    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    return [] if loader is None else list(loader.flattened)
-
-
-def random_state() -> dict[str, Any]:
-    """The global random number generators."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, struct.pack(f"<{_WORDS}I", *words), gauss]}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what :func:`random_state` gave.
-
-    Raises:
-        ConfigError: It does not fit this process.
-    """
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, struct.unpack(f"<{_WORDS}I", words), gauss))
-        torch.set_rng_state(state["torch"])
-        if "numpy" in state:
-            importlib.import_module("numpy").random.set_state(state["numpy"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
-    except (KeyError, ValueError, TypeError, RuntimeError, struct.error) as error:
-        raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error

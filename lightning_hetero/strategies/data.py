@@ -1,0 +1,519 @@
+"""How training data is iterated: what a commit record says of it, and how a resume brings it to the same place.
+
+[Note: Data]
+A dataloader with ``state_dict`` is asked for it. Any other is replayed: a resume makes its iterator again, and draws, and drops,
+the batches that this iterator had given. That gives the same batches if whatever chooses them is as it was:
+
+* The iterator is made as it was made. Persistent workers are started once, and draw a base seed then; in later epochs their
+  iterator is reset, and draws none. A record has the moment at which they were started beside the one at which the epoch began.
+* Wherever batches are chosen with the global random numbers, which training draws from too, these are set to what they were: as
+  the iterator is made, as a sampler draws its seed with the first batch, as a short dataloader begins again beside a long one.
+  These are the record's *moments*. More of them than ``_MOMENTS`` are not kept, and a warning says so.
+* What the data remembers is set back to what it was before the iterator was made; see [Note: Memories].
+
+What is counted are batches that the iterator has given, which Lightning's progress does not say: an iterator may have been made in
+the middle of an epoch, Lightning fetches ahead where it does not know the length, and a ``training_step(self, dataloader_iter)``
+takes as many as it likes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import memories
+from lightning_hetero.strategies.memories import Memories, generators, has_persistent_workers, set_generators, take_generators
+
+_MOMENTS = 16
+_BEGIN = -1  # where a moment stands that is before the iterator is made
+_MISSING = "the store's record of the training data is not one of this version"
+
+
+def random_state() -> dict[str, Any]:
+    """The global random number generators."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": memories.python_state(random)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets what :func:`random_state` gave.
+
+    Raises:
+        ConfigError: It does not fit this process.
+    """
+    try:
+        memories.set_python_state(random, state["python"])
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            importlib.import_module("numpy").random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+    except (KeyError, ValueError, TypeError, RuntimeError, struct.error) as error:
+        raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states of the host's global generators are equal."""
+    if one["python"] != other["python"] or not torch.equal(one["torch"], other["torch"]) or one.keys() != other.keys():
+        return False
+    if "numpy" not in one:
+        return True
+    (kind, words, *rest), (other_kind, other_words, *other_rest) = one["numpy"], other["numpy"]
+    return bool(kind == other_kind and rest == other_rest and (words == other_words).all())
+
+
+@dataclass(slots=True)
+class _Moment:
+    """Random numbers as they were before an iterator was made, or before it gave a batch."""
+
+    at: int  # batches given before, or `_BEGIN`
+    random: dict[str, Any]
+    generators: dict[str, Any]
+    drawn_by: set[int]  # the dataloaders that have drawn from them since
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "random": self.random, "generators": self.generators, "drawn_by": sorted(self.drawn_by)}
+
+
+class TrainingData:
+    """Follows the iterator of one fit's training data.
+
+    Args:
+        trainer: The Trainer.
+        namespace: Whose Trainer it is.
+        warn: Hears of what cannot be replayed.
+    """
+
+    def __init__(self, trainer: Any, namespace: str, warn: Callable[[str], None]) -> None:
+        self._trainer, self._namespace, self._warn = trainer, namespace, warn
+        self._stateful_type = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._Stateful
+        self._made: list[Any] = []  # dataloaders that have been made, and whose iterator comes next
+        self._told: set[int] = set()
+        self._started: _Moment | None = None  # persistent workers were started
+        self._moments: list[_Moment] = []
+        self._memories = Memories(())
+        self._memory: dict[str, Any] = {}
+        self._generators: dict[str, Any] = {}
+        self._samplers_know_epoch = False
+        self._drawn = self._calls = 0
+        self._is_lost = False
+        # of the batch before
+        self._latest: _Moment | None = None
+        self._after: dict[str, Any] | None = None  # while what follows the last moment can be replayed from it
+        self._states: list[Any] | None = None
+        self._iterators: list[int] = []  # their ids: an iterator that is held on to keeps its workers
+        self._is_settled = False
+
+    # ---- Lightning's hooks ------------------------------------------------------------------------------------------------
+
+    def loader_made(self, loader: Any) -> None:
+        """A training dataloader has been made; the iterator over all of them comes next."""
+        self._made.append(loader)
+        self._look_for_memories(self._made)
+        for text in memories.said_at_once(self._made):
+            self._warn(text)
+        self._begin(None)
+
+    def follow(self) -> None:
+        """Follows the iterator that Lightning has made, and those that it will make of the same dataloaders.
+
+        Called when every ``on_train_start`` hook has run, and every ``on_train_epoch_start`` hook.
+        """
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is None or isinstance(fetcher._combined_loader, _Followed):
+            return
+        self._made = []
+        self._follow(fetcher)
+        self._drawn = fetcher.fetched  # ahead, where the length is not known
+
+    def _follow(self, fetcher: Any) -> None:
+        followed = fetcher._combined_loader
+        if not isinstance(followed, _Followed):
+            followed = fetcher._combined_loader = _Followed(followed, self)
+        fetcher.iterator = followed
+        self._started = self._moments[0] if any(map(has_persistent_workers, followed.loader.flattened)) else None
+        self._look(followed.loader)
+        self._settle(followed.loader)
+
+    def batch_ended(self) -> None:
+        """A training batch has ended."""
+        self._calls += 1
+
+    # ---- an iterator ------------------------------------------------------------------------------------------------------
+
+    def _look_for_memories(self, loaders: list[Any]) -> None:
+        self._memories = Memories(loaders)
+        self._generators = generators(loaders)
+
+    def _moment(self, at: int) -> _Moment:
+        return _Moment(at, random_state(), take_generators(self._generators), set())
+
+    def _begin(self, combined: Any) -> None:
+        """An iterator is made next."""
+        self._memory = self._memories.take(self._warn)
+        self._moments = [self._moment(_BEGIN)]
+        if combined is not None:
+            self._moments[0].drawn_by = set(range(len(combined.flattened)))
+        self._samplers_know_epoch = combined is not None
+        self._drawn = self._calls = 0
+        self._is_lost = self._is_settled = False
+        self._latest = self._after = self._states = None
+
+    def make(self, combined: Any) -> None:
+        """Makes the iterator."""
+        self._begin(combined)
+        iter(combined)
+        self._look(combined)
+        self._after = random_state()
+        self._settle(combined)
+
+    def draw(self, combined: Any) -> Any:
+        """The iterator's next batch.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        if self._is_settled or self._is_lost:
+            batch = next(combined)
+            self._drawn += 1
+            return batch
+        before = self._moment(self._drawn)
+        if self._fetches_ahead:
+            self._states = copy.deepcopy(combined._state_dicts())
+        last = self._moments[-1] if self._after is not None and _same(before.random, self._after) else None
+        batch = next(combined)
+        self._after = random_state()
+        self._latest = before
+        drew = self._look(combined, changed=not _same(before.random, self._after))
+        if last is self._moments[-1]:  # a replay from there comes to this batch with the same random numbers
+            last.drawn_by |= drew
+        elif drew:
+            before.drawn_by = drew
+            self._moments.append(before)
+        else:
+            self._after = None  # what follows cannot be replayed from the last moment
+        self._drawn += 1
+        self._settle(combined)
+        return batch
+
+    def _look(self, combined: Any, *, changed: bool = False) -> set[int]:
+        """Which dataloaders have chosen with global random numbers, or begun anew, since it was last asked.
+
+        Args:
+            combined: All of them.
+            changed: The global random numbers have changed.
+        """
+        iterators, drew = combined._iterator.iterators, set()
+        for number, iterator in enumerate(iterators):
+            known = self._iterators[number] if number < len(self._iterators) else None
+            begins = id(iterator) != known
+            indices = _indices(iterator)
+            if indices is not None and not isinstance(indices, _Indices):
+                iterator._sampler_iter = indices = _Indices(indices, is_simple=_is_simple(combined.flattened[number]))
+                begins = True
+            if begins:
+                for moment in self._moments[1:]:  # it does not matter any more what it drew before
+                    moment.drawn_by.discard(number)
+            if begins or (changed if indices is None else indices.take_drew()):
+                drew.add(number)
+        self._iterators = [id(iterator) for iterator in iterators]
+        self._moments[1:] = [moment for moment in self._moments[1:] if moment.drawn_by]
+        return drew
+
+    @property
+    def _fetches_ahead(self) -> bool:
+        """Whether Lightning holds batches that no step has had."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return fetcher is not None and (fetcher.length is None or hasattr(fetcher, "_batch"))
+
+    def _settle(self, combined: Any) -> None:
+        """Sees whether nothing that is drawn from now on can need a moment, or too much has."""
+        if len(self._moments) > _MOMENTS:
+            self._is_lost = True
+            names = [_name(combined.flattened[number]) for number in sorted(self._moments[-1].drawn_by)]
+            del self._moments[1:]
+            self._warn(
+                f"the training data's {' and '.join(names)} choose samples with the global random numbers again and again, which "
+                f"cannot be replayed: a resume trains on other samples of the epoch. Give them a generator of their own, or "
+                f"state_dict and load_state_dict, or, for a dataset, num_workers=1"
+            )
+        indices = [_indices(iterator) for iterator in combined._iterator.iterators]
+        alone = len(indices) == 1 and isinstance(indices[0], _Indices) and indices[0].is_done
+        self._is_settled = alone and not self._fetches_ahead
+
+    # ---- records ----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a record has of it, as a training batch ends."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        loop = self._trainer.fit_loop
+        held = len(getattr(fetcher, "batches", ()))
+        moments = list(self._moments)
+        if self._latest is not None and self._fetches_ahead and self._latest.at > moments[-1].at:
+            moments.append(self._latest)  # so that a batch that Lightning holds is what it was
+        if hasattr(fetcher, "_batch") and self._calls > 1 and self._drawn % self._calls:
+            self._warn(
+                f"training_step has taken {self._drawn} batches of dataloader_iter in {self._calls} calls: those that it keeps for "
+                f"later are not kept with the steps, and a resume leaves them out"
+            )
+        return {
+            "started": None if self._started is None or self._started is self._moments[0] else self._started.to_dict(),
+            "samplers_know_epoch": self._samplers_know_epoch,
+            "moments": [moment.to_dict() for moment in moments],
+            "memory": self._memory,
+            "drawn": self._drawn,
+            "calls": self._calls,
+            "fetched": fetcher.fetched,
+            "held": held,
+            "done": fetcher.done,
+            "is_lost": self._is_lost,
+            "reloaded": [_epoch(loop._last_train_dl_reload_epoch), _epoch(loop.epoch_loop.val_loop._last_val_dl_reload_epoch)],
+        }
+
+    def loader_states(self, states: list[Any]) -> list[Any]:
+        """States of dataloaders that have one, with which they give again what Lightning holds."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return states if self._states is None or not getattr(fetcher, "batches", ()) else self._states
+
+    # ---- resumes ----------------------------------------------------------------------------------------------------------
+
+    def go_on(self, data: dict[str, Any], ready: int) -> None:
+        """Brings the data to where a record says it was.
+
+        Args:
+            data: What :meth:`state` gave.
+            ready: Batches of the epoch by Lightning's count, which its loop adds to those that are fetched.
+
+        Raises:
+            ConfigError: The dataloaders are not those that training began with.
+        """
+        loop = self._trainer.fit_loop
+        try:
+            fetched, held, done = data["fetched"] - ready, data["held"], data["done"]
+            reloaded, drawn = data["reloaded"], data["drawn"]
+            moments = [_Moment(m["at"], m["random"], m["generators"], set(m["drawn_by"])) for m in data["moments"]]
+            started = None if data["started"] is None else _Moment(**{**data["started"], "drawn_by": set()})
+            self._memory, self._samplers_know_epoch = data["memory"], data["samplers_know_epoch"]
+            self._calls, self._is_lost = data["calls"], data["is_lost"]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{_MISSING} (it lacks {error}). Go on with the version that wrote it.") from error
+        loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = map(_from_epoch, reloaded)
+        fetcher, combined = loop._data_fetcher, loop._combined_loader
+        self._made = []
+        if self._is_lost:
+            self._warn(
+                "samples of this epoch were chosen with global random numbers that are not kept; training goes on with others"
+            )
+        batches: list[Any] = []
+        if not all(isinstance(loader, self._stateful_type) for loader in combined.flattened):
+            batches = self._replay(combined, moments, started, drawn, held)
+            fetcher.reset()
+            fetcher.fetched, fetcher.done = fetched, done
+            if held:
+                fetcher.batches = batches[-held:]
+            elif batches and hasattr(fetcher, "_batch"):
+                fetcher._batch, fetcher._batch_idx, fetcher._dataloader_idx = batches[-1]
+        self._moments, self._drawn = moments, drawn
+        self._follow(fetcher)
+        if started is not None:
+            self._started = started
+
+    def _replay(self, combined: Any, moments: list[_Moment], started: _Moment | None, drawn: int, held: int) -> list[Any]:
+        shut_down = importlib.import_module(f"{self._namespace}.utilities.combined_loader")._shutdown_workers_and_reset_iterator
+        made = combined._iterator.iterators
+        stateful = {n: made[n] for n, loader in enumerate(combined.flattened) if isinstance(loader, self._stateful_type)}
+        if stateful and held:
+            raise ConfigError(
+                "some training dataloaders have state_dict and others have not, and their length is not known: they cannot be "
+                "brought to where they were. Give all of them state_dict and load_state_dict, or none."
+            )
+        for number, loader in enumerate(combined.flattened):
+            if number not in stateful:
+                shut_down(loader)
+        if started is not None:
+            self._set(started)
+            _iterate(combined, stateful)
+        if self._samplers_know_epoch:
+            set_sampler_epoch(self._trainer, self._namespace)
+        self._memories.set(self._memory)
+        self._set(moments[0])
+        _iterate(combined, stateful)
+        if not self._samplers_know_epoch:
+            set_sampler_epoch(self._trainer, self._namespace)
+        at = {moment.at: moment for moment in moments[1:]}
+        batches: list[Any] = []
+        for number in range(drawn):
+            if number in at:
+                self._set(at[number])
+            try:
+                batches = [*batches[-held:], next(combined)] if held else [next(combined)]
+            except StopIteration:
+                raise ConfigError(
+                    f"the dataloader ends after {number} batches; {drawn} had been used when the last step was committed. Resume "
+                    f"with the data that training began with."
+                ) from None
+        for number, iterator in stateful.items():
+            combined._iterator.iterators[number] = iterator
+        combined._iterator.iterables = combined.flattened
+        return batches
+
+    def _set(self, moment: _Moment) -> None:
+        set_generators(self._generators, moment.generators)
+        set_random_state(moment.random)
+
+
+def set_sampler_epoch(trainer: Any, namespace: str) -> None:
+    """Tells samplers which epoch it is, before an iterator is made that may read ahead; Lightning does it when the epoch begins."""
+    loop = trainer.fit_loop
+    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
+    for loader in loop._combined_loader.flattened:
+        set_epoch(loader, loop.epoch_progress.current.processed)
+
+
+def validation_state(trainer: Any) -> dict[str, Any] | None:
+    """What a record has of the dataloaders of the validation inside training; ``None`` before there was one."""
+    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    if loader is None:
+        return None
+    started = [has_persistent_workers(one) and one._iterator is not None for one in loader.flattened]
+    return {"generators": take_generators(generators(loader.flattened)), "started": started}
+
+
+def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
+    """Brings validation's dataloaders to where :func:`validation_state` has seen them.
+
+    Persistent workers are started now: the next validation would draw a base seed for them, and it drew none in the first run.
+
+    Raises:
+        ConfigError: The dataloaders are not those of the first run.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if loop._combined_loader is None:
+        trainer.validating = True
+        loop.setup_data()
+        trainer.training = True
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    for loader, started in zip(loaders, state["started"], strict=False):
+        if started and has_persistent_workers(loader) and loader._iterator is None:
+            iter(loader)
+    set_generators(generators(loaders), state["generators"])
+
+
+class _Followed:
+    """Stands for Lightning's combined loader where batches are fetched."""
+
+    def __init__(self, loader: Any, data: TrainingData) -> None:
+        self.loader, self._data = loader, data
+
+    def __iter__(self) -> _Followed:
+        self._data.make(self.loader)
+        return self
+
+    def __next__(self) -> Any:
+        return self._data.draw(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class _Indices:
+    """A sampler's iterator, which notices when the sampler draws from the global random numbers.
+
+    Args:
+        indices: The iterator.
+        is_simple: The sampler draws from them with its first sample, or never.
+    """
+
+    def __init__(self, indices: Iterator[Any], *, is_simple: bool) -> None:
+        self._indices, self._is_simple = indices, is_simple
+        self._drew = self.is_done = False
+
+    def __iter__(self) -> _Indices:
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_done:
+            return next(self._indices)
+        before = random_state()
+        try:
+            return next(self._indices)
+        finally:
+            self._drew |= not _same(before, random_state())
+            self.is_done = self._is_simple
+
+    def take_drew(self) -> bool:
+        """Whether it has drawn since it was last asked."""
+        drew, self._drew = self._drew, False
+        return drew
+
+
+class _Given:
+    """Stands for a dataloader that has been brought to its place by its own state, while others are replayed."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(None)
+
+
+def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
+    """Makes the iterators of all dataloaders but those."""
+    loaders = combined._flattened
+    combined._flattened = [_Given(stateful[n]) if n in stateful else loader for n, loader in enumerate(loaders)]
+    try:
+        iter(combined)
+    finally:
+        combined._flattened = loaders
+
+
+def _indices(iterator: Any) -> Any:
+    """Where an iterator of a torch dataloader takes its indices from; ``None`` where they are not what chooses samples."""
+    from torch.utils.data import _DatasetKind
+
+    if getattr(iterator, "_dataset_kind", None) != _DatasetKind.Map:
+        return None
+    return getattr(iterator, "_sampler_iter", None)
+
+
+def _is_simple(loader: Any) -> bool:
+    """Whether a dataloader's samplers are torch's own, which draw one seed or all their indices with the first sample."""
+    samplers = [loader.sampler, loader.batch_sampler]
+    if isinstance(loader.batch_sampler, BatchSampler):
+        samplers.append(loader.batch_sampler.sampler)
+    own = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+    return all(sampler is None or type(sampler).__module__ in own for sampler in samplers)
+
+
+def _name(loader: Any) -> str:
+    for part in ("batch_sampler", "sampler", "dataset"):
+        value = getattr(loader, part, None)
+        if value is not None and not type(value).__module__.startswith("torch."):
+            return f"{part} {type(value).__name__}"
+    return type(loader).__name__
+
+
+def _epoch(value: float) -> int | None:
+    return None if value == float("-inf") else int(value)
+
+
+def _from_epoch(value: int | None) -> float:
+    return float("-inf") if value is None else value

@@ -1,0 +1,329 @@
+"""What training data remembers beside its position: random number generators of its own, states, attributes that change.
+
+[Note: Memories]
+Carried, because the main process has them: generators (torch's, Python's and NumPy's) that a dataloader, its samplers, its dataset
+or its ``collate_fn`` hold; ``state_dict`` of samplers and datasets that also have ``load_state_dict``; plain attributes of samplers
+that iterating changes, such as an epoch that a sampler counts by itself. They are taken before an iterator is made, and set back
+before the resume makes it again. Everything else that can be seen is named in a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.encoding import dumps
+
+_WORDS = 625  # of Python's generator: 624 and an index
+_DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # how far objects are looked through for generators
+_SAMPLES = 256  # of a container, to see that its order changes
+_PLAIN = (bool, int, float, str)
+_NOT_LOOKED_INTO = ("builtins", "torch", "numpy", "lightning", "pytorch_lightning", "logging", "threading")
+
+
+# ---- generators ---------------------------------------------------------------------------------------------------------------
+
+
+def python_state(generator: Any) -> list[Any]:
+    """The state of one of Python's generators, or of the ``random`` module."""
+    version, words, gauss = generator.getstate()
+    return [version, struct.pack(f"<{_WORDS}I", *words), gauss]
+
+
+def set_python_state(generator: Any, state: list[Any]) -> None:
+    """Sets what :func:`python_state` gave."""
+    version, words, gauss = state
+    generator.setstate((version, struct.unpack(f"<{_WORDS}I", words), gauss))
+
+
+def _numpy_types() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy.random")
+    return () if numpy is None else (numpy.Generator, numpy.RandomState)
+
+
+def _is_generator(value: Any) -> bool:
+    python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return python or isinstance(value, (torch.Generator, *_numpy_types()))
+
+
+def _is_global(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy.random")
+    shared = [torch.default_generator, getattr(random, "_inst", None)]
+    shared += [] if numpy is None else [getattr(numpy.mtrand, "_rand", None)]
+    return any(value is one for one in shared)
+
+
+def _take(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return python_state(generator)
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        set_python_state(generator, state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def generators(loaders: Iterable[Any]) -> dict[str, Any]:
+    """The generators that dataloaders draw from beside the global ones, by where they were found."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value, _ in _objects(loaders):
+        if _is_generator(value) and not _is_global(value) and id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value
+    return found
+
+
+def take_generators(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of generators, by their names."""
+    return {name: _take(generator) for name, generator in found.items()}
+
+
+def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Sets what :func:`take_generators` gave.
+
+    Raises:
+        ConfigError: The dataloaders have other generators, or of another kind.
+    """
+    if found.keys() != states.keys():
+        there, kept = (", ".join(sorted(names)) or "none" for names in (found, states))
+        raise ConfigError(
+            f"the dataloaders have these random number generators of their own: {there}; those of the store: {kept}. Resume with "
+            f"the dataloaders that training began with."
+        )
+    for name, generator in found.items():
+        try:
+            _set(generator, states[name])
+        except (TypeError, ValueError, KeyError, RuntimeError, struct.error) as error:
+            raise ConfigError(f"the generator {name} cannot take its state of the store: {error}.") from error
+
+
+# ---- states and attributes ----------------------------------------------------------------------------------------------------
+
+
+class Memories:
+    """What samplers and datasets of some dataloaders remember, but for generators.
+
+    Args:
+        loaders: The dataloaders, as they are before the first iterator is made.
+    """
+
+    def __init__(self, loaders: Iterable[Any]) -> None:
+        self._samplers: dict[str, Any] = {}
+        self._stateful: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
+        for name, value, role in _objects(loaders):
+            if not role or _is_generator(value) or not _is_looked_into(value):
+                continue
+            if _has_state(value):
+                self._stateful[name] = value
+            elif role == "sampler":
+                self._samplers[name] = value
+            else:
+                self._others[name] = value
+        self._first = {name: _plain(value) for name, value in self._samplers.items()}
+        watched = {**self._samplers, **self._others}
+        self._prints = {name: _fingerprints(value, containers_only=name in self._samplers) for name, value in watched.items()}
+
+    def take(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        """What is carried, before an iterator is made; ``warn`` hears of what is not."""
+        states = {}
+        for name, value in self._stateful.items():
+            state = value.state_dict()
+            try:
+                dumps(state, f"the state of {name}")
+            except ConfigError as error:
+                warn(f"{error} It is not kept with the steps")
+            else:
+                states[name] = state
+        changed = {}
+        for name, value in self._samplers.items():
+            first, now = self._first[name], _plain(value)
+            if more := {key: v for key, v in now.items() if key not in first or first[key] != v}:
+                changed[name] = more
+        for name, prints in self._prints.items():
+            value = self._samplers.get(name, self._others.get(name))
+            now = _fingerprints(value, containers_only=name in self._samplers)
+            for key in sorted(key for key in prints.keys() & now.keys() if _remembers(prints[key], now[key])):
+                warn(
+                    f"{name}.{key} of {type(value).__name__} changes as the training data is iterated, and is not kept with the "
+                    f"steps: a resume begins with what it is when the object is made. Give {type(value).__name__} state_dict and "
+                    f"load_state_dict"
+                )
+        return {"states": states, "attributes": changed}
+
+    def set(self, memory: Mapping[str, Any]) -> None:
+        """Sets what :meth:`take` gave.
+
+        Raises:
+            ConfigError: The dataloaders have no such sampler or dataset.
+        """
+        for name, state in memory["states"].items():
+            self._find(name, self._stateful).load_state_dict(state)
+        for name, attributes in memory["attributes"].items():
+            vars(self._find(name, self._samplers)).update(attributes)
+
+    @staticmethod
+    def _find(name: str, among: dict[str, Any]) -> Any:
+        if name not in among:
+            raise ConfigError(
+                f"the store has the state of {name}, which these dataloaders do not have. Resume with the dataloaders that "
+                f"training began with."
+            )
+        return among[name]
+
+
+def _has_state(value: Any) -> bool:
+    both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return both and not isinstance(value, torch.nn.Module)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {key: v for key, v in vars(value).items() if v is None or type(v) in _PLAIN}
+
+
+def _fingerprints(value: Any, *, containers_only: bool) -> dict[str, tuple[Any, ...]]:
+    """Of each number, and of each sequence of numbers or strings: its type, its length, and some of what it holds."""
+    prints: dict[str, tuple[Any, ...]] = {}
+    for key, v in vars(value).items():
+        if type(v) in (int, float) and not containers_only:
+            prints[key] = (type(v), 1, v)
+        elif (items := _items(v)) is not None:
+            picked = [items[i] for i in range(0, len(items), max(1, len(items) // _SAMPLES))]
+            numbers = [p.item() if hasattr(p, "item") else p for p in picked]
+            if all(type(n) in _PLAIN for n in numbers):
+                prints[key] = (type(v), len(items), numbers)
+    return prints
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.view(-1) if value.device.type == "cpu" and value.layout is torch.strided and value.is_contiguous() else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biufU" and value.flags.c_contiguous:
+        return value.reshape(-1)
+    return None
+
+
+def _remembers(first: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """A number that counts, or a list in another order; what only grows, as a cache does, is not taken for memory."""
+    return first[:2] == now[:2] and first[2] != now[2]
+
+
+def said_at_once(loaders: Iterable[Any]) -> list[str]:
+    """Warnings about training dataloaders that can be given before they are iterated."""
+    found = []
+    for loader in loaders:
+        kind = type(loader).__name__
+        if has_persistent_workers(loader):
+            found.append(
+                f"the training {kind} has persistent_workers=True: random numbers that are drawn in its workers, and what the "
+                f"dataset remembers there, cannot be replayed after their first epoch, so a resume in a later one goes on with "
+                f"others. Leave persistent_workers out if the dataset or collate_fn draws random numbers"
+            )
+        if getattr(loader, "num_workers", 0) > 1 and not getattr(loader, "in_order", True):
+            found.append(f"the training {kind} has in_order=False: batches come as they are ready, in a resume in another order")
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, IterableDataset) and not _has_state(loader) and not _has_state(dataset):
+            found.append(
+                f"the training dataset {type(dataset).__name__} is an IterableDataset without state_dict: a resume iterates it "
+                f"from its beginning, and drops what was used, which is right only if it gives the same samples again"
+            )
+    for name, value, role in _objects(loaders):
+        if role and isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_generator(value):
+            found.append(
+                f"{name} of the training data is an iterator ({type(value).__name__}), which goes on where it is; a resume begins "
+                f"with it as it is when it is made. Make it in __iter__, or give its owner state_dict and load_state_dict"
+            )
+    return found
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a dataloader's workers live on from one epoch to the next."""
+    return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+
+
+# ---- where to look ------------------------------------------------------------------------------------------------------------
+
+
+def _objects(loaders: Iterable[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Everything that dataloaders refer to and that may remember: where it is, what it is, and its role.
+
+    The role is ``"sampler"``, ``"data"``, or empty for what torch itself makes.
+    """
+    seen: set[int] = set()
+    for number, loader in enumerate(loaders):
+        if _has_state(loader):
+            continue  # it answers for itself
+        at = f"dataloader {number}: "
+        if isinstance(loader, DataLoader):
+            yield f"{at}generator", loader.generator, ""
+            roots = [("dataset", "data"), ("collate_fn", "data"), ("sampler", "sampler"), ("batch_sampler", "sampler")]
+            for key, role in roots:
+                yield from _walk(getattr(loader, key, None), f"{at}{key}", role, seen, 0)
+        else:
+            yield from _walk(loader, f"{at}loader", "data", seen, 0)
+
+
+def _walk(value: Any, name: str, role: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any, str]]:
+    if value is None or type(value) in _PLAIN or id(value) in seen or len(seen) > _OBJECTS or depth > _DEPTH:
+        return
+    seen.add(id(value))
+    if isinstance(value, Sampler):
+        role = "sampler"
+    elif role == "sampler" and depth and not isinstance(value, Sampler):
+        role = "data"
+    yield name, value, role
+    for key, inner in _inner(value):
+        yield from _walk(inner, f"{name}{key}", role, seen, depth + 1)
+
+
+def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple):
+        if len(value) <= _ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"[{key!r}]", inner) for key, inner in list(pairs))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield "", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            try:
+                yield f".{key}", cell.cell_contents
+            except ValueError:  # not yet filled
+                continue
+    elif _is_looked_into(value):
+        yield from ((f".{key}", inner) for key, inner in list(vars(value).items()))
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, types.ModuleType | type | torch.Tensor | torch.nn.Module) or not hasattr(value, "__dict__"):
+        return False
+    module = type(value).__module__ or ""
+    if isinstance(value, Sampler | Dataset):
+        return True
+    return module.partition(".")[0] not in _NOT_LOOKED_INTO
