@@ -348,9 +348,27 @@ class TrainingData:
         if started is not None:
             self._set(started)
             _iterate(combined, stateful)
+        self._memories.set(self._memory)
+        try:
+            batches = self._draw_again(combined, stateful, moments, drawn, held)
+        except _EndedError as error:
+            if error.number or not self._memories.forget():
+                raise
+            self._warn(
+                "what samplers or datasets return as state_dict before an epoch begins stands for the end of the one before: the "
+                "epoch is replayed from the state with which they were made"
+            )
+            batches = self._draw_again(combined, stateful, moments, drawn, held)
+        for number, iterator in stateful.items():
+            combined._iterator.iterators[number] = iterator
+        combined._iterator.iterables = combined.flattened
+        return batches
+
+    def _draw_again(self, combined: Any, stateful: dict[int, Any], moments: list[_Moment], drawn: int, held: int) -> list[Any]:
+        """Makes the iterator, draws what it had given, and returns the last of it."""
         if self._samplers_know_epoch:
             set_sampler_epoch(self._trainer, self._namespace)
-        self._memories.set(self._memory)
+            self._memories.set_attributes(self._memory)
         self._set(moments[0])
         _iterate(combined, stateful)
         if not self._samplers_know_epoch:
@@ -363,13 +381,7 @@ class TrainingData:
             try:
                 batches = [*batches[-held:], next(combined)] if held else [next(combined)]
             except StopIteration:
-                raise ConfigError(
-                    f"the dataloader ends after {number} batches; {drawn} had been used when the last step was committed. Resume "
-                    f"with the data that training began with."
-                ) from None
-        for number, iterator in stateful.items():
-            combined._iterator.iterators[number] = iterator
-        combined._iterator.iterables = combined.flattened
+                raise _EndedError(number, drawn) from None
         return batches
 
     def _set(self, moment: _Moment) -> None:
@@ -412,6 +424,17 @@ def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
         if started and has_persistent_workers(loader) and loader._iterator is None:
             iter(loader)
     set_generators(generators(loaders), state["generators"])
+
+
+class _EndedError(ConfigError):
+    """The data ends before the batches that had been used."""
+
+    def __init__(self, number: int, drawn: int) -> None:
+        self.number = number
+        super().__init__(
+            f"the dataloader ends after {number} batches; {drawn} had been used when the last step was committed. Resume with the "
+            f"data that training began with."
+        )
 
 
 class _Followed:

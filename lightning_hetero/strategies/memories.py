@@ -9,6 +9,7 @@ before the resume makes it again. Everything else that can be seen is named in a
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import random
@@ -142,6 +143,7 @@ class Memories:
                 self._samplers[name] = value
             else:
                 self._others[name] = value
+        self._made = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
         self._first = {name: _plain(value) for name, value in self._samplers.items()}
         watched = {**self._samplers, **self._others}
         self._prints = {name: _fingerprints(value, containers_only=name in self._samplers) for name, value in watched.items()}
@@ -150,7 +152,7 @@ class Memories:
         """What is carried, before an iterator is made; ``warn`` hears of what is not."""
         states = {}
         for name, value in self._stateful.items():
-            state = value.state_dict()
+            state = copy.deepcopy(value.state_dict())
             try:
                 dumps(state, f"the state of {name}")
             except ConfigError as error:
@@ -181,8 +183,18 @@ class Memories:
         """
         for name, state in memory["states"].items():
             self._find(name, self._stateful).load_state_dict(state)
+        self.set_attributes(memory)
+
+    def set_attributes(self, memory: Mapping[str, Any]) -> None:
+        """The part of :meth:`set` that sets attributes."""
         for name, attributes in memory["attributes"].items():
             vars(self._find(name, self._samplers)).update(attributes)
+
+    def forget(self) -> bool:
+        """Sets states back to what they were when the objects were made; false if there are none."""
+        for name, state in self._made.items():
+            self._stateful[name].load_state_dict(state)
+        return bool(self._made)
 
     @staticmethod
     def _find(name: str, among: dict[str, Any]) -> Any:

@@ -131,6 +131,26 @@ class CountingStream(IterableDataset[Tensor]):
         self.given = state["given"]
 
 
+class Positioned(IterableDataset[Tensor]):
+    """Its ``state_dict`` is its position in the epoch, also when that is over."""
+
+    def __init__(self) -> None:
+        self.epoch, self.given, self.is_loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.given = self.given if self.is_loaded else 0
+        self.is_loaded = False
+        while self.given < SIZE:
+            self.given += 1
+            yield row(self.given)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.is_loaded = state["given"], True
+
+
 class Stateful(DataLoader[Any]):
     """Goes on from its ``state_dict`` with the next ``iter``, as torchdata's StatefulDataLoader does."""
 
@@ -213,9 +233,7 @@ CASES = {
     "persistent, beside a short one": Case(
         lambda: {"a": shuffled(**PERSISTENT), "b": shuffled(Rows(size=4), **PERSISTENT)}, stops=((3,), (8, 9))
     ),
-    "persistent, made anew": Case(
-        lambda: shuffled(**PERSISTENT), {"reload_dataloaders_every_n_epochs": 2}, stops=((2,), (8,))
-    ),
+    "persistent, made anew": Case(lambda: shuffled(**PERSISTENT), {"reload_dataloaders_every_n_epochs": 2}, stops=((2,), (8,))),
     "persistent validation": Case(
         lambda: shuffled(), {"val_check_interval": 2}, ((3,), (6, 7)), lambda: shuffled(Rows(size=4), **PERSISTENT)
     ),
@@ -230,7 +248,7 @@ CASES = {
     "several with workers": Case(lambda: [shuffled(**WORKERS), shuffled(Rows(size=4), **WORKERS)], stops=((4,), (8,))),
     "shortest": Case(lambda: CombinedLoader([shuffled(), shuffled(Rows(size=6))], "min_size")),
     "longest": Case(lambda: CombinedLoader([shuffled(), shuffled(Rows(size=6))], "max_size")),
-    "made anew": Case(lambda: shuffled(), {"reload_dataloaders_every_n_epochs": 2}),
+    "made anew": Case(lambda: shuffled(), {"reload_dataloaders_every_n_epochs": 2}, ((2,), (5, 8), (10,))),
     "overfit": Case(lambda: shuffled(), {"overfit_batches": 3}),
     "python's generator": Case(lambda: loader(sampler=Own(random.Random(1), lambda r: r.randrange(SIZE)))),
     "numpy's generator": Case(lambda: loader(sampler=Own(np.random.default_rng(1), lambda r: int(r.integers(SIZE))))),
@@ -248,6 +266,7 @@ CASES = {
     "a sampler that counts": Case(lambda: loader(sampler=Counts())),
     "a sampler with a state": Case(lambda: loader(sampler=Permutes(), **WORKERS)),
     "a dataset with a state": Case(lambda: loader(CountingStream())),
+    "a dataset with a position": Case(lambda: loader(Positioned())),
     "a stream": Case(lambda: loader(Stream(lambda n: int(torch.randint(n, ()))))),
     "a stream in a worker": Case(lambda: loader(Stream(random.randrange), **WORKERS)),
     "an endless sampler": Case(lambda: loader(Rows(torch_draw), sampler=Endless()), stops=((2,), (3, 11))),
