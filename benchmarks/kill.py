@@ -107,6 +107,7 @@ VARIANTS = (
     Variant("adamw", share=3),
     Variant("sgd", optimizers=sgd),  # its state is one that the engine does not know
     Variant("local_first", checkpoints=True),
+    Variant("workers", loader={"num_workers": 1, "persistent_workers": True}),
 )
 
 
