@@ -276,6 +276,7 @@ class TrainingData:
             "samplers_know_epoch": self._samplers_know_epoch,
             "moments": [moment.to_dict() for moment in moments],
             "memory": self._memory,
+            "generators": take_generators(self._generators),
             "drawn": self._drawn,
             "calls": self._calls,
             "fetched": fetcher.fetched,
@@ -305,7 +306,7 @@ class TrainingData:
         loop = self._trainer.fit_loop
         try:
             fetched, held, done = data["fetched"] - ready, data["held"], data["done"]
-            reloaded, drawn = data["reloaded"], data["drawn"]
+            reloaded, drawn, now = data["reloaded"], data["drawn"], data["generators"]
             moments = [_Moment(m["at"], m["random"], m["generators"], set(m["drawn_by"])) for m in data["moments"]]
             started = None if data["started"] is None else _Moment(**{**data["started"], "drawn_by": set()})
             self._memory, self._samplers_know_epoch = data["memory"], data["samplers_know_epoch"]
@@ -322,6 +323,7 @@ class TrainingData:
         batches: list[Any] = []
         if not all(isinstance(loader, self._stateful_type) for loader in combined.flattened):
             batches = self._replay(combined, moments, started, drawn, held)
+            set_generators(self._generators, now)  # others may have drawn from them too
             fetcher.reset()
             fetcher.fetched, fetcher.done = fetched, done
             if held:

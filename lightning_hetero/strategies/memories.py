@@ -3,8 +3,9 @@
 [Note: Memories]
 Carried, because the main process has them: generators (torch's, Python's and NumPy's) that a dataloader, its samplers, its dataset
 or its ``collate_fn`` hold; ``state_dict`` of samplers and datasets that also have ``load_state_dict``; plain attributes of samplers
-that iterating changes, such as an epoch that a sampler counts by itself. They are taken before an iterator is made, and set back
-before the resume makes it again. Everything else that can be seen is named in a warning.
+that iterating changes, such as an epoch that a sampler counts by itself; the epoch that a dataset is told by ``set_epoch``. They
+are taken before an iterator is made, and set back before a resume makes it again. Other attributes of a dataset are not set: a
+number may be a file's descriptor of the process that died. What else can be seen to change is named in a warning.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _WORDS = 625  # of Python's generator: 624 and an index
 _DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # how far objects are looked through for generators
 _SAMPLES = 256  # of a container, to see that its order changes
 _PLAIN = (bool, int, float, str)
+_EPOCHS = ("epoch", "_epoch")
 _NOT_LOOKED_INTO = ("builtins", "torch", "numpy", "lightning", "pytorch_lightning", "logging", "threading")
 
 
@@ -131,22 +133,15 @@ class Memories:
     """
 
     def __init__(self, loaders: Iterable[Any]) -> None:
-        self._samplers: dict[str, Any] = {}
         self._stateful: dict[str, Any] = {}
-        self._others: dict[str, Any] = {}
+        self._others: dict[str, _Object] = {}
         for name, value, role in _objects(loaders):
-            if not role or _is_generator(value) or not _is_looked_into(value):
-                continue
-            if _has_state(value):
-                self._stateful[name] = value
-            elif role == "sampler":
-                self._samplers[name] = value
-            else:
-                self._others[name] = value
+            if role and not _is_generator(value) and _is_looked_into(value):
+                if _has_state(value):
+                    self._stateful[name] = value
+                else:
+                    self._others[name] = _Object(value, is_sampler=role == "sampler")
         self._made = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
-        self._first = {name: _plain(value) for name, value in self._samplers.items()}
-        watched = {**self._samplers, **self._others}
-        self._prints = {name: _fingerprints(value, containers_only=name in self._samplers) for name, value in watched.items()}
 
     def take(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What is carried, before an iterator is made; ``warn`` hears of what is not."""
@@ -160,18 +155,14 @@ class Memories:
             else:
                 states[name] = state
         changed = {}
-        for name, value in self._samplers.items():
-            first, now = self._first[name], _plain(value)
-            if more := {key: v for key, v in now.items() if key not in first or first[key] != v}:
+        for name, other in self._others.items():
+            if more := other.changed():
                 changed[name] = more
-        for name, prints in self._prints.items():
-            value = self._samplers.get(name, self._others.get(name))
-            now = _fingerprints(value, containers_only=name in self._samplers)
-            for key in sorted(key for key in prints.keys() & now.keys() if _remembers(prints[key], now[key])):
+            kind = type(other.value).__name__
+            for key in other.remembers():
                 warn(
-                    f"{name}.{key} of {type(value).__name__} changes as the training data is iterated, and is not kept with the "
-                    f"steps: a resume begins with what it is when the object is made. Give {type(value).__name__} state_dict and "
-                    f"load_state_dict"
+                    f"{name}.{key} of {kind} changes as the training data is iterated, and is not kept with the steps: a resume "
+                    f"begins with what it is when the object is made. Give {kind} state_dict and load_state_dict"
                 )
         return {"states": states, "attributes": changed}
 
@@ -188,7 +179,7 @@ class Memories:
     def set_attributes(self, memory: Mapping[str, Any]) -> None:
         """The part of :meth:`set` that sets attributes."""
         for name, attributes in memory["attributes"].items():
-            vars(self._find(name, self._samplers)).update(attributes)
+            vars(self._find(name, self._others).value).update(attributes)
 
     def forget(self) -> bool:
         """Sets states back to what they were when the objects were made; false if there are none."""
@@ -211,22 +202,45 @@ def _has_state(value: Any) -> bool:
     return both and not isinstance(value, torch.nn.Module)
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    return {key: v for key, v in vars(value).items() if v is None or type(v) in _PLAIN}
+class _Object:
+    """A sampler or dataset without a ``state_dict``, and what it was like before it was first iterated.
 
+    Args:
+        value: It.
+        is_sampler: All its plain attributes are carried; of others it is the epoch that ``set_epoch`` tells them.
+    """
 
-def _fingerprints(value: Any, *, containers_only: bool) -> dict[str, tuple[Any, ...]]:
-    """Of each number, and of each sequence of numbers or strings: its type, its length, and some of what it holds."""
-    prints: dict[str, tuple[Any, ...]] = {}
-    for key, v in vars(value).items():
-        if type(v) in (int, float) and not containers_only:
-            prints[key] = (type(v), 1, v)
-        elif (items := _items(v)) is not None:
-            picked = [items[i] for i in range(0, len(items), max(1, len(items) // _SAMPLES))]
-            numbers = [p.item() if hasattr(p, "item") else p for p in picked]
-            if all(type(n) in _PLAIN for n in numbers):
-                prints[key] = (type(v), len(items), numbers)
-    return prints
+    def __init__(self, value: Any, *, is_sampler: bool) -> None:
+        self.value, self._is_sampler = value, is_sampler
+        self._first, self._prints = self._carried(), self._fingerprints()
+
+    def _carried(self) -> dict[str, Any]:
+        told = callable(getattr(self.value, "set_epoch", None))
+        found = {key: v for key, v in vars(self.value).items() if v is None or type(v) in _PLAIN}
+        return found if self._is_sampler else {key: found[key] for key in _EPOCHS if told and key in found}
+
+    def changed(self) -> dict[str, Any]:
+        """The attributes to set back."""
+        return {key: v for key, v in self._carried().items() if key not in self._first or self._first[key] != v}
+
+    def remembers(self) -> list[str]:
+        """Other attributes that have changed: numbers that count, lists in another order. What only grows may be a cache."""
+        now, before = self._fingerprints(), self._prints
+        return sorted(k for k in now.keys() & before.keys() if now[k][:2] == before[k][:2] and now[k][2] != before[k][2])
+
+    def _fingerprints(self) -> dict[str, tuple[Any, ...]]:
+        """Of each number, and of each sequence of numbers or strings: its type, its length, and some of what it holds."""
+        prints: dict[str, tuple[Any, ...]] = {}
+        carried = self._carried()
+        for key, v in vars(self.value).items():
+            if type(v) in (int, float) and key not in carried:
+                prints[key] = (type(v), 1, v)
+            elif (items := _items(v)) is not None:
+                picked = [items[i] for i in range(0, len(items), max(1, len(items) // _SAMPLES))]
+                numbers = [p.item() if hasattr(p, "item") else p for p in picked]
+                if all(type(n) in _PLAIN for n in numbers):
+                    prints[key] = (type(v), len(items), numbers)
+        return prints
 
 
 def _items(value: Any) -> Any:
@@ -238,11 +252,6 @@ def _items(value: Any) -> Any:
     if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biufU" and value.flags.c_contiguous:
         return value.reshape(-1)
     return None
-
-
-def _remembers(first: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """A number that counts, or a list in another order; what only grows, as a cache does, is not taken for memory."""
-    return first[:2] == now[:2] and first[2] != now[2]
 
 
 def said_at_once(loaders: Iterable[Any]) -> list[str]:

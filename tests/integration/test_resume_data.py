@@ -95,6 +95,20 @@ class Counts(Sampler[int]):
         return iter([(i * self.epoch + self.epoch) % SIZE for i in range(SIZE)])
 
 
+class Told(Rows):
+    """A dataset that is told the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return row(index + self.epoch)
+
+
 class Permutes(Counts):
     """Has its memory in a list, and a ``state_dict`` for it."""
 
@@ -204,6 +218,14 @@ def shuffled(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     return loader(dataset, shuffle=True, **options)
 
 
+SHARED = torch.Generator()
+
+
+def shares_a_generator() -> Any:
+    SHARED.manual_seed(5)
+    return [shuffled(generator=SHARED), shuffled(Rows(size=6), generator=SHARED)]
+
+
 def drawing_dataset(generator: Any, draw: Callable[[Any], float], **options: Any) -> Any:
     def draws() -> float:
         return draw(generator)
@@ -264,6 +286,11 @@ CASES = {
         lambda: drawing_dataset(random.Random(1), lambda r: r.random(), **WORKERS), stops=((7,),)
     ),
     "a sampler that counts": Case(lambda: loader(sampler=Counts())),
+    "a dataset that is told the epoch": Case(lambda: shuffled(Told(), **WORKERS), stops=((8,),)),
+    "a stream, limited": Case(lambda: loader(Stream(lambda n: int(torch.randint(n, ())))), {"limit_train_batches": 3}),
+    "a generator of several": Case(
+        lambda: shares_a_generator(), {"val_check_interval": 2}, validation=lambda: shuffled(generator=SHARED)
+    ),
     "a sampler with a state": Case(lambda: loader(sampler=Permutes(), **WORKERS)),
     "a dataset with a state": Case(lambda: loader(CountingStream())),
     "a dataset with a position": Case(lambda: loader(Positioned())),
@@ -297,10 +324,13 @@ class Tells(LitModel):
 
     def on_train_epoch_start(self) -> None:
         torch.rand(3)
+        if isinstance(dataset := getattr(self.trainer.train_dataloader, "dataset", None), Told):
+            dataset.set_epoch(self.trainer.current_epoch)
 
     def on_train_batch_end(self, *_: Any) -> None:
         torch.rand(2)
         random.random()
+        torch.rand(1, generator=SHARED)
 
 
 def fit(
