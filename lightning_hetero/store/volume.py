@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,13 +43,12 @@ class Volume:
         Raises:
             OSError: The directory cannot be looked at.
         """
-        device = path.stat().st_dev
-        filesystem, source = find_mount(_read(Path("/proc/self/mountinfo")), device, os.path.realpath(path))
+        filesystem, source, device = _mounted(path)
         space = os.statvfs(path)
         return cls(
             filesystem=filesystem,
             source=source,
-            rotational=is_rotational(_block_device(device, source)),
+            rotational=is_rotational(device),
             free_bytes=space.f_bavail * space.f_frsize,
         )
 
@@ -81,18 +81,51 @@ def find_mount(mountinfo: str, device: int, path: str) -> tuple[str, str]:
     return best
 
 
-def is_rotational(device: int, *, sysfs: Path = Path("/sys")) -> bool:
+def is_rotational(
+    device: int, *, sysfs: Path = Path("/sys"), device_under: Callable[[Path], int] = lambda path: _mounted(path)[2]
+) -> bool:
     """Whether a block device says that it rotates, and can know.
+
+    A device that stands for others is judged by these: a device-mapper or RAID device rotates if any of its parts does, a loop
+    device if the disk under its file does.
 
     Args:
         device: Its number, as in ``st_dev``.
         sysfs: Where sysfs is mounted.
+        device_under: The number of the block device under a file.
+
+    Source: Linux, Documentation/ABI/stable/sysfs-block and drivers/block/loop.c (``backing_file``).
     """
     place = Path(os.path.realpath(sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"))
-    disk = place.parent if (place / "partition").exists() else place
-    vendor = _read(disk / "device" / "vendor").strip()
-    virtual = any(bus in str(disk) for bus in _VIRTUAL_BUSES) or vendor.startswith(_VIRTUAL_VENDORS)
-    return not virtual and _read(disk / "queue" / "rotational").strip() == "1"
+    return _rotates(place, sysfs, device_under)
+
+
+def _rotates(place: Path, sysfs: Path, device_under: Callable[[Path], int]) -> bool:
+    """The same of a device's directory in sysfs."""
+    if (place / "partition").exists():
+        place = place.parent
+    if (place / "slaves").is_dir() and (parts := sorted((place / "slaves").iterdir())):
+        return any(_rotates(Path(os.path.realpath(part)), sysfs, device_under) for part in parts)
+    if (place / "loop" / "backing_file").exists():
+        try:
+            under = device_under(Path(_read(place / "loop" / "backing_file").removesuffix("\n")))
+        except OSError:  # it was removed, or is in another mount namespace: nobody can say
+            return False
+        return is_rotational(under, sysfs=sysfs, device_under=device_under)
+    return _says_so(place)
+
+
+def _says_so(place: Path) -> bool:
+    vendor = _read(place / "device" / "vendor").strip()
+    virtual = any(bus in str(place) for bus in _VIRTUAL_BUSES) or vendor.startswith(_VIRTUAL_VENDORS)
+    return not virtual and _read(place / "queue" / "rotational").strip() == "1"
+
+
+def _mounted(path: Path) -> tuple[str, str, int]:
+    """Type and source of the file system under a path, and the number of its block device."""
+    device = path.stat().st_dev
+    filesystem, source = find_mount(_read(Path("/proc/self/mountinfo")), device, os.path.realpath(path))
+    return filesystem, source, _block_device(device, source)
 
 
 def _block_device(device: int, source: str) -> int:

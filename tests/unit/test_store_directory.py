@@ -468,6 +468,69 @@ def test_a_partition_rotates_as_its_disk_says_unless_that_is_virtual(
     assert is_rotational(os.makedev(8, 0), sysfs=tmp_path) is expected
 
 
+class Sysfs:
+    """Block devices as sysfs shows them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.numbers = root, dict[str, int]()
+        (root / "dev" / "block").mkdir(parents=True)
+
+    def add(self, name: str, *, rotational: bool, parts: tuple[str, ...] = (), file: str = "", partition: bool = False) -> None:
+        place = self.root / "devices" / "virtual" / name
+        (place / "queue").mkdir(parents=True)
+        (place / "slaves").mkdir()
+        (place / "queue" / "rotational").write_text(f"{int(rotational)}\n")
+        for part in parts:
+            (place / "slaves" / part).symlink_to(self.place(part))
+        if file:
+            (place / "loop").mkdir()
+            (place / "loop" / "backing_file").write_text(f"{file}\n")
+        self._number(name, place)
+        if partition:
+            (place / f"{name}1").mkdir()
+            (place / f"{name}1" / "partition").write_text("1\n")
+            self._number(f"{name}1", place / f"{name}1")
+
+    def _number(self, name: str, place: Path) -> None:
+        self.numbers[name] = os.makedev(200, len(self.numbers))
+        (self.root / "dev" / "block" / f"200:{len(self.numbers) - 1}").symlink_to(place)
+
+    def place(self, name: str) -> Path:
+        number = self.numbers[name]
+        return (self.root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve()
+
+    def rotates(self, name: str) -> bool:
+        def device_under(path: Path) -> int:
+            if path.name not in self.numbers:
+                raise FileNotFoundError(path)
+            return self.numbers[path.name]
+
+        return is_rotational(self.numbers[name], sysfs=self.root, device_under=device_under)
+
+
+def test_devices_that_stand_for_others_rotate_as_these_do(tmp_path: Path) -> None:
+    sysfs = Sysfs(tmp_path)
+    for name, rotational in (("ssd", False), ("hdd", True)):
+        sysfs.add(name, rotational=rotational, partition=True)
+    for name in ("ssd", "hdd", "ssd1", "hdd1"):  # whatever the stand-in itself says, as loop and dm devices say anything
+        for says in (True, False):
+            sysfs.add(f"dm-{name}-{says}", rotational=says, parts=(name,))
+            sysfs.add(f"loop-{name}-{says}", rotational=says, file=f"/mnt/a b/{name}")
+            sysfs.add(f"crypt-on-loop-{name}-{says}", rotational=says, parts=(f"loop-{name}-{says}",))
+            sysfs.add(f"loop-on-dm-{name}-{says}", rotational=says, file=f"/mnt/dm-{name}-{says}")
+    sysfs.add("raid", rotational=False, parts=("ssd1", "hdd1"))
+    assert sysfs.rotates("raid")
+    for name in sysfs.numbers:
+        if name != "raid":
+            assert sysfs.rotates(name) == ("hdd" in name), name
+
+
+def test_a_loop_device_whose_file_cannot_be_found_does_not_count_as_rotating(tmp_path: Path) -> None:
+    sysfs = Sysfs(tmp_path)
+    sysfs.add("loop0", rotational=True, file="/somewhere/else (deleted)")
+    assert not sysfs.rotates("loop0")
+
+
 def test_a_device_that_says_nothing_does_not_rotate(tmp_path: Path) -> None:
     assert not is_rotational(os.makedev(0, 40), sysfs=tmp_path)
 
