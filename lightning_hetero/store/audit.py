@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
-from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
+from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
 from lightning_hetero.store.blocks import PAGE, memory_of
 from lightning_hetero.store.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
 from lightning_hetero.store.record import files_of
@@ -465,7 +465,14 @@ class SlotFile:
     def _read(self, offset: int, length: int, out: torch.Tensor) -> bool:
         view, done = memory_of(out)[:length], 0
         while done < length:
-            got = os.preadv(self._descriptor, [view[done:]], offset + done)
+            try:
+                got = os.preadv(self._descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                file = self._store.path / self.block.file
+                raise StoreError(
+                    f"block {self.block.id}: {str(file)!r} cannot be read at offset {offset + done}: {error.strerror}. If the disk "
+                    f"fails, go on from a checkpoint on another one."
+                ) from error
             if got <= 0:
                 return False
             done += got

@@ -466,8 +466,16 @@ def _remove_links(directory_fd: int) -> None:
 
 
 def _unlink(directory_fd: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.unlink(name, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        path = Path(f"/proc/self/fd/{directory_fd}").resolve() / name
+        raise StoreError(
+            f"{str(path)!r} cannot be removed: {error.strerror}. What was kept is not touched: see to the disk, and go on from "
+            f"the store, or from a checkpoint on another one."
+        ) from error
 
 
 def _remove_directory(path: Path) -> None:

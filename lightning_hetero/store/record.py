@@ -21,6 +21,7 @@ import torch
 
 from lightning_hetero._native import U8, BlockGeometry
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.store import shapes
 from lightning_hetero.store.directory import STATE_FILE
 from lightning_hetero.store.encoding import DTYPES, loads
 from lightning_hetero.store.state_files import read_value
@@ -114,6 +115,26 @@ class Record:
     owners: tuple[tuple[int, ...], ...] | None = None
 
 
+# The training state that `strategies.training_state` takes.
+STATE: dict[str, Any] = {
+    "version": str,
+    "epoch": int,
+    "global_step": int,
+    "fit_loop": shapes.DictOf(dict),
+    "optimizers": shapes.ListOf(shapes.Fields({"name": str, "sizes": shapes.ListOf(int), "groups": shapes.ListOf(dict)})),
+    "changes": dict,
+    "lr_schedulers": shapes.ListOf(dict),
+    "precision": dict,
+    "buffers": shapes.DictOf(torch.Tensor),
+    "random": shapes.DictOf(dict),
+    "data": shapes.Fields(optional={"random": dict, "generators": shapes.ListOf(torch.Tensor)}),
+    "validation": shapes.ListOf(torch.Tensor),
+    "callbacks": shapes.DictOf(object),
+    "datamodule": shapes.Either((None, shapes.Row((str, object)))),
+    "hyper_parameters": shapes.DictOf(object),
+}
+
+
 def compose(parts: Sequence[str], state: str, why: str, owners: Sequence[Sequence[int]] | None = None) -> bytes:
     """The user blob of a record.
 
@@ -183,7 +204,21 @@ def state_of(record: Record, path: str | os.PathLike[str], *only: str) -> dict[s
     tree = json.loads(record.state)
     wanted = {key: value for key, value in tree.items() if not only or key in only}
     state: dict[str, Any] = loads(json.dumps(wanted), partial(read_value, Path(path)))
+    check_state(state, path, shapes.Fields({key: STATE[key] for key in only if key in STATE}, STATE))
     return state
+
+
+def check_state(state: Any, path: str | os.PathLike[str], shape: Any) -> None:
+    """Refuses a state that does not look like ours, whatever its checksum says.
+
+    Raises:
+        ConfigError: Names the first place that differs.
+    """
+    if what := shapes.fault(state, shape, "state"):
+        raise ConfigError(
+            f"the training state in the last record of {str(path)!r} cannot be used: {what}. Another program or version has "
+            f"written it. Go on from a checkpoint, or with the version that training began with."
+        )
 
 
 def _files(tree: Any) -> Iterator[tuple[str, int]]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import CheckpointWriteError, ConfigError, HeteroError
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _Base
 else:
     _Base = object  # the namespace's class comes second among the bases
+
+_TORCH_WRITES = "PytorchStreamWriter"  # in what torch.save raises where it cannot write
 
 
 def make(namespace: str) -> Any:
@@ -62,10 +64,18 @@ class _HeteroCheckpointIO(_Base):
     streams = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if self.streams and storage_options is None:
-            streaming.save(checkpoint, path)
-        else:
-            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        try:
+            if self.streams and storage_options is None:
+                streaming.save(checkpoint, path)
+            else:
+                super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, HeteroError) or (isinstance(error, RuntimeError) and _TORCH_WRITES not in str(error)):
+                raise
+            raise CheckpointWriteError(
+                f"the checkpoint {str(path)!r} cannot be written: {error}. Make room there, or save to another place; the steps of "
+                f"a run that keeps them are in its store."
+            ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         check_file(path)

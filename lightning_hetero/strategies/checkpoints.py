@@ -20,7 +20,7 @@ from lightning_hetero.store.pins import roll_back
 from lightning_hetero.store.snapshots import bring
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
-from lightning_hetero.strategies.resume import as_checkpoint, check_use, is_store, last_kept, read_state
+from lightning_hetero.strategies.resume import as_checkpoint, check_loops, check_use, is_store, last_kept, read_state
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,9 @@ class Checkpoints(Core):
         check_use(self.lightning_module, path, own, self.namespace)
         assert own is not None
         kept = last_kept(path)
-        self._resumed = read_state(kept)
+        self._resumed = state = read_state(kept)
+        assert self.lightning_module is not None
+        check_loops(state, kept, self.lightning_module.trainer)
         if not own.exists() or not path.samefile(own):
             bring(kept, own.absolute())
         elif kept != path:

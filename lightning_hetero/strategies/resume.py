@@ -12,7 +12,7 @@ import torch
 
 from lightning_hetero._native import Store
 from lightning_hetero.errors import ConfigError, HeteroError
-from lightning_hetero.store import record
+from lightning_hetero.store import record, shapes
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.store.pins import pins
 from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
@@ -69,7 +69,9 @@ def read_state(path: Path) -> dict[str, Any]:
         StoreCorruptError: It has no valid record.
         StoreError: A file cannot be read.
     """
-    return record.state_of(_last_record(path), str(path))
+    state = record.state_of(_last_record(path), str(path))
+    record.check_state(state, path, shapes.Fields(record.STATE))
+    return state
 
 
 def _last_record(path: Path) -> record.Record:
@@ -97,6 +99,18 @@ def _last_record(path: Path) -> record.Record:
 
 def _no_step(path: Path) -> ConfigError:
     return ConfigError(f"store {str(path)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
+
+
+def check_loops(state: dict[str, Any], path: Path, trainer: Any) -> None:
+    """Refuses progress of loops, or a datamodule's state, that does not look like what this Trainer has.
+
+    Raises:
+        ConfigError: Names the first place that differs.
+    """
+    like = {"fit_loop": shapes.like(trainer.fit_loop.state_dict())}
+    if state["datamodule"] is not None:
+        like["datamodule"] = shapes.Row((str, dict))
+    record.check_state(state, path, shapes.Fields(like))
 
 
 def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""Faults of the system, and records that somebody has made up: every error is one of ours, and says what and where."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import Recipe, Shape, assert_same
+from support.resuming import after, train
+
+from lightning_hetero.errors import CheckpointWriteError, ConfigError, StoreError
+from lightning_hetero.store import record, shapes
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.encoding import dumps
+from lightning_hetero.strategies import HeteroOffloadStrategy, checkpoint_io
+
+RECIPE = Recipe(steps=4, shape=Shape(layers=2))
+OPTIMIZER = {"name": "AdamW", "sizes": [2], "groups": [{"lr": 0.1}]}
+STATE: dict[str, Any] = {
+    "version": "2.6", "epoch": 1, "global_step": 4, "fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 1}}},
+    "optimizers": [OPTIMIZER], "changes": {}, "lr_schedulers": [{}], "precision": {}, "buffers": {"b": torch.ones(2)},
+    "random": {"0": {}}, "data": {"random": {}, "generators": [torch.ones(1)]}, "validation": [], "callbacks": {"c": 1},
+    "datamodule": ["Data", {"at": 3}], "hyper_parameters": {},
+}  # fmt: skip
+
+
+def state_of(state: Any, *only: str) -> dict[str, Any]:
+    return record.state_of(record.parse(record.compose([], dumps(state, "state"), "")), "here", *only)
+
+
+def test_a_state_as_training_takes_it_is_read() -> None:
+    read = state_of(STATE)
+    record.check_state(read, "here", shapes.Fields(record.STATE))
+    assert set(record.STATE) == set(STATE)
+    assert state_of({**STATE, "datamodule": None}, "datamodule")["datamodule"] is None
+
+
+WRONG = st.sampled_from([None, True, 7, -1.5, "text", [], [3], {"a": 1}, [[1]], torch.ones(2), b"bytes"])
+
+
+@given(field=st.sampled_from(sorted(STATE)), value=WRONG)
+def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any) -> None:
+    shape = record.STATE[field]
+    expected = shapes.fault(value, shape, f"state.{field}")
+    if not expected:
+        state_of({**STATE, field: value})
+        return
+    for only in ((), (field,)):
+        with pytest.raises(ConfigError, match=rf"last record of 'here' cannot be used: state\.{field}.* is "):
+            state_of({**STATE, field: value}, *only)
+
+
+@pytest.mark.parametrize("field", sorted(STATE))
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    state = {key: value for key, value in STATE.items() if key != field}
+    with pytest.raises(ConfigError, match=field):
+        record.check_state(state_of(state), "here", shapes.Fields(record.STATE))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"), [
+        ("fit_loop", {"epoch_progress": 3}, r"fit_loop\.epoch_progress is int"),
+        ("fit_loop", {"epoch_progress": {"current": {"ready": "many"}}}, r"current\.ready is str"),
+        ("fit_loop", {"epoch_loop.batch_progress": {"is_last_batch": 3}}, r"is_last_batch is int"),
+        ("datamodule", ["Data", 3], r"datamodule\[1\] is int"), ("datamodule", 3, "datamodule is int"),
+        ("optimizers", 3, "optimizers is int"), ("lr_schedulers", {"a": 1}, "lr_schedulers is dict"),
+        ("random", [1], "random is list"), ("buffers", {"b": 1}, r"buffers\.b is int"),
+    ],
+)  # fmt: skip
+def test_a_resume_from_a_record_with_wrong_types_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, place: str
+) -> None:
+    def keeping() -> Any:
+        return HeteroOffloadStrategy("host", disk_path=tmp_path / "store")
+
+    train(tmp_path, keeping(), RECIPE, stop=2)
+    original = record.loads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "loads", lambda *args: {k: value if k == field else v for k, v in original(*args).items()})
+        with pytest.raises(ConfigError, match=place):
+            train(tmp_path, keeping(), RECIPE, store=tmp_path / "store")
+    train(tmp_path, keeping(), RECIPE, store=tmp_path / "store")
+
+
+@pytest.mark.parametrize("plan", ["resident", "disk"])
+def test_a_full_disk_under_an_ordinary_checkpoint_is_named(tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    io = checkpoint_io.make("lightning.pytorch")
+    io.streams = plan == "disk"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointWriteError, match=r"x\.ckpt' cannot be written: .*No space left.*Make room"):
+        io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "x.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_removed_is_named_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(tmp_path, "auto", RECIPE)
+    store = tmp_path / "store"
+    train(tmp_path, HeteroOffloadStrategy("host", disk_path=store), RECIPE, stop=2)
+    (store / f"state-{'0' * 32}").write_bytes(b"of a process that died")
+    original = os.unlink
+
+    def fails(path: Any, **options: Any) -> None:
+        if str(path).startswith("state-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(path, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", fails)
+        with pytest.raises(StoreError, match=r"store/state-0+' cannot be removed: Input/output error.*go on from"):
+            train(tmp_path, HeteroOffloadStrategy("host", disk_path=store), RECIPE, store=store)
+    assert_same(train(tmp_path, HeteroOffloadStrategy("host", disk_path=store), RECIPE, store=store), after(plain, 2))
+
+
+def test_a_slot_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, HeteroOffloadStrategy("disk", disk_path=tmp_path / "store"), RECIPE, stop=2)
+    with StoreFiles(tmp_path / "store") as store:
+        assert store.record is not None
+        block = next(b for b in store.record.blocks)
+        with store.slot(block) as slot:
+
+            def broken(*_: Any) -> int:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            monkeypatch.setattr(os, "preadv", broken)
+            with pytest.raises(StoreError, match=rf"block {block.id}: .*{block.file}' cannot be read at offset \d+: Input/output"):
+                slot.read_weights(0, torch.empty(16))
