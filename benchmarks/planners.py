@@ -1,11 +1,14 @@
 """What the planners find: every case of a suite planned by all of them, side by side with a bound that no plan can beat.
 
-    python benchmarks/planners.py [--random 80] [--seed 0] [--every N] [--jobs N] [--verbose]
+    python benchmarks/planners.py [--random 80] [--small 300] [--seed 0] [--every N] [--jobs N] [--verbose]
 
 Cases are the models of the papers' tables on their machines at several batch sizes, well-known models on single cards, and random
 models on random machines. For each planner the table has the cases for which it has a plan; those in which nobody, ours included,
 has a faster one, and the others; its simulated step over the lower bound; and the time it took to plan. Everything is simulated:
-this compares plans, not machines. Prints one JSON line last.
+this compares plans, not machines.
+
+Then models of 1 to 3 blocks, on machines that can do everything and on machines that have no rate for some work: ours beside the
+fastest of all plans, which brute force finds (brute_force.py). Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import cvxpy  # noqa: F401  so that no planner's time has its import
+from brute_force import SmallCase, fastest, small_cases
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -189,6 +193,30 @@ def run(case: Case) -> Record:
     return record
 
 
+@dataclass(frozen=True)
+class Small:
+    """One small case: the fastest of all its plans, and ours; infinite where there is none."""
+
+    case: SmallCase
+    brute_force_s: float
+    ours_s: float
+
+    @property
+    def over(self) -> float:
+        """Ours over the fastest, less 1."""
+        return 0.0 if self.ours_s == self.brute_force_s else self.ours_s / self.brute_force_s - 1
+
+
+def run_small(case: SmallCase) -> Small:
+    """Tries all plans of a small case, and plans it."""
+    try:
+        plan = PLANNERS[OURS](case.model, case.hardware, updates=case.updates, **OPTIONS[OURS])
+        ours_s = plan.predicted.iteration_s if plan.predicted is not None else math.inf
+    except PlanError:
+        ours_s = math.inf
+    return Small(case, fastest(case).seconds, ours_s)
+
+
 def quantile(values: list[float], share: float) -> float:
     """The value below which a share of them lies."""
     ordered = sorted(values)
@@ -216,6 +244,7 @@ def table(records: list[Record]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", type=int, default=80, help="random cases beside those of the tables")
+    parser.add_argument("--small", type=int, default=300, help="cases of 1 to 3 blocks beside brute force")
     parser.add_argument("--seed", type=int, default=0, help="of the random cases")
     parser.add_argument("--every", type=int, default=1, help="take only every Nth case")
     parser.add_argument("--jobs", type=int, default=1, help="processes that plan side by side, which makes planning times longer")
@@ -231,11 +260,18 @@ def main() -> None:
                 ours, other = record.step_s.get(OURS, math.nan), record.best_other_s
                 gap = f"{ours / record.bound_s:6.3f}" if record.bound_s else ""
                 print(f"{record.case.name:60s} {ours:10.4f} s  {gap} of the bound, best other {other / ours:6.3f}", flush=True)
+        count = options.small // options.every
+        tried = [*small_cases(count, options.seed), *small_cases(count // 5, options.seed, zero_rates=True)]
+        small = list(pool.map(run_small, tried))
     records = [r for r in everything if r.step_s]
     table(records)
     for record in records:
         if not record.never_worse:
             print(f"worse: {record.case.name}: {record.step_s}")
+
+    for s in small:
+        if s.over > 0.02:
+            print(f"slower than brute force: {s.case.name}: {s.ours_s:.4f} s, {s.brute_force_s:.4f} s")
 
     gaps = [r.step_s[OURS] / r.bound_s - 1 for r in records if OURS in r.step_s and r.bound_s > 0]
     fits = [r for r in records if "resident" in r.step_s]
@@ -255,6 +291,10 @@ def main() -> None:
         "all_fits": len(fits),
         "resident_is_fastest": sum(r.step_s["resident"] <= min(r.step_s.values()) * (1 + TIE) for r in fits),
         "resident_chosen": sum(r.resident for r in fits),
+        "small_cases": len(small),
+        "small_with_a_plan": sum(s.brute_force_s < math.inf for s in small),
+        "small_within_2_percent": sum(s.over <= 0.02 for s in small),
+        "small_most_over": round(max((s.over for s in small), default=0.0), 4),
         "seed": options.seed,
         "jobs": options.jobs,
     }

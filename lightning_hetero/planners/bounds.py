@@ -6,7 +6,8 @@ late ones, in forward order:
 
 - *Updates.* From the end of the late blocks' backward until their next forward, compute has only the early blocks to do. In that
   window the early blocks' gradients leave, their updates run and their new weights come back, and outside of it compute does
-  the late blocks. So a step takes at least late compute plus early update work, on each resource.
+  the late blocks. So a step takes at least late compute plus early update work, on each resource. The first late block's own
+  update falls into that window too. Where updates wait for the verdict, all backwards come before the window.
 - *Activations.* From the end of the early blocks' forward until their backward, compute has only the late blocks to do. In that
   window the late blocks' activations leave and come back, and their weights come for forward and for backward but for what a
   cache holds. So a step takes at least early compute plus late transfers, on each resource.
@@ -41,6 +42,7 @@ from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
 
 Vector = NDArray[np.float64]
@@ -70,6 +72,7 @@ class Use(IntEnum):
     HOST_HELD = 17
     HOST_SAVED = 18
     DISK_HELD = 19
+    FORWARD_S = 20  # seconds of one forward
 
 
 class Room(IntEnum):
@@ -122,6 +125,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Use.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
         Use.HOST_SAVED: saved.to_host,
         Use.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
+        Use.FORWARD_S: block.forward_s,
     }
     return np.fromiter(taken.values(), np.float64, len(Use))
 
@@ -221,7 +225,14 @@ def _times(factor: float, table: Mapping[_Key, float]) -> dict[_Key, float]:
     return {key: factor * seconds for key, seconds in table.items()} if factor else {}
 
 
-def rows(model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int = 1, staging_bytes: int = 0) -> tuple[Row, ...]:
+def rows(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    micro_batches: int = 1,
+    staging_bytes: int = 0,
+    updates: Updates = Updates.IN_BACKWARD,
+) -> tuple[Row, ...]:
     """All lower bounds; see [Note: Bound].
 
     Args:
@@ -229,6 +240,7 @@ def rows(model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int =
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
         staging_bytes: The most host memory through which state on disk may stream: so much of it is read before it is needed.
+        updates: When updates may run.
     """
     traffic, m = _traffic(hardware), micro_batches
     on_device = {Use.DEVICE_UPDATE: unit_s(Rates(hardware), Work.DEVICE_UPDATE)}
@@ -241,9 +253,7 @@ def rows(model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int =
     for name, kinds in traffic.items():
         whole = _whole(name, kinds, m)
         found.append(whole)
-        early = _total({Use.COMPUTE_S: (m - 1) / m}, kinds[_For.UPDATE])
-        ahead_s = staging_bytes * kinds[_For.UPDATE].get(Use.STATE_READ, 0.0)
-        found.append(Row(resource=name, late={Use.COMPUTE_S: 1.0}, early=early, constant_s=-ahead_s))
+        found += _updates(name, kinds[_For.UPDATE], m, staging_bytes, updates)
         swaps, passes = _times(m, kinds[_For.SWAP]), _times(2 * m, kinds[_For.PASS])
         before = {Use.COMPUTE_S: 1.0, **on_device}
         if swaps:
@@ -252,6 +262,20 @@ def rows(model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int =
             found.append(Row(resource=name, early=before, late=_total(swaps, passes), rooms=_cached(passes)))
         found += _contended(compute, whole, hardware)
     return (*found, *_phases(traffic, model, m, staging_bytes))
+
+
+def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Updates) -> Iterator[Row]:
+    """What passes a resource for updates, between the late blocks' backward and their next forward, at least."""
+    early, ahead_s = _total({Use.COMPUTE_S: (m - 1) / m}, work), staging_bytes * work.get(Use.STATE_READ, 0.0)
+    late = {Use.COMPUTE_S: 1.0}
+    yield Row(resource=name, late=late, early=early, constant_s=-ahead_s)
+    if work:
+        yield Row(resource=name, late=late, early=early, here=work, constant_s=-ahead_s)
+    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Use.GRADIENTS}  # they leave as they come
+    if after and updates is Updates.AFTER_VERDICT:
+        early = _total({Use.FORWARD_S: -1.0}, after)
+        yield Row(resource=name, always=late, early=early, constant_s=-ahead_s)
+        yield Row(resource=name, always=late, early=early, here=after, constant_s=-ahead_s)
 
 
 def _whole(name: str, kinds: Mapping[_For, _Seconds], m: int) -> Row:
@@ -359,18 +383,22 @@ class Matrices:
         self.uncut = np.array([not (r.early or r.late or r.here) for r in found])
         self.single = np.array([bool(r.here) for r in found])
 
-    def largest(self, taken: Vector, rooms: Vector) -> float:
-        """The bound of one plan, seconds.
+    def largest(self, taken: Vector, rooms: Vector) -> Vector:
+        """The bounds of plans, seconds.
 
         Args:
-            taken: What each block takes, one row of :class:`Use` a block.
-            rooms: Bytes by :class:`Room`.
+            taken: What each block takes: plans x blocks x :class:`Use`.
+            rooms: Bytes: plans x :class:`Room`.
         """
-        before = np.vstack((np.zeros(len(Use)), np.cumsum(taken, axis=0)[:-1]))
-        total = taken.sum(axis=0)
-        cut = before @ self.early.T + (total - before) @ self.late.T + taken @ self.here.T
-        seconds = self.always @ total + self.rooms @ rooms + self.constant_s + cut.max(axis=0)
-        return float(seconds.max())
+        total = taken.sum(axis=1)
+        before, cut = np.zeros_like(total), np.full((len(taken), len(self.rows)), -np.inf)
+        for place in range(taken.shape[1]):
+            here = taken[:, place]
+            cut = np.maximum(cut, before @ self.early.T + (total - before) @ self.late.T + here @ self.here.T)
+            before = before + here
+        seconds = total @ self.always.T + rooms @ self.rooms.T + self.constant_s + cut
+        found: Vector = seconds.max(axis=1)
+        return found
 
 
 def _matrix(tables: Sequence[Mapping[Any, float]], columns: type[IntEnum]) -> Vector:

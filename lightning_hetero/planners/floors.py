@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan
@@ -15,12 +16,17 @@ class Floors:
 
     Args:
         relaxation: The model, the machine and the rows.
+
+    Attributes:
+        kinds: For each block a number that equal blocks share.
+        micro_batches: Those of the relaxation.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
         self._relaxation = relaxation
+        self.micro_batches = relaxation.micro_batches
         kinds: dict[object, int] = {}
-        self._kinds = [kinds.setdefault(_kind(block), len(kinds)) for block in relaxation.model.blocks]
+        self.kinds = tuple(kinds.setdefault(_kind(block), len(kinds)) for block in relaxation.model.blocks)
         self._uses: dict[object, Vector] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -29,23 +35,53 @@ class Floors:
         Args:
             plan: Its number of micro-batches is the relaxation's.
         """
-        h = self._relaxation.hardware
-        taken = np.array([self._taken(*row) for row in zip(self._kinds, self._relaxation.model.blocks, plan.blocks, strict=True)])
-        total = taken.sum(axis=0)
-        left = np.zeros(len(Room))
-        device = max(0.0, h.device_memory_bytes - total[Use.DEVICE_HELD])
-        left[[Room.PASSED_CPU, Room.PASSED_DEVICE]] = np.minimum(device, total[[Use.PASSED_CPU, Use.PASSED_DEVICE]])
-        left[Room.PASSED_DISK] = min(max(0.0, h.host_memory_bytes - total[Use.HOST_HELD]), total[Use.PASSED_DISK])
-        left[Room.WAITING] = h.host_memory_bytes if plan.priority else 0.0  # else the next forward waits for all updates
-        return self._relaxation.matrices.largest(taken, left)
+        return float(self.of(self.taken(plan)[None], priority=plan.priority)[0])
 
-    def _taken(self, kind: int, block: BlockProfile, rule: BlockPlan) -> Vector:
+    def taken(self, plan: Plan) -> Vector:
+        """What each block takes under a fitted plan: blocks x :class:`Use`."""
+        return np.array([self.taken_of(index, rule) for index, rule in enumerate(plan.blocks)])
+
+    def taken_of(self, index: int, rule: BlockPlan) -> Vector:
+        """What one block takes under a rule, by :class:`Use`."""
         operators = tuple(sorted(rule.operators.items())) if rule.operators else ()
-        key = (kind, rule.weights, rule.state, rule.update, rule.saved, rule.boundary, operators)
+        key = (self.kinds[index], rule.weights, rule.state, rule.update, rule.saved, rule.boundary, operators)
         found = self._uses.get(key)
         if found is None:
             r = self._relaxation
-            found = self._uses[key] = uses(block, rule, r.model, r.hardware, r.micro_batches)
+            found = self._uses[key] = uses(r.model.blocks[index], rule, r.model, r.hardware, r.micro_batches)
+        return found
+
+    def of(self, taken: Vector, *, priority: bool) -> Vector:
+        """The bounds of many plans at once, seconds.
+
+        Args:
+            taken: Plans x blocks x :class:`Use`.
+            priority: As in :class:`Plan`.
+        """
+        h, total = self._relaxation.hardware, taken.sum(axis=1)
+        left = np.zeros((len(taken), len(Room)))
+        device = np.maximum(0.0, h.device_memory_bytes - total[:, Use.DEVICE_HELD])
+        for room, use in ((Room.PASSED_CPU, Use.PASSED_CPU), (Room.PASSED_DEVICE, Use.PASSED_DEVICE)):
+            left[:, room] = np.minimum(device, total[:, use])
+        host = np.maximum(0.0, h.host_memory_bytes - total[:, Use.HOST_HELD])
+        left[:, Room.PASSED_DISK] = np.minimum(host, total[:, Use.PASSED_DISK])
+        left[:, Room.WAITING] = h.host_memory_bytes if priority else 0.0  # else the next forward waits for all updates
+        return self._relaxation.matrices.largest(taken, left)
+
+    def may_fit(self, taken: Vector) -> NDArray[np.bool_]:
+        """Which of many plans have room for weights, state and activations alone: one that has not fits nowhere.
+
+        Args:
+            taken: Plans x blocks x :class:`Use`.
+        """
+        h, m, total = self._relaxation.hardware, self._relaxation.model, taken.sum(axis=1)
+        device = total[:, Use.DEVICE_HELD] + total[:, Use.DEVICE_SAVED] + m.constant_device_bytes
+        host = total[:, Use.HOST_HELD] + total[:, Use.HOST_SAVED] + m.constant_host_bytes
+        disk = total[:, Use.DISK_HELD]
+        if h.shared_memory:
+            device, host = np.zeros(len(taken)), device + host
+        sizes = ((device, h.device_memory_bytes), (host, h.host_memory_bytes), (disk, h.disk_capacity_bytes))
+        found: NDArray[np.bool_] = np.logical_and.reduce([size <= most for size, most in sizes])
         return found
 
 

@@ -27,18 +27,20 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.floors import Floors
+from lightning_hetero.planners.frontier import NAME, Frontier
 from lightning_hetero.planners.judge import proved
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Relaxation, load_solver
 from lightning_hetero.planners.remedies import Request, check_rates, infeasible
-from lightning_hetero.planners.search import NAME, Search
+from lightning_hetero.planners.search import Search
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
 _SECONDS = 20.0
-_SIMULATED_BLOCKS = 400  # blocks of all simulations of one search together, so that a large model gets fewer of them
-_EVALUATIONS = (4, 40)
+_SIMULATED_BLOCKS = 900  # blocks of all simulations of one search together, so that a large model gets fewer of them
+_EVALUATIONS = (8, 300)
+_GOOD = 0.02  # over the bound: the search goes on until its plan is as near
 _MARGIN, _OWN_CPU_MARGIN = 0.01, 0.05  # see prefer_resident
 _TIE = 1e-9
 
@@ -58,7 +60,8 @@ def plan(
     ``objective_s`` is its simulated step. ``decisions`` say what is where: counts of blocks by tier of ``weights`` and ``state``
     and by lane of the ``update``; ``kept_bytes``, ``recomputed_bytes``, ``swapped_host_bytes`` and ``swapped_disk_bytes`` of
     activations in one micro-batch; the depths. And how good that is: ``lower_bound_s`` (no plan is faster), ``gap`` to it,
-    ``start`` (the planner whose plan it is, or that it grew from) and ``evaluations`` (simulations of the search).
+    ``start`` (the planner whose plan it is, or that it grew from), ``evaluations`` (simulations of the search), and why the search
+    ``ended``: ``"bound"`` (the plan is near it), ``"time"`` (the simulations that it may use are used up) or ``"all tried"``.
 
     Args:
         model: The model; the batch of its profile is the batch of one step.
@@ -85,7 +88,7 @@ def plan(
     found: list[_Joint] = []
     for parts in _splits(micro_batches, model, hardware):
         part = split(model, parts)
-        relaxation = Relaxation(part, hardware, micro_batches=parts)
+        relaxation = Relaxation(part, hardware, micro_batches=parts, updates=updates)
         floors = Floors(relaxation)
         referee = Referee(part, hardware, updates=updates, evaluations=budget, floor_s=floors.seconds, deadline_s=deadline_s)
         found.append(_Joint(relaxation, referee, floors, margin=margin))
@@ -109,7 +112,7 @@ def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfi
 
 def _evaluations(model: ModelProfile) -> int:
     least, most = _EVALUATIONS
-    return max(least, min(most, _SIMULATED_BLOCKS // len(model.blocks)))
+    return max(least, min(most, _SIMULATED_BLOCKS // (len(model.blocks) + 2)))
 
 
 class _Joint:
@@ -126,6 +129,7 @@ class _Joint:
         self.relaxation, self.referee, self.floors, self.margin = relaxation, referee, floors, margin
         self.parts = relaxation.micro_batches
         self.bound_s = relaxation.bound_s()
+        self.ended = "bound"
 
     def run(self, rival_s: float) -> None:
         """Looks for the fastest plan, unless there is none, or none that can be faster than ``rival_s``."""
@@ -136,13 +140,17 @@ class _Joint:
         resident, resident_s = referee.best, referee.best_s
         if resident_s <= self.bound_s * (1 + self.margin):
             return
-        search = Search(relaxation=self.relaxation, referee=referee, bound_s=self.bound_s)
+        bound_s = self.bound_s
+        search = Search(relaxation=self.relaxation, referee=referee, bound_s=bound_s)
         search.first()
         for name in BASELINES:
             self._baseline(name)
         for name in OTHERS:
             self._other(name)
         search.run()
+        Frontier(referee, self.floors, lambda: referee.exhausted or referee.best_s <= bound_s * (1 + _GOOD)).run()
+        if referee.best_s > bound_s * (1 + _GOOD):
+            self.ended = "time" if referee.exhausted else "all tried"
         if resident is not None and resident_s <= referee.best_s * (1 + self.margin + _TIE):
             referee.admit(resident, proved=False, anyway=True)
 
@@ -202,5 +210,6 @@ class _Joint:
             "gap": step_s / bound_s - 1 if bound_s else None,
             "start": best.name,
             "evaluations": referee.evaluations,
+            "ended": self.ended,
         }
         return replace(found, objective_s=step_s, decisions=decisions)

@@ -15,6 +15,8 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted, rooms
 from lightning_hetero.planners.judge import simulation
 
+_REFUSAL = 0.1  # of the time of a simulation
+
 
 class Referee:
     """Simulates plans of one model on one machine, each once, and keeps the fastest.
@@ -53,11 +55,37 @@ class Referee:
         self.refusal: PlanError | None = None
         self._most, self._floor_s, self._deadline_s = evaluations, floor_s, deadline_s
         self._known: dict[object, float] = {}
+        self._judged: list[tuple[Plan, float]] = []
+        self._refused = 0
+        self._charged = 0.0
 
     @property
     def exhausted(self) -> bool:
         """No simulation is left."""
-        return self.evaluations >= self._most or time.monotonic() >= self._deadline_s
+        return self.left <= 0 or time.monotonic() >= self._deadline_s
+
+    @property
+    def spent(self) -> float:
+        """Simulations so far; a plan that is refused before it is simulated counts as part of one, and so does what is charged."""
+        return self.evaluations + _REFUSAL * self._refused + self._charged
+
+    @property
+    def left(self) -> float:
+        """Simulations that are left."""
+        return self._most - self.spent
+
+    @property
+    def judged(self) -> tuple[tuple[Plan, float], ...]:
+        """All plans that fit, with their steps."""
+        return tuple(self._judged)
+
+    def charge(self, simulations: float) -> None:
+        """Counts other work as so many simulations."""
+        self._charged += simulations
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether a resolved plan has been judged, or refused."""
+        return _key(self._fitted(plan)) in self._known
 
     def shortfall(self, plan: Plan) -> PlanError | None:
         """Why a resolved plan does not fit; ``None`` if it may."""
@@ -71,6 +99,7 @@ class Referee:
     def admit(self, plan: Plan, *, proved: bool, anyway: bool = False) -> None:
         """Takes a plan with its prediction, which may have been proved, if it is the fastest, or ``anyway``."""
         assert plan.predicted is not None
+        self._judged.append((plan, plan.predicted.iteration_s))
         if anyway or plan.predicted.iteration_s < self.best_s:
             self.best, self.best_s, self.proved = plan, plan.predicted.iteration_s, proved
 
@@ -96,6 +125,7 @@ class Referee:
 
     def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:
+            self._refused += 1
             return None
         try:
             p = simulation(plan, self.model, self.hardware, updates=self.updates).prediction

@@ -23,6 +23,7 @@ import numpy as np
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Tier
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.planners.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows
 from lightning_hetero.planners.choices import Choice, Column, columns
@@ -83,6 +84,7 @@ class _Extra(IntEnum):
     TIME = 3  # seconds of the step, in units of its compute
 
 
+_SECONDS = np.isin(np.arange(len(Use)), (Use.COMPUTE_S, Use.FORWARD_S))  # of all uses
 _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
 
@@ -109,16 +111,25 @@ class Relaxation:
         model: The model; its times and activations are those of one micro-batch.
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
+        updates: When updates may run.
     """
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        hardware: HardwareProfile,
+        *,
+        micro_batches: int = 1,
+        updates: Updates = Updates.IN_BACKWARD,
+    ) -> None:
         self.model, self.hardware, self.micro_batches = model, hardware, micro_batches
         self.segments = segments(model)
         self.staging_bytes = 0
         if hardware.disk_capacity_bytes:
             streamed = sum(b.num_trainable_params for b in model.blocks) * model.state_itemsize
             self.staging_bytes = least_staging(model) + read_ahead(4 * hardware.host_memory_bytes, streamed)
-        self.matrices = Matrices(rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes))
+        found = rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes, updates=updates)
+        self.matrices = Matrices(found)
         self.columns = tuple(columns(self.segments, model, hardware, micro_batches))
         self._places = places(self.segments)
         self._compute_s = sum(b.forward_s + b.backward_s for b in model.blocks) * micro_batches
@@ -153,7 +164,7 @@ class Relaxation:
     def _rows_of_time(self, stress: float, in_practice: bool) -> tuple[Matrix, Vector]:
         found, groups = self.matrices, np.arange(len(self._sums))
         factor = np.array([stress if row.resource in STRESSED else 1.0 for row in found.rows])
-        units = np.where(np.arange(len(Use)) == Use.COMPUTE_S, 1.0, GB * factor[:, None]) / self._unit_s
+        units = np.where(_SECONDS, 1.0, GB * factor[:, None]) / self._unit_s
         always, early, late, here = ((table * units)[:, None, :] for table in (found.always, found.early, found.late, found.here))
         chosen, seconds = [np.flatnonzero(found.uncut)], [np.repeat(always[found.uncut], len(groups), axis=1)]
         for place in self._places:
@@ -178,7 +189,7 @@ class Relaxation:
 
     def _taken_by_groups(self) -> Matrix:
         """Rows that are 0: what the columns of each group take of each use, less the variable that stands for it."""
-        units = np.where(np.arange(len(Use)) == Use.COMPUTE_S, 1.0, GB)
+        units = np.where(_SECONDS, 1.0, GB)
         matrix = np.zeros((self._sums.size, self._size))
         for place, column in enumerate(self.columns):
             matrix[self._group[place] * len(Use) + np.arange(len(Use)), place] = column.taken / units

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import Any
 
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
 from lightning_hetero.lowering.needs import needs_of, total_bytes
 from lightning_hetero.planners.choices import placements, policies
+from lightning_hetero.planners.frontier import NAME, knobs
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.rounding import Chosen, Demotion, rounded, rule
 
-NAME = "holistic"
 _NEAR = 3e-3  # of the bound: nobody can gain more
 _REPAIRS = 24  # times that something of a start is demoted because it does not fit
 _MOST_DEPTH = 1024  # of a plan
@@ -203,24 +203,10 @@ class Search:
         while better:
             better = False
             best = self.referee.best
-            for plan in () if best is None else neighbours(best):
+            for plan in () if best is None else knobs(best):
                 if self.done:
                     return
                 before = self.referee.best_s
                 if self.referee.seconds(plan) < before:
                     better = True
                     break
-
-
-def neighbours(plan: Plan) -> Iterator[Plan]:
-    """Plans that place everything alike and differ in one of the other decisions."""
-    if plan.update_order is not UpdateOrder.OVERLAPPED or not plan.priority:
-        yield replace(plan, update_order=UpdateOrder.OVERLAPPED, priority=True)
-    g, most = plan.gradient_depth, min(len(plan.blocks), _MOST_DEPTH)
-    for depth in dict.fromkeys((min(2, most), max(1, g // 2), min(most, 2 * g), max(1, g - 1), min(most, g + 1))):
-        if depth != g:
-            yield replace(plan, gradient_depth=depth)
-    p = plan.prefetch_depth
-    for depth in dict.fromkeys((min(64, 2 * p), max(1, p // 2), p + 1)):
-        if depth != p:
-            yield replace(plan, prefetch_depth=depth)

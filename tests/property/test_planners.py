@@ -15,6 +15,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Saved, UpdateLane
+from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.floors import Floors
 from lightning_hetero.planners.holistic import plan
@@ -27,15 +28,17 @@ SOLVED = 1 + 1e-6  # the solver's tolerance
 
 
 @examples(300)
-@given(models(), machines(), st.data())
-def test_no_plan_is_faster_than_the_bound(model: ModelProfile, hardware: HardwareProfile, data: st.DataObject) -> None:
+@given(models(), machines(), st.sampled_from([Updates.IN_BACKWARD, Updates.AFTER_VERDICT, Updates.SPECULATIVE]), st.data())
+def test_no_plan_is_faster_than_the_bound(
+    model: ModelProfile, hardware: HardwareProfile, updates: Updates, data: st.DataObject
+) -> None:
     placed = data.draw(plans(model, hardware))
     try:
-        found = judged(placed, model, hardware)
+        found = judged(placed, model, hardware, updates=updates)
     except PlanError:
         assume(False)
     assert found.predicted is not None
-    relaxation = Relaxation(model, hardware, micro_batches=placed.micro_batches)
+    relaxation = Relaxation(model, hardware, micro_batches=placed.micro_batches, updates=updates)
     bound = relaxation.bound_s()
     assert bound is not None, "a plan fits and the relaxation does not"
     assert bound <= found.predicted.iteration_s * SOLVED
