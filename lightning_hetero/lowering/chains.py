@@ -39,6 +39,8 @@ _CHAINS = {
     (OpKind.SWAP_IN, Payload.STATE): (Chain.STATE,),
     (OpKind.SWAP_OUT, Payload.WEIGHTS): (Chain.DEVICE, Chain.HOST, Chain.STATE),
     (OpKind.SWAP_OUT, Payload.STATE): (Chain.HOST, Chain.STATE),
+    (OpKind.MIRROR, Payload.WEIGHTS): (Chain.HOST, Chain.STATE),
+    (OpKind.MIRROR, Payload.STATE): (Chain.HOST, Chain.STATE),
 }
 
 

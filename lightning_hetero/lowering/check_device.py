@@ -29,6 +29,7 @@ class DeviceCheck(HostCheck):
         self.state_up: dict[int, int] = {}  # block -> SWAP_IN of its state
         self.state_down: dict[int, int] = {}  # block -> SWAP_OUT of its state
         self.returned: set[int] = set()  # blocks whose weights have gone back to the host
+        self.lent: list[Op] = []  # MIRRORs on d2h, in place of each the one that writes it to the disk, once there is
         self.swaps = SwapCheck(self)
 
     def check_begin(self) -> None:
@@ -74,6 +75,8 @@ class DeviceCheck(HostCheck):
             case OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H:
                 self.check_goes_back(op, moves=self.placed[op.block].weights_return and op.block not in self.returned)
                 self.returned.add(op.block)
+            case OpKind.MIRROR, Payload.WEIGHTS | Payload.STATE, Lane.D2H:
+                self.check_lent(op)
             case OpKind.SWAP_OUT | OpKind.SWAP_IN, Payload.ACTIVATIONS, _:
                 self.swaps.check_op(op)
             case _:
@@ -82,8 +85,8 @@ class DeviceCheck(HostCheck):
 
     def check_bytes(self, op: Op) -> None:
         """An op moves all of its payload, no more: the simulator's times and the memory that it counts rest on that."""
-        if op.block == NO_BLOCK or op.payload is Payload.ACTIVATIONS:
-            return
+        if op.block == NO_BLOCK or op.payload is Payload.ACTIVATIONS or op.kind is OpKind.MIRROR:
+            return  # a MIRROR moves what it finds in memory, which `check_mirror` and `check_lent` know
         shape = self.placed[op.block].shape
         sizes = {Payload.WEIGHTS: shape.weight_bytes, Payload.STATE: shape.state_bytes, Payload.GRADIENTS: shape.gradient_bytes}
         size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)
@@ -176,6 +179,27 @@ class DeviceCheck(HostCheck):
         if over is not None and not self.behind[op.id] >> self.state_down.get(over, op.id + 1) & 1:
             self.fail("capacity", op, op.block, f"does not wait for the SWAP_OUT of block {over}'s state, whose place it takes")
         self.state_up[op.block] = op.id
+
+    def check_mirror(self, op: Op) -> None:
+        """What an update has made in memory goes to the disk, if the device has it alone by way of the host."""
+        super().check_mirror(op)
+        lent = self.lent[-1] if self.lent else None
+        if self.placed[op.block].lent_bytes and (lent is None or lent.block != op.block):
+            self.fail("order", op, op.block, "writes what only the device has, and no MIRROR on lane 'd2h' has brought that")
+        if lent is not None and lent.block == op.block:
+            self.lent[-1] = op
+
+    def check_lent(self, op: Op) -> None:
+        """What only the device has comes to the host, in place of what the block before had there."""
+        placed = self.placed[op.block]
+        if not placed.lent_bytes or op.num_bytes != placed.lent_bytes or op.block not in self.updated:
+            got = f"brings {op.num_bytes} B to the host, of which the device has {placed.lent_bytes} B alone after its UPDATE"
+            self.fail("order", op, op.block, got)
+        if self.lent and (self.lent[-1].lane is Lane.D2H or not self.behind[op.id] >> self.lent[-1].id & 1):
+            self.fail(
+                "capacity", op, op.block, f"does not wait for the MIRROR of block {self.lent[-1].block}, whose place it takes"
+            )
+        self.lent.append(op)
 
     def check_goes_back(self, op: Op, *, moves: bool) -> None:
         """What the device has updated goes to the host, where it lives."""

@@ -10,7 +10,7 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.chains import Chain, carried_into, chains_of
-from lightning_hetero.lowering.lower import expected_anchors, last_step
+from lightning_hetero.lowering.lower import expected_anchors, last_kept, last_step
 from lightning_hetero.lowering.placement import placements, speculates, updates_in_backward
 from lightning_hetero.units import format_bytes
 
@@ -104,6 +104,12 @@ class HostCheck:
                 kind, block = missing[0]
                 got = f"anchor 0 ({first}) does not wait for its {kind.value} of the step before, as a plan without priority must"
                 self.fail("order", None, block, got)
+        for edge in last_kept(self.placed, self.schedule.signature.order):
+            if edge not in self.schedule.anchors[0].carried:
+                got = (
+                    f"anchor 0 ({self.schedule.anchors[0]}) does not wait for its {edge[0].value} of the step before, which is kept"
+                )
+                self.fail("order", None, edge[1], got)
 
     def check_end(self) -> None:
         """Nothing is missing, and what is left in memory is what the schedule says."""
@@ -274,7 +280,8 @@ class HostCheck:
         """What an update has made in memory goes to the disk."""
         placed, previous = self.placed[op.block], self.last.get((op.block, Chain.HOST))
         # Weights on disk may have left memory since, and come back.
-        follows = op.block in self.updated and previous is not None and previous.kind is not OpKind.MIRROR
+        repeated = previous is not None and (previous.kind, previous.lane) == (OpKind.MIRROR, Lane.DISK_WRITE)
+        follows = op.block in self.updated and previous is not None and not repeated
         if op.num_bytes != placed.mirrored_bytes or not follows:
             self.fail("order", op, op.block, f"does not follow the UPDATE of a block with {placed.mirrored_bytes} B to keep")
         if (OpKind.COMMIT, NO_BLOCK) not in op.carried or not self.after_verdict(op):

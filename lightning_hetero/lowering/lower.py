@@ -78,6 +78,14 @@ def last_step(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Car
             yield OpKind.SWAP_OUT, block
 
 
+def last_kept(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Carried]:
+    """What the first forward waits for where steps are kept: MIRRORs of what a device with memory of its own has updated."""
+    for block in dict.fromkeys(order):
+        row = placed[block]
+        if row.has_device and row.trainable and not row.on_cpu and row.mirrored_bytes:
+            yield OpKind.MIRROR, block
+
+
 def last_gradients(placed: Sequence[Placement], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
 
@@ -123,8 +131,9 @@ class _Lowering:
 
     def run(self) -> Schedule:
         anchors = [self._begin(index, anchor) for index, anchor in enumerate(self._anchors)]
-        if not self._plan.priority and self._signature.order:
-            edges = dict.fromkeys((*anchors[0].carried, *last_step(self._placed, self._signature.order)))
+        if order := self._signature.order:
+            last = () if self._plan.priority else last_step(self._placed, order)
+            edges = dict.fromkeys((*anchors[0].carried, *last, *last_kept(self._placed, order)))
             anchors[0] = replace(anchors[0], carried=tuple(edges))
         return Schedule(
             signature=self._signature,

@@ -140,7 +140,7 @@ def needs_of_shape(
         buckets: Memory in which ranks average gradients.
     """
     placed = placements(plan, model, device=not shared_memory)
-    slots = num_slots(model.kept_every if shared_memory else 0)
+    slots = num_slots(model.kept_every)
     in_backward = updates_in_backward(plan, updates)
     last = plan.micro_batches > 1 or (shared_memory and updates not in (Updates.NONE, Updates.IN_BACKWARD))
     gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
@@ -162,7 +162,7 @@ def needs_of_shape(
             Purpose.WEIGHTS: sum(slots * p.shape.weight_bytes for p in placed if p.on_disk),
             Purpose.STATE: sum(slots * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
-            Purpose.MIRRORS: mirror_file_bytes(plan, model) if shared_memory else 0,
+            Purpose.MIRRORS: mirror_file_bytes(plan, model),
         },
         device_caches=tuple(p.shape.weight_bytes for p in placed if p.below_device),
         host_caches=tuple(p.shape.weight_bytes for p in placed if p.on_disk),

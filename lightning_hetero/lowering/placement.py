@@ -28,6 +28,7 @@ class Placement:
         weights_return: The same for its weights: the new ones go back to the host.
         revocable: An update of it can be taken back: the CPU makes it, and the old state stays on disk.
         mirrored_bytes: What of it lives in memory and is written to the disk in every step; see [Note: Mirrors] in ``ir.schedule``.
+        lent_bytes: What of that lives on a device with memory of its own alone, and passes through host memory.
         saved: What becomes of what its forward saves; all of it is kept where the device is the host.
     """
 
@@ -44,6 +45,7 @@ class Placement:
     weights_return: bool
     revocable: bool
     mirrored_bytes: int
+    lent_bytes: int
     saved: SavedBytes
 
     @property
@@ -98,8 +100,7 @@ def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placemen
         model: The blocks' sizes.
         device: The device has memory of its own.
     """
-    kept = model.kept_every == 1 and not device  # what a device with memory of its own updates is not kept
-    return tuple(_placement(s, p, device, kept) for s, p in zip(model.blocks, plan.blocks, strict=True))
+    return tuple(_placement(s, p, device, model.kept_every == 1) for s, p in zip(model.blocks, plan.blocks, strict=True))
 
 
 def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> Placement:
@@ -120,14 +121,25 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> 
         weights_return=on_device and plan.weights is Tier.HOST,
         revocable=on_cpu and plan.state is Tier.DISK,
         mirrored_bytes=mirrored_bytes(shape, plan) if kept else 0,
+        lent_bytes=lent_bytes(shape, plan) if kept and on_device else 0,
         saved=saved_bytes(shape, plan) if keeps_less(plan) else _kept(shape),
     )
 
 
 def mirrored_bytes(shape: BlockShape, plan: BlockPlan) -> int:
     """What a step that is kept writes to the disk of what lives in memory: state, and the weights that change."""
-    weights = 0 if plan.weights is Tier.DISK else shape.weight_bytes * shape.num_trainable_params // max(1, shape.num_params)
-    return weights + (0 if plan.state is Tier.DISK else shape.state_bytes)
+    return _kept_weights(shape, plan.weights is not Tier.DISK) + (0 if plan.state is Tier.DISK else shape.state_bytes)
+
+
+def lent_bytes(shape: BlockShape, plan: BlockPlan) -> int:
+    """What of that a device with memory of its own has alone: weights and state of a block that it updates."""
+    if plan.update is UpdateLane.CPU:
+        return 0
+    return _kept_weights(shape, plan.weights is Tier.DEVICE) + (shape.state_bytes if plan.state is Tier.DEVICE else 0)
+
+
+def _kept_weights(shape: BlockShape, there: bool) -> int:
+    return shape.weight_bytes * shape.num_trainable_params // max(1, shape.num_params) if there else 0
 
 
 def keeps_less(plan: BlockPlan) -> bool:

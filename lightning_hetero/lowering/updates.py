@@ -115,8 +115,9 @@ class UpdateMoves:
             self._update(index, block)
             if not self._plan.priority:
                 self._renew(block)
+        before: tuple[int, ...] = ()  # one block at a time has host memory for what the device has alone
         for block in sorted(self._updated):
-            self._mirror(block)
+            before = self._mirror(block, before)
         if self._stores:
             self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
 
@@ -157,13 +158,18 @@ class UpdateMoves:
         if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
             self._behind = (last,)
 
-    def _mirror(self, block: int) -> None:
-        """What of the block lives in memory is kept on the disk, too."""
+    def _mirror(self, block: int, before: tuple[int, ...]) -> tuple[int, ...]:
+        """What of the block lives in memory is kept on the disk, too; returns what the next block's way there waits for."""
         placed = self._placed[block]
-        if placed.mirrored_bytes:
-            payload = Payload.WEIGHTS if placed.plan.state is Tier.DISK else Payload.STATE
-            size, carried = placed.mirrored_bytes, ((OpKind.COMMIT, NO_BLOCK),)
-            self._stores.append(self._issue(OpKind.MIRROR, block, Lane.DISK_WRITE, payload, size, carried=carried))
+        if not placed.mirrored_bytes:
+            return before
+        payload = Payload.WEIGHTS if placed.plan.state is Tier.DISK else Payload.STATE
+        size, carried = placed.mirrored_bytes, ((OpKind.COMMIT, NO_BLOCK),)
+        if placed.lent_bytes:
+            self._issue(OpKind.MIRROR, block, Lane.D2H, payload, placed.lent_bytes, after=before)
+        last = self._issue(OpKind.MIRROR, block, Lane.DISK_WRITE, payload, size, carried=carried)
+        self._stores.append(last)
+        return (last,) if placed.lent_bytes else before
 
     def _mirrored(self, block: int) -> tuple[Carried, ...]:
         """What an update of the block waits for, of the step before: what it changes is being written from where it lies."""

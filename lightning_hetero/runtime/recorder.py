@@ -120,6 +120,17 @@ class Recorder:
             self._order += not late
         return tickets
 
+    def did(self, kind: str, block: str, lane: Lane, begin_s: float, num_bytes: int) -> None:
+        """Work of a lane that the calling thread has done by now, since ``begin_s`` of ``time.monotonic``; of the last step."""
+        if self.enabled:
+            order, self._last_order = self._last_order, self._last_order + 1
+            self._spans.append(
+                Span(
+                    step=self.step - 1, name=f"{kind} {block}", lane=lane.value, start_s=begin_s, end_s=time.monotonic(),
+                    num_bytes=num_bytes, order=order, issued_s=begin_s,
+                )
+            )  # fmt: skip
+
     def observe(self, lanes: QueuedLanes, blocks: Sequence[str]) -> None:
         """Follows what a device does, if enabled.
 

@@ -14,7 +14,7 @@ from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Phase, Schedule
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
-from lightning_hetero.lowering import mirrored_bytes, num_slots
+from lightning_hetero.lowering import lent_bytes, mirrored_bytes, num_slots
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.sim.engine import Engine, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
@@ -114,7 +114,7 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
         backward_s=iteration_s - forward_s,
         device_peak_bytes=memory.device_peak_bytes,
         host_peak_bytes=memory.host_peak_bytes,
-        disk_bytes=disk_bytes(plan, model, kept_every=model.kept_every if hardware.shared_memory else 0),
+        disk_bytes=disk_bytes(plan, model, kept_every=model.kept_every),
         bottleneck={
             "forward": _bottleneck(steps, Phase.FORWARD, duplex=hardware.disk_duplex),
             "backward": _bottleneck(steps, Phase.BACKWARD, duplex=hardware.disk_duplex),
@@ -124,11 +124,14 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
 
 def _pinning_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> float:
     """Seconds of a step, on average, for a run that keeps every so many steps: that step ends when all of it is on the disk."""
-    if model.kept_every <= 1 or not hardware.shared_memory:
+    if model.kept_every <= 1:
         return 0.0
-    rows = zip(model.shape().blocks, plan.blocks, strict=True)
+    rows = list(zip(model.shape().blocks, plan.blocks, strict=True))
     mirrored = sum(mirrored_bytes(shape, placed) for shape, placed in rows)
-    return Rates(hardware).alone_s(Work.DISK_WRITE, mirrored) / model.kept_every
+    seconds = Rates(hardware).alone_s(Work.DISK_WRITE, mirrored)
+    if not hardware.shared_memory:  # it passes through host memory, one block at a time
+        seconds += Rates(hardware).alone_s(Work.D2H, sum(lent_bytes(shape, placed) for shape, placed in rows))
+    return seconds / model.kept_every
 
 
 def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:

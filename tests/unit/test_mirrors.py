@@ -12,8 +12,8 @@ from support.machines import MB, ROOMY
 from lightning_hetero.errors import PlanError, ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
-from lightning_hetero.ir.schedule import OpKind, Payload, StepSignature, Updates, urgency
-from lightning_hetero.lowering import check, lower
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates, urgency
+from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.planners import PLANNERS, disk, host, resident
 from lightning_hetero.planners.judge import judged, simulation
 from lightning_hetero.sim.simulate import disk_bytes
@@ -148,3 +148,94 @@ def test_auto_chooses_by_what_keeping_costs() -> None:
     assert {b.update for b in kept.blocks[1:]} == {UpdateLane.DEVICE}
     assert kept.predicted is not None
     assert kept.predicted.iteration_s == pytest.approx(min(seconds[make, True] for make in (host, resident, disk)))
+
+
+# ---- a device with memory of its own --------------------------------------------------------------------------------------------
+
+
+GPU = replace(
+    OWN_CPU, shared_memory=False, device_memory_bytes=1 << 30, link_h2d_bytes_per_s=1e9, link_d2h_bytes_per_s=1e9,
+    device_update_params_per_s=1e9,
+)  # fmt: skip
+RULES = {  # what a kept step writes per parameter, and what of that passes through host memory
+    "cpu": (BlockPlan(name="*"), 12, 0),
+    "cpu, weights on the device": (BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.HOST, update=UpdateLane.CPU), 12, 0),
+    "cpu, state on disk": (BlockPlan(name="*", state=Tier.DISK), 4, 0),
+    "cpu, all on disk": (BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK), 0, 0),
+    "device": (BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE), 12, 12),
+    "device, state below": (BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.HOST, update=UpdateLane.DEVICE), 12, 4),
+    "device, weights below": (BlockPlan(name="*", weights=Tier.HOST, state=Tier.DEVICE, update=UpdateLane.DEVICE), 12, 8),
+}
+
+
+def on_gpu(model: ModelProfile, rule: BlockPlan, updates: Updates, **options: Any) -> tuple[Plan, Schedule]:
+    plan = Plan(name="p", blocks=(rule,), **options).resolve(b.name for b in model.blocks)
+    room = DeviceRoom(resident=frozenset(), capacity_bytes=8 * PARAMS)
+    schedule = lower(
+        plan, model.shape(), replace(STEP, updates=updates), resident=frozenset(), capacity_bytes=8 * PARAMS, device=room
+    )
+    check(schedule, plan, model.shape(), capacity_bytes=8 * PARAMS, device_capacity_bytes=8 * PARAMS)
+    return plan, schedule
+
+
+@pytest.mark.parametrize("priority", [True, False])
+@pytest.mark.parametrize("updates", [Updates.IN_BACKWARD, Updates.AFTER_VERDICT, Updates.SPECULATIVE, Updates.REDONE])
+@pytest.mark.parametrize("name", RULES)
+def test_a_device_s_kept_step_has_its_mirrors_and_its_commit(name: str, updates: Updates, priority: bool) -> None:
+    rule, size, lent = RULES[name]
+    plan, schedule = on_gpu(KEPT, rule, updates, priority=priority)
+    found = {lane: [op for op in schedule.ops if op.kind is OpKind.MIRROR and op.lane is lane] for lane in Lane}
+    trained = list(range(1, LAYERS + 1))
+    for lane, expected in ((Lane.DISK_WRITE, size), (Lane.D2H, lent)):
+        assert [(op.block, op.num_bytes) for op in found[lane]] == [(b, expected * PARAMS) for b in trained if expected]
+    assert schedule.ops[-1].kind is OpKind.COMMIT
+    assert {op.id for op in found[Lane.DISK_WRITE]} <= set(schedule.ops[-1].after)
+    on_device = {(OpKind.MIRROR, b) for b in trained if plan.blocks[b].update is UpdateLane.DEVICE}
+    assert on_device <= set(schedule.anchors[0].carried), "the next batch waits until what the device has updated is mirrored"
+    _, free = on_gpu(FREE, rule, updates, priority=priority)
+    rest = [op for op in schedule.ops if op.kind not in (OpKind.MIRROR, OpKind.COMMIT)]
+    others = [op for op in free.ops if op.kind is not OpKind.COMMIT]
+    assert [(op.kind, op.block, op.lane, op.at, op.num_bytes) for op in rest] == [
+        (op.kind, op.block, op.lane, op.at, op.num_bytes) for op in others
+    ], "nothing else changes"
+
+
+def test_a_device_s_schedule_that_leaves_a_mirror_out_is_refused() -> None:
+    plan, schedule = on_gpu(KEPT, RULES["device"][0], Updates.AFTER_VERDICT)
+    shape = KEPT.shape()
+
+    def refused(what: str, changed: Schedule) -> None:
+        with pytest.raises(ScheduleError, match=what):
+            check(changed, plan, shape, capacity_bytes=8 * PARAMS, device_capacity_bytes=8 * PARAMS)
+
+    def with_op(op: Op) -> Schedule:
+        return replace(schedule, ops=tuple(op if other.id == op.id else other for other in schedule.ops))
+
+    down = [op for op in schedule.ops if (op.kind, op.lane) == (OpKind.MIRROR, Lane.D2H)]
+    refused("has 60000000 B alone", with_op(replace(down[0], num_bytes=1)))
+    refused("whose place it takes", with_op(replace(down[1], after=tuple(i for i in down[1].after if i != down[1].id - 1))))
+    first = replace(schedule.anchors[0], carried=())
+    refused("does not wait for its MIRROR", replace(schedule, anchors=(first, *schedule.anchors[1:])))
+
+
+@pytest.mark.parametrize("name", ["cpu", "device"])
+def test_the_simulator_and_the_disk_s_account_see_a_device_s_mirrors(name: str) -> None:
+    rule, size, lent = RULES[name]
+    plan = Plan(name="p", blocks=(rule,)).resolve(b.name for b in KEPT.blocks)
+    kept, free = (simulation(plan, model, GPU, keep_trace=True) for model in (KEPT, FREE))
+    step = max(s.step for s in kept.trace.spans) - 1
+    spans = [s for s in kept.trace.spans if s.step == step and s.name.startswith("MIRROR ")]
+    assert sum(s.num_bytes for s in spans if s.lane == "disk_write") == size * PARAMS * LAYERS
+    assert sum(s.num_bytes for s in spans if s.lane == "d2h") == lent * PARAMS * LAYERS
+    written = size * PARAMS * LAYERS / GPU.disk_write_bytes_per_s
+    assert kept.prediction.iteration_s >= written * (1 - 1e-6)
+    if lent:  # the next batch waits for all of it
+        down = lent * PARAMS * LAYERS / GPU.link_d2h_bytes_per_s
+        assert kept.prediction.iteration_s >= (free.prediction.iteration_s + written + down / 2) * (1 - 1e-3)
+    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
+    with pytest.raises(PlanError, match="copies of what lives in memory"):
+        judged(plan, KEPT, replace(GPU, disk_capacity_bytes=20 * PARAMS * LAYERS))
+    seldom = simulation(plan, replace(KEPT, kept_every=10), GPU).prediction
+    assert seldom.iteration_s - free.prediction.iteration_s == pytest.approx(
+        (written + lent * PARAMS * LAYERS / GPU.link_d2h_bytes_per_s) / 10
+    )

@@ -152,6 +152,8 @@ class DeviceOps(DeviceResidents):
         """What the op does; read off now is all that may change before its turn comes."""
         if op.kind is OpKind.COMMIT:
             return self._commit if self.commits else None
+        if op.kind is OpKind.MIRROR:
+            return None  # where the batch ends, once all hooks have run (`KeptSteps.keep`)
         block, side = self.blocks[op.block], self.side
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:

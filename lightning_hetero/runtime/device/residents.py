@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from lightning_hetero._native import READY
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
+from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import Lanes
@@ -136,8 +138,13 @@ class DeviceResidents(Executor):
             return
         self.weights.changed(block)  # brings back what was moved
         changed = [part for part in block.parts if part.mirrored_versions != versions(part)]
+        begin_s = time.monotonic()
         weights = [part for part in changed if self.weights.lend(part)]
         states = [part for part in changed if self.side.updates.lend(part)]
+        if weights or states:
+            geometries = [part.native.geometry for part in states if part.native is not None]
+            moved = sum(part.weight_bytes for part in weights) + sum(4 * g.num_state * g.num_elements for g in geometries)
+            self.recorder.did("MIRROR", block.name, Lane.D2H, begin_s, moved)
         yield
         for part in block.parts:
             for ticket in writes_of(part):  # ops of the device know nothing of them
