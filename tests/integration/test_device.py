@@ -186,3 +186,26 @@ def test_callbacks_that_touch_weights(make: Any, plan: str, tmp_path: Path) -> N
     recipe = Recipe(shape=Shape(layers=4, tied=True), validate=True)
     expected = run(recipe, "auto", tmp_path, callbacks=[make()])
     assert_same(run(recipe, strategy_of(plan), tmp_path, callbacks=[make()]), expected)
+
+
+@pytest.mark.parametrize("name", ["resident", "host"])
+def test_mirrors_of_a_kept_step_are_in_the_schedule_and_in_the_trace(name: str, tmp_path: Path) -> None:
+    """Those of what the device has alone come by way of the host."""
+    strategy = strategy_of(name, trace=True, disk_path=tmp_path / "store", durability="process")
+    issued: list[set[str]] = []
+
+    class Notes(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            executor = trainer.strategy.session.executor
+            blocks = [block.name for block in executor.blocks]
+            mirrors = [op for op in executor._schedule.ops if op.kind.value == "MIRROR"] if executor._schedule else []
+            issued.append({f"{op.lane.value} {blocks[op.block]}" for op in mirrors})
+
+    run(Recipe(shape=SHAPE, steps=4), strategy, tmp_path, callbacks=[Notes()])
+    spans = [s for s in strategy.trace.spans if s.name.startswith("MIRROR ")]
+    assert spans
+    assert issued[-1]
+    assert any(row.startswith("d2h") for row in issued[-1]) == (name == "resident")
+    steps = sorted({s.step for s in spans})
+    found = {f"{s.lane} {s.name.removeprefix('MIRROR ')}" for s in spans if s.step == steps[-2]}
+    assert found == issued[-1]
