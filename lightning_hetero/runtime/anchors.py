@@ -9,9 +9,11 @@ without grad during training marks the block, and its update waits for the end o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.store.blocks import Block
-
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
 class Watcher(Protocol):
@@ -100,15 +100,28 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
                     register(begins)
 
     return [
-        block.spec.module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True),
-        block.spec.module.register_forward_hook(_eager(after), always_call=True),  # checkpointing leaves a forward by exception
+        block.spec.module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
+        block.spec.module.register_forward_hook(eager(after), always_call=True),  # checkpointing leaves a forward by exception
     ]
 
 
-def _eager(hook: _Hook) -> _Hook:
+class ModuleHook(functools.partial[Any]):
+    """A hook on a module, which a copy of the module shares.
+
+    A pickle of the module (``torch.save(model)``) has a function of the standard library in its place, which does nothing.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def eager(hook: Callable[..., Any]) -> ModuleHook:
     """Hooks act on the runtime, so a compiled model leaves its graph for them."""
-    disable: Callable[[_Hook], _Hook] = torch.compiler.disable
-    return disable(hook)
+    disable: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+    return ModuleHook(disable(hook))
 
 
 def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:

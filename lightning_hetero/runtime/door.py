@@ -56,8 +56,8 @@ class Record(Protocol):
 class OffloadedParameter(nn.Parameter):
     """A parameter while its bytes are away or being updated; see [Note: Two faces of an offloaded tensor].
 
-    Metadata, gradients and hooks never wait and never read. ``detach`` gives a lazy ``OffloadedTensor``, and so does ``.data`` of
-    a released parameter; ``.data`` of a pending one waits.
+    Metadata, gradients and hooks never wait and never read. ``detach`` and ``.data`` of a released parameter give a lazy
+    ``OffloadedTensor``; of a pending one they wait, and give its own memory.
     Everything else waits for a pending update, and on a released parameter reads through, or writes through under
     ``no_grad``. Never constructed: ``offload`` turns an existing parameter into one.
     """
@@ -72,11 +72,8 @@ class OffloadedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-        if func == _GET_DATA and args[0]._hetero.state is Residency.PENDING:
-            args[0]._hetero.wait()  # weights in memory have an alias, as in PyTorch: `p.data = other` does not change it
-            return args[0].data
         if func in _DETACH:
-            return _handle(args[0]) if isinstance(args[0], OffloadedParameter) else args[0].detach()
+            return _detached(args[0])
         if func == _SET_DATA:
             return _assign(args[0], args[1])
         return _access(func, types, args, kwargs)
@@ -112,6 +109,13 @@ def restore(parameter: nn.Parameter) -> None:
     """Turns an ``OffloadedParameter`` back into an ordinary parameter that keeps no trace of the door."""
     parameter.__class__ = nn.Parameter
     parameter.__dict__.pop("_hetero", None)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """What ``detach``, ``.data`` and ``state_dict`` give: weights in memory have an alias, once they are final, as in PyTorch."""
+    if isinstance(tensor, OffloadedParameter) and tensor._hetero.state is Residency.PENDING:
+        tensor._hetero.wait()
+    return _handle(tensor) if isinstance(tensor, OffloadedParameter) else tensor.detach()
 
 
 def _handle(parameter: OffloadedParameter, *, requires_grad: bool = False) -> OffloadedTensor:

@@ -71,6 +71,7 @@ class OffloadedTensor(Tensor):
     """
 
     source: Source
+    _copy: Tensor | None
 
     @staticmethod
     def __new__(
@@ -89,7 +90,7 @@ class OffloadedTensor(Tensor):
             self: Self = Tensor._make_wrapper_subclass(
                 cls, source.shape, strides=stride, dtype=source.dtype, device=device, requires_grad=requires_grad
             )
-        self.source = source
+        self.source, self._copy = source, None
         if not isinstance(source, _ViewSource) and source.address is not None:
             _HANDLES.setdefault(source.address, weakref.WeakValueDictionary())[id(self)] = self
         return self
@@ -119,9 +120,22 @@ class OffloadedTensor(Tensor):
         """Returns a copy in memory, as callers that pass it on to native code expect (``save_pretrained``)."""
         return self.clone(memory_format=memory_format)
 
-    def data_ptr(self) -> NoReturn:
-        """Refused: there is no memory to point to."""
-        _refuse_memory(self)
+    def data_ptr(self) -> int:
+        """The address of a copy of the content, which is brought into memory for as long as this handle lives.
+
+        Writers of model files read there (``safetensors.torch.save_file``). A later call brings the copy up to date.
+
+        Raises:
+            OutOfMemoryBudgetError: It does not fit beside what is in memory already.
+        """
+        if self._copy is None:
+            source: Any = _root(self)[0].source
+            if (loans := getattr(getattr(source, "store", None), "loans", None)) is not None:
+                loans.take(self, self.numel() * self.element_size(), source.name)
+            self._copy = contents_of(self)
+        else:
+            self._copy.copy_(contents_of(self))
+        return self._copy.data_ptr()
 
     def untyped_storage(self) -> Any:
         """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes."""

@@ -42,7 +42,7 @@ from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
-from lightning_hetero.store.capacity import peak_resident_bytes
+from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
 from lightning_hetero.store.snapshots import check_room, snapshot
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
@@ -152,6 +152,7 @@ class Session(Budgets):
                 **ring,
             )
             self.store.on_patched = self.options.on_patched
+            self.store.loans.room = self._room_for_copies
             if self.store.files.states is not None:
                 self.store.files.states.room_bytes = self._directories.beside_bytes
         rules = placement.rules
@@ -251,6 +252,13 @@ class Session(Budgets):
         self.executor.heap.allow(self.options.host_memory)
         self.executor.heap.counted_bytes = placement.activation_bytes
         return placement.plan
+
+    def _room_for_copies(self) -> float:
+        """Host memory beside what of the model is there, and staging; where no budget was given, most of what is free."""
+        lent = 0 if self.store is None else self.store.loans.num_bytes
+        if self.options.host_memory is None:
+            return lent + available_memory_bytes() * 3 // 4
+        return self.options.host_memory - self.present_bytes - (0 if self.store is None else self.store.staging_bytes)
 
     def _settled(self, part: Part) -> list[NativeBlock]:
         return [] if self.steps is None else self.steps.settled(part)

@@ -28,6 +28,7 @@ from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.files import BlockFiles
 from lightning_hetero.store.geometry import WEIGHTS, has_master, versions, weights_on_file
+from lightning_hetero.store.loans import Loans
 from lightning_hetero.store.mirrors import writes_of
 from lightning_hetero.store.options import EngineOptions, staging_bytes
 from lightning_hetero.store.unrecorded import Unrecorded
@@ -54,6 +55,7 @@ class TierStore:
         describe: Makes a record's user blob.
         unrecorded: What no record names yet.
         on_patched: Told of values that have reached the file.
+        loans: Copies of what is not in memory, for code that needs an address.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TierStore:
         self.chunk_bytes_max = chunk_bytes_max
         self.describe: Callable[[], bytes] = self._describe
         self.unrecorded = Unrecorded()
+        self.loans = Loans()
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
         self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back

@@ -180,3 +180,17 @@ def test_training_goes_as_from_a_model_in_memory(plan: str, directory: Path, tmp
     assert all(
         torch.equal(*pair) for pair in zip(fit(on_meta(WRAPS["dora"], kind=Given), hetero(plan, directory)), expected, strict=True)
     )
+
+
+@pytest.mark.parametrize("plan", ["resident", "host", "disk"])
+def test_peft_saves_adapters_while_training_goes_on(plan: str, directory: Path, tmp_path: Path) -> None:
+    class Saves(Module):
+        def on_train_epoch_end(self) -> None:
+            self.model.save_pretrained(tmp_path / "adapter")
+
+    module = on_meta(WRAPS["lora"], kind=Saves)
+    quiet_trainer(strategy=hetero(plan, directory), max_epochs=1, default_root_dir=tmp_path).fit(module, llama.batches())
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    trained = {name.replace(".default", ""): value for name, value in module.model.state_dict().items() if "lora_" in name}
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import pickle
 from types import SimpleNamespace
@@ -224,15 +225,20 @@ def test_deepcopy_keeps_sharing() -> None:
     assert first is second
 
 
-@pytest.mark.parametrize("function", [Tensor.clone, lambda t: t.untyped_storage(), lambda t: t.data_ptr()])
-def test_memory_access_is_refused_and_names_the_way(function: object) -> None:
-    assert callable(function)
+def test_storage_access_is_refused_and_names_the_way() -> None:
     tensor, _ = lazy(matrix())
-    if function is Tensor.clone:
-        assert function(tensor).data_ptr() != 0
-        return
     with pytest.raises(OffloadedAccessError, match=r"'weight'.*\.clone\(\)"):
-        function(tensor)
+        tensor.untyped_storage()
+
+
+def test_an_address_is_that_of_a_copy_that_is_brought_up_to_date() -> None:
+    tensor, source = lazy(matrix())
+    address = tensor.data_ptr()
+    there = (ctypes.c_float * tensor.numel()).from_address(address)
+    assert list(there) == matrix().flatten().tolist()
+    source.write(matrix() + 1)
+    assert tensor.data_ptr() == address
+    assert list(there) == (matrix() + 1).flatten().tolist()
 
 
 def test_a_storage_has_an_identity_and_a_size_but_no_bytes() -> None:
@@ -518,7 +524,7 @@ def test_copies_and_pickles_are_ordinary_parameters() -> None:
 def test_pending_waits_once_for_values_and_never_for_metadata() -> None:
     module, record = offloaded_linear(Residency.PENDING)
     weight = module.weight
-    _ = weight.shape, weight.grad, weight.requires_grad, repr(weight), module.state_dict()
+    _ = weight.shape, weight.grad, weight.requires_grad, repr(weight), torch.empty_like(weight)
     weight.register_post_accumulate_grad_hook(lambda p: None)
     assert record.waits == 0
     module(torch.ones(1, 4)).sum().backward()
@@ -526,6 +532,15 @@ def test_pending_waits_once_for_values_and_never_for_metadata() -> None:
     assert type(weight) is nn.Parameter
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.ones(3, 4))
+
+
+def test_a_state_dict_of_pending_weights_waits_and_has_their_memory() -> None:
+    module, record = offloaded_linear(Residency.PENDING)
+    address = module.weight.data_ptr()
+    found = module.state_dict()["weight"]
+    assert record.waits == 1
+    assert type(found) is Tensor
+    assert found.data_ptr() == found.untyped_storage().data_ptr() == address
 
 
 def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None:

@@ -23,6 +23,7 @@ from lightning_hetero.runtime.activations.recompute import Buffers
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage
 from lightning_hetero.runtime.activations.swaps import SwapFiles, Swapper
 from lightning_hetero.runtime.activations.uses import Aside, Rerunning, Use
+from lightning_hetero.runtime.anchors import eager
 from lightning_hetero.runtime.lanes.base import Event, Lanes
 
 
@@ -166,8 +167,6 @@ class BlockActivations:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self.leave(output)
 
-        # Hooks act on the runtime, so a compiled model leaves its graph for them.
-        eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
         return [
             self.module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(eager(after), always_call=True),
