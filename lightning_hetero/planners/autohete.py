@@ -17,7 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted, rooms
 from lightning_hetero.planners.autohete_formulas import Costs, Counts, PerBlock, costs, device_bytes, host_bytes, iteration_s
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.judge import beside_optimum, judged
 from lightning_hetero.units import format_bytes
 
 Method = Literal["exact", "milp"]
@@ -171,7 +171,8 @@ def plan(
     offload and activations stay: the first two are 0, and the third is how many blocks the CPU threads update during backward.
 
     The counts are the optimum by the formulas if it fits this runtime too, which holds a few things more (gradients, a second
-    block's weights while one is fetched ahead); else they are the optimum with less memory.
+    block's weights while one is fetched ahead); else they are the optimum with less memory, and
+    ``decisions["paper_optimum"]`` says what the optimum was and why it was not taken.
 
     Args:
         model: The model.
@@ -197,22 +198,23 @@ def plan(
         )
     if hardware.shared_memory:
         return judged(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
-    refusal: PlanError | None = None
+    refusal = first_refusal = optimum = None
     for slots in (2, 1):  # weights on their way: one block's while another's are in use, or if that does not fit no prefetches
         tight = k
         for _ in range(_JUDGEMENTS):
             counts = METHODS[method](tight)
             if counts is None:
                 break
+            optimum = optimum or _emit(model, k, counts, priority=priority)
             counts = relieved(tight, counts)
             emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=not hardware.shared_memory)
             try:
                 _check_slots(emitted, slots, model, hardware)
-                return judged(emitted, model, hardware, updates=updates)
+                return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
             except PlanError as error:
                 if error.tier not in (Tier.DEVICE, Tier.HOST):
                     raise
-                refusal = error
+                refusal, first_refusal = error, first_refusal or error
             # The runtime needs more than the formulas know of: search for counts that need that much less by the formulas.
             missing = max(refusal.shortfall_bytes, 1)
             if refusal.tier == Tier.DEVICE:

@@ -85,6 +85,22 @@ def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
     return replace(fitted(plan, model.shape(), device=not hardware.shared_memory), predicted=predicted)
 
 
+def beside_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:
+    """A planner's plan and, where it is not the optimum of the paper's own equations, that one and why it was not taken.
+
+    ``decisions["paper_optimum"]`` then has the optimum's ``objective_s``, its decisions, and the ``reason``.
+
+    Args:
+        found: The plan.
+        optimum: The optimum of the equations, as a plan before it is judged.
+        refusal: What the judge, or the runtime's needs, said to it; ``None``: nothing.
+    """
+    if optimum is None or refusal is None or optimum.decisions == found.decisions:
+        return found
+    paper = {"objective_s": optimum.objective_s, **optimum.decisions, "reason": str(refusal)}
+    return replace(found, decisions={**found.decisions, "paper_optimum": paper})
+
+
 def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -> None:
     """Refuses what exceeds a tier at some moment although its rooms fit."""
     remedies = {

@@ -19,7 +19,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import needs_of
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.judge import beside_optimum, judged
 from lightning_hetero.planners.lohan_formulas import InterBlock, Layer, Quantities, iteration_s, quantities, swap_order
 
 Method = Literal["walk", "convex"]
@@ -198,15 +198,18 @@ def plan(
     placed, layers = _placed(model, update_order), swap_order(model)
     if hardware.shared_memory:
         return judged(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
+    first_refusal = optimum = None
     for depth in (placed.prefetch_depth, 1):  # what is on its way takes memory: a step behind, if that is what it needs to fit
         placed = replace(placed, prefetch_depth=depth)
         q = quantities(model, hardware, host_bytes=_host_room(placed, model, hardware), inter_block=inter_block)
         swap = METHODS[method](q, layers)
         for _ in range(_JUDGEMENTS):
+            emitted = _swapping(placed, model, q, swap)
+            optimum = optimum or emitted
             try:
-                return judged(_swapping(placed, model, q, swap), model, hardware, updates=updates)
+                return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
             except PlanError as error:
-                refusal = error
+                refusal, first_refusal = error, first_refusal or error
             # The runtime needs more than the formulas know of: keep less on the host, or have less on its way on the device.
             if refusal.tier == Tier.HOST and q.host_bytes > 0:
                 held = min(q.host_bytes, swap.swapped_bytes + q.boundary_bytes)

@@ -17,7 +17,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import protrain_formulas as formulas
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.judge import beside_optimum, judged
 from lightning_hetero.planners.protrain_search import search
 from lightning_hetero.planners.protrain_space import Configuration, Space
 from lightning_hetero.units import format_bytes
@@ -49,17 +49,19 @@ def plan(
         PlanError: No configuration fits; ProTrain has no disk tier.
     """
     space = space_of(model, hardware, fragmentation=fragmentation, chunk_interval=chunk_interval, chunk_span=chunk_span)
-    refusal: PlanError | None = None
+    refusal = first_refusal = optimum = None
     for _ in range(_JUDGEMENTS):
         config = search(space)
         if config is None:
             break
+        emitted = emit(space, config)
+        optimum = optimum or emitted
         try:
-            return judged(emit(space, config), model, hardware, updates=updates)
+            return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
         except PlanError as error:  # the runtime needs more than the estimators know of: search again with that much less
             if hardware.shared_memory or not error.tier:  # every configuration needs the same, or a rate is missing
                 raise
-            refusal, missing = error, max(error.shortfall_bytes, 1)
+            refusal, first_refusal, missing = error, first_refusal or error, max(error.shortfall_bytes, 1)
         if refusal.tier == Tier.DEVICE:
             space = replace(space, device_bytes_allowed=space.device_bytes(config) - missing)
         else:

@@ -383,6 +383,29 @@ def test_activations_and_weights_stay_where_the_device_is_the_host() -> None:
     assert plan.objective_s == pytest.approx(best)
 
 
+def test_the_optimum_of_the_equations_stands_beside_a_plan_that_is_another_with_the_reason() -> None:
+    m, others = model(8), 0
+    for size in range(8, 40):
+        hardware = machine(device_memory_bytes=size * GIB // 4)
+        k = formulas.costs(m, hardware)
+        optimum = autohete.exact(k)
+        try:
+            plan = autohete.plan(m, hardware)
+        except PlanError:
+            continue
+        assert optimum is not None
+        assert plan.objective_s is not None
+        paper = plan.decisions.get("paper_optimum")
+        if plan.objective_s > formulas.iteration_s(k, optimum) * (1 + 1e-9):
+            assert paper is not None, size
+        if paper is not None:
+            others += 1
+            assert paper["objective_s"] == pytest.approx(formulas.iteration_s(k, optimum))
+            assert paper["checkpoint"] == optimum.checkpoint
+            assert "too little" in paper["reason"]
+    assert others
+
+
 def test_too_little_host_memory_names_tier_shortfall_and_remedy() -> None:
     m = model(8, params=400 * MIB)
     with pytest.raises(PlanError, match=r"no plan of autohete fits.*missing.*lohan") as caught:
