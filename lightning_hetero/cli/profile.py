@@ -35,6 +35,8 @@ def run(path: Path | None, *, out: Path | None, refresh: bool, device: str | Non
         return
     screen = console()
     screen.print(table(profile.name, ("figure", "value", "source"), rows(profile), right=("value",)))
+    if "noise" in profile.source:
+        screen.print(f"While it was measured: {profile.source['noise']}.", markup=False)
     if out is not None:
         screen.print(f"Wrote the profile to {out}.", markup=False)
 

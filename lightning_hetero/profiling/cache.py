@@ -18,8 +18,9 @@ from lightning_hetero.ir.codec import check_format, check_keys, number, parse_ob
 from lightning_hetero.ir.hardware import HardwareProfile
 
 FORMAT = "lightning-hetero-measurement"
-VERSION = 1
+VERSION = 2
 STALE_S = 30 * 24 * 3600.0  # machines change under their names: other drives, other neighbours
+BUSY_STALE_S = 3600.0  # what was measured beside other work says little of the time after it
 
 Fingerprint = Mapping[str, str | int]
 
@@ -51,9 +52,11 @@ def load(fingerprint: Fingerprint) -> HardwareProfile | None:
     try:
         data = parse_object(text, what="measurement", source=str(path))
         check_format(data, FORMAT, VERSION, what="measurement", source=str(path))
-        check_keys(data, required=("measured_s", "fingerprint", "profile"), optional=(), where=str(path))
+        check_keys(data, required=("measured_s", "busy", "fingerprint", "profile"), optional=(), where=str(path))
         age_s = time.time() - number(data["measured_s"], key="measured_s", where=str(path))
-        if data["fingerprint"] != dict(fingerprint) or not 0 <= age_s < STALE_S:
+        if not isinstance(data["busy"], bool):
+            raise ConfigError(f"{path}: busy={data['busy']!r}; allowed: true, false.")
+        if data["fingerprint"] != dict(fingerprint) or not 0 <= age_s < (BUSY_STALE_S if data["busy"] else STALE_S):
             return None
         return HardwareProfile.from_json(json.dumps(data["profile"]), source=str(path))
     except ConfigError as error:
@@ -61,12 +64,19 @@ def load(fingerprint: Fingerprint) -> HardwareProfile | None:
         return None
 
 
-def save(fingerprint: Fingerprint, profile: HardwareProfile) -> None:
-    """Keeps a profile; where the cache cannot be written the next run measures again."""
+def save(fingerprint: Fingerprint, profile: HardwareProfile, *, busy: bool = False) -> None:
+    """Keeps a profile; where the cache cannot be written the next run measures again.
+
+    Args:
+        fingerprint: Of the machine.
+        profile: What was measured.
+        busy: Something else ran meanwhile: the profile is trusted for an hour instead of a month.
+    """
     data = {
         "format": FORMAT,
         "version": VERSION,
         "measured_s": time.time(),
+        "busy": busy,
         "fingerprint": dict(fingerprint),
         "profile": json.loads(profile.to_json()),
     }

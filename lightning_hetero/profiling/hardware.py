@@ -1,13 +1,20 @@
 """This machine, measured: what each part does alone, and how much the parts slow each other.
 
 Micro-benchmarks run the work of a training step on the kernels, threads and kinds of transfers that training uses, alone and beside
-each other (loads.py, timing.py). The whole takes half a minute and is cached (cache.py); capacities are read anew each time.
+each other (loads.py, timing.py). The whole takes ``SECONDS`` on an idle machine and is cached (cache.py); capacities are read anew
+each time. What plans for a model do not depend on is not measured: the disk, where everything fits memory.
+
+[Note: A busy machine]
+Rates that are measured beside somebody else's work are wrong once that work is over, and the other way round. So that is measured
+too: how much of the CPUs other processes take, and how far repeated readings lie apart. Where either is much, the profile and a
+warning say so, and the cache trusts it for an hour. Where steps take another time than was predicted, the strategy measures again.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,13 +25,15 @@ from lightning_hetero.errors import ConfigError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
 from lightning_hetero.profiling.machine import Machine
-from lightning_hetero.profiling.timing import Load, Measured, Round, alone, progress, rounds, slowdown
+from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.units import MIB
 
-SECONDS = 24.0
-REPETITIONS = 10
+SECONDS = 7.5
+REPETITIONS = 6
+# A machine is busy where others take this share of its CPUs, rates are this noisy (Measured.noise), or fewer rounds fit the time.
+_BUSY_SHARE, _BUSY_NOISE, _LEAST_ROUNDS = 0.1, 0.25, 3
 
 _PARAMS_BYTES = 16  # of a parameter that is updated: fp32 weight, gradient and two moments
 _LEAST_BYTES = 256 * MIB  # what a load works on at least, where memory allows: far more than most caches
@@ -49,11 +58,13 @@ def measure(
     refresh: bool = False,
     seconds: float = SECONDS,
     update_threads: int | None = None,
+    disk: bool = True,
 ) -> HardwareProfile:
     """The profile of this machine, measured now or earlier.
 
     What was measured earlier counts if it was by this user, on this machine as it is (processor, cores, memory, disk, kernel,
-    device, versions, threads), and at most 30 days ago. Capacities are those of this moment in any case.
+    device, versions, threads), and at most 30 days ago; at most an hour ago if the machine was busy then. Capacities are those of
+    this moment in any case.
 
     ``contention`` also has keys with several kinds beside one, such as ``"compute|disk+update"``: what was measured with all of
     them at once.
@@ -63,8 +74,9 @@ def measure(
             cannot be a disk tier.
         device: ``"cpu"``, or the kind of an accelerator such as ``"cuda"``; ``None``: the accelerator where there is one.
         refresh: Measure even if the profile is known.
-        seconds: For all measurements together; more makes the medians steadier.
+        seconds: For everything together; more makes the medians steadier. One round is measured, however slow.
         update_threads: Threads that run updates; ``None``: half of the cores, as the strategy has it.
+        disk: Measure the disk too; else the profile has none, unless it is known already.
 
     Raises:
         ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not positive.
@@ -73,15 +85,30 @@ def measure(
     if not seconds > 0:
         raise ConfigError(f"seconds={seconds!r}; allowed: more than 0, usually {SECONDS:g}.")
     machine = Machine.of(path, device=device, update_threads=update_threads)
-    known = None if refresh else _known(machine)
+    known = None if refresh else _known(machine, disk=disk)
     if known is None:
         with cache.one_at_a_time():
-            known = None if refresh else _known(machine)  # measured by whom we have waited for
+            known = None if refresh else _known(machine, disk=disk)  # measured by whom we have waited for
             if known is None:
-                log.info("measuring this machine for some %.0f s; kept in %s", seconds, cache.cache_directory())
-                known = _Benchmarks(machine).run(seconds)
-                cache.save(machine.fingerprint(), known)
+                known = _measured(machine if disk else machine.without_disk(), seconds)
     return with_capacities(known, machine)
+
+
+def _measured(machine: Machine, seconds: float) -> HardwareProfile:
+    what = f"{machine.device.type}, host memory" + ("" if machine.volume is None else f" and the disk under {machine.path}")
+    log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
+    begin_s = time.perf_counter()
+    found = _Benchmarks(machine).run(seconds)
+    profile = found.profile
+    log.info("this machine is measured after %.2g s: %s.", time.perf_counter() - begin_s, profile.source["noise"])
+    if found.busy:
+        log.warning(
+            "The machine was busy while it was measured: %s. Plans may suit it badly, and predictions may be wrong. What was "
+            "measured is trusted for an hour; `lightning-hetero profile --refresh` measures again.",
+            profile.source["noise"],
+        )
+    cache.save(machine.fingerprint(), profile, busy=found.busy)
+    return profile
 
 
 def known(path: str | Path | None = None, *, device: str | None = None) -> HardwareProfile | None:
@@ -89,8 +116,10 @@ def known(path: str | Path | None = None, *, device: str | None = None) -> Hardw
     return _known(Machine.of(path, device=device, update_threads=None))
 
 
-def _known(machine: Machine) -> HardwareProfile | None:
+def _known(machine: Machine, *, disk: bool = True) -> HardwareProfile | None:
     profile = cache.load(machine.fingerprint())
+    if not disk:
+        return profile or cache.load(machine.without_disk().fingerprint())
     without_disk = profile is not None and profile.disk_read_bytes_per_s == 0
     return None if without_disk and machine.path_given else profile  # who names a disk shall hear what is wrong with it
 
@@ -115,20 +144,36 @@ def _now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """A profile, and whether the machine had other work meanwhile."""
+
+    profile: HardwareProfile
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Benchmarks:
     """All benchmarks of one machine."""
 
     machine: Machine
     how: dict[str, str] = field(default_factory=dict)  # what each load did, for the sources
 
-    def run(self, seconds: float) -> HardwareProfile:
+    def run(self, seconds: float) -> _Found:
         """Measures; capacities are left at what they are now."""
+        begin_s, neighbours = time.perf_counter(), Neighbours()
         with ExitStack() as undo:
             made, without_disk = self._loads(undo)
             kinds = {kind: members for kind, members in _KINDS.items() if members <= set(made)}
             experiments = [[made[name] for name in sorted(names)] for names in _experiments(list(made), list(kinds.values()))]
-            results = rounds(experiments, seconds=seconds, repetitions=REPETITIONS)
-        return self._profile(results, kinds, without_disk)
+            left_s = max(seconds / 2, seconds - (time.perf_counter() - begin_s))
+            results = rounds(experiments, seconds=left_s, repetitions=REPETITIONS)
+        share = neighbours.share()
+        noise = max(alone(results, name).noise for name in made)
+        profile = self._profile(results, kinds, without_disk)
+        text = f"{len(results)} rounds, readings lie {noise:.0%} from their median, other processes took {share:.0%} of the CPUs"
+        profile = replace(profile, source={**profile.source, "noise": text})
+        taken = self.machine.whole_cpus and share > _BUSY_SHARE
+        return _Found(profile, busy=taken or noise > _BUSY_NOISE or len(results) < _LEAST_ROUNDS)
 
     def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
         """The loads by name, and why there are none of a disk."""
@@ -146,9 +191,10 @@ class _Benchmarks:
         self.how["update"] = f"Adam in host memory, fp32, {machine.update_threads} threads, {params} parameters"
         self.how["memory"] = f"the bytes of an update moved by {machine.cores} threads"
         self.how["downcast"] = f"fp32 to bf16, {machine.torch_threads} threads"
-        reason = ""
+        reason = "" if machine.volume is not None else "not measured: no plan was to use a disk, or there is none"
         try:
-            made += self._disk_loads(min(_LEAST_BYTES, room), undo)
+            if machine.volume is not None:
+                made += self._disk_loads(min(_LEAST_BYTES, room), undo)
         except (ConfigError, StoreError, UnsupportedError) as error:
             if machine.path_given:
                 raise
@@ -161,8 +207,8 @@ class _Benchmarks:
 
     def _disk_loads(self, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
         machine = self.machine
-        free = machine.volume.free_bytes if machine.volume is not None else 0
-        num_bytes = min(most_bytes, free // _SHARE)
+        assert machine.volume is not None
+        num_bytes = min(most_bytes, machine.volume.free_bytes // _SHARE)
         directory = StoreDirectory.create_or_adopt(
             None, default_root=machine.path, manifest={"benchmark": "disk"}, needed_bytes=loads.disk_bytes(num_bytes)
         )

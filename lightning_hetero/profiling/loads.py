@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,7 +23,8 @@ from lightning_hetero.units import KIB, MIB, round_up
 _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100.0)
 _CHUNK_ELEMENTS = 256 * KIB  # of fp32 blocks, as in store/tiers.py
 _IO_CHUNK_BYTES = 2 * MIB  # between a chunk of fp32 weights (1 MiB) and one of weights and moments (3 MiB)
-_BLOCK_BYTES = 32 * MIB
+_BLOCK_BYTES = 16 * MIB  # some milliseconds of a fast disk, and not many of a slow one
+_PREPARE_S = 0.5  # seconds of writing files for one direction: a slow disk gets fewer of them
 _MOST_BLOCKS = 8
 _IN_FLIGHT = 2  # tasks under way, so that the disk never waits for the next one to be submitted
 
@@ -49,12 +51,14 @@ class Compute(Load):
         self._device = device
         shape = (tokens // sequence, sequence, hidden)
         blocks = min(_MOST_BLOCKS, max(1, -(-2 * cache_bytes // (12 * hidden**2 * dtype.itemsize))))
-        with self._plain(), torch.random.fork_rng(devices=[]):  # the user's random numbers are not ours to use up
+        with self._plain():
             layer = partial(
-                torch.nn.TransformerEncoderLayer, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="cpu"
+                torch.nn.TransformerEncoderLayer, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="meta"
             )
-            made = (layer(hidden, hidden // 64, 4 * hidden) for _ in range(blocks))
-            self._layers = deque(one.to(device=device, dtype=dtype) for one in made)
+            made = (layer(hidden, hidden // 64, 4 * hidden, dtype=dtype) for _ in range(blocks))
+            self._layers = deque(one.to_empty(device=device) for one in made)
+            for param in (p for one in self._layers for p in one.parameters()):  # random numbers would take longer than a round
+                torch.linspace(-0.05, 0.05, param.numel(), out=param.data.view(-1))
             values = torch.linspace(-1, 1, tokens * hidden, device=device, dtype=torch.float32).to(dtype).view(shape)
             self._input = values.requires_grad_()
             self._gradient = torch.full(shape, 0.01, device=device, dtype=dtype)
@@ -194,8 +198,14 @@ class Disk(Load):
             self._undo = undo.pop_all()
         self._next = 0
         self._submit: Callable[[Block], Ticket] = self._store if write else self._engine.fetch
+        begin_s = time.perf_counter()
+        written = 0
         for block in self._blocks:  # the first write to a file that was only allocated is slower than any later one
+            if written >= _IN_FLIGHT and time.perf_counter() - begin_s > _PREPARE_S:
+                break
             self._store(block).wait()
+            written += 1
+        self._blocks = self._blocks[:written]
 
     @property
     def backend(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -83,6 +84,15 @@ class Machine:
     def update_threads(self) -> int:
         """Threads that run updates."""
         return self.engine.threads()
+
+    @property
+    def whole_cpus(self) -> bool:
+        """No control group gives this process less than the CPUs that it may run on: else they are meant for others too."""
+        return self.cores >= len(os.sched_getaffinity(0))
+
+    def without_disk(self) -> Machine:
+        """The same machine, whose disk nobody looks at."""
+        return replace(self, volume=None, path_given=False)
 
     def name(self) -> str:
         """For people."""

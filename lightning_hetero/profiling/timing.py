@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import psutil
 
 _WARM_SHARE = 0.2  # of a window: until all loads are up to speed
 _Step = tuple[float, float, float]  # begin, end, units
@@ -110,48 +113,81 @@ class Measured:
         value: It.
         spread: Largest minus smallest, over the median.
         repetitions: Of how many it is.
+        noise: How far a value is from the median, in the median, over the median.
     """
 
     value: float
     spread: float
     repetitions: int
+    noise: float = 0.0
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Measured:
         """The median of values that are not negative."""
         rows = list(values)
         middle = statistics.median(rows)
-        return cls(value=middle, spread=(max(rows) - min(rows)) / middle if middle else 0.0, repetitions=len(rows))
+        spread, away = max(rows) - min(rows), statistics.median(abs(row - middle) for row in rows)
+        relative = 1 / middle if middle else 0.0
+        return cls(value=middle, spread=spread * relative, repetitions=len(rows), noise=away * relative)
 
     def __str__(self) -> str:
         return f"median of {self.repetitions} repetitions, spread {100 * self.spread:.0f} %"
+
+
+class Neighbours:
+    """CPU time that other processes take, from the start on, of the CPUs that this process may use."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def share(self) -> float:
+        """Of those CPUs' time since the start, 0 to 1; work in the kernel counts for nobody, as a disk's is done there."""
+        begin, end = self._begin, self._now()
+        passed_s = (end[0] - begin[0]) * len(os.sched_getaffinity(0))
+        return min(1.0, max(0.0, (end[1] - begin[1]) / passed_s)) if passed_s > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        every = psutil.cpu_times(percpu=True)
+        mine = [every[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(every)]
+        used = sum(cpu.user + cpu.nice + cpu.steal for cpu in mine)  # user has that of guests
+        return time.perf_counter(), used - os.times().user
 
 
 Round = Mapping[frozenset[str], Mapping[str, float]]
 
 
 def rounds(experiments: Sequence[Sequence[Load]], *, seconds: float, repetitions: int) -> list[Round]:
-    """Runs every experiment once a round, so that a machine that drifts slows all of them alike; the first round is dropped.
+    """Runs every experiment once a round, so that a machine that drifts slows all of them alike.
+
+    What runs alone does so once before, and that does not count: it touches its memory for the first time.
 
     Args:
         experiments: Loads that run at the same time.
         seconds: For everything together; an experiment with several loads, which varies more, gets twice the time of one load.
-        repetitions: Rounds that count; the dropped one is half as long.
+            Where steps take longer than that there are fewer rounds, but one at least.
+        repetitions: Rounds.
 
     Returns:
         For each round the rates by the names of the loads that ran together.
     """
     shares = [min(2, len(loads)) for loads in experiments]
-    each = seconds / (sum(shares) * (repetitions + 0.5))
+    warm = [loads for loads in experiments if len(loads) == 1]
+    each = seconds / (sum(shares) * repetitions + len(warm) / 2)
+    begin_s = time.perf_counter()
+    for loads in warm:
+        rates(loads, each / 2)
     out: list[Round] = []
-    for number in range(repetitions + 1):
-        window = each if number else each / 2
-        done = {
-            frozenset(load.name for load in loads): rates(loads, share * window)
-            for loads, share in zip(experiments, shares, strict=True)
-        }
-        if number:
-            out.append(done)
+    round_s = 0.0
+    while len(out) < repetitions and (not out or time.perf_counter() + round_s <= begin_s + seconds):
+        round_begin_s = time.perf_counter()
+        out.append(
+            {
+                frozenset(load.name for load in loads): rates(loads, share * each)
+                for loads, share in zip(experiments, shares, strict=True)
+            }
+        )
+        round_s = time.perf_counter() - round_begin_s
     return out
 
 

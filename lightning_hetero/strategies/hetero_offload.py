@@ -108,7 +108,8 @@ class HeteroOffload(Lifecycle):
         device = emulated(device)
         autoplan = None
         if (name := planner_name(plan)) is not None:
-            autoplan = Autoplan(name, Machine(hardware_profile).profile, drift=drift(replan_drift))
+            machine = Machine(hardware_profile)
+            autoplan = Autoplan(name, machine.profile, drift=drift(replan_drift), corrects=not machine.is_given)
         options = SessionOptions(
             plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,

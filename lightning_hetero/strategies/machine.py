@@ -35,8 +35,18 @@ class Machine:
     def __init__(self, given: str | os.PathLike[str] | HardwareProfile | None) -> None:
         self._given = given if given is None or isinstance(given, HardwareProfile) else HardwareProfile.load(Path(given))
 
-    def profile(self, session: Session) -> HardwareProfile:
+    @property
+    def is_given(self) -> bool:
+        """Whether a user has said what the machine is, so that nothing is measured."""
+        return self._given is not None or ENVIRONMENT in os.environ
+
+    def profile(self, session: Session, *, disk: bool = True, again: bool = False) -> HardwareProfile:
         """The profile, measured where none was given; capacities are those of the machine, or of the session's emulated device.
+
+        Args:
+            session: What it is planned for.
+            disk: Plans may use the disk: it is measured too.
+            again: What was measured is wrong: measure anew. A profile that was given stays, and a warning says so.
 
         Raises:
             ConfigError: The environment variable names no profile, or it has a device with memory of its own and the session none.
@@ -44,7 +54,15 @@ class Machine:
         found = self._given
         if found is None:
             file = os.environ.get(ENVIRONMENT)
-            found = HardwareProfile.load(file) if file else _measured(session)
+            found = HardwareProfile.load(file) if file else None
+        if found is None:
+            found = _measured(session, disk=disk, again=again)
+        elif again:
+            log.warning(
+                "Steps take other times than hardware profile %r predicts. It was given, so the machine is not measured; pass "
+                "another hardware_profile, or none.",
+                found.name,
+            )
         device = session.options.device
         if isinstance(device, EmulatedDevice):
             return emulated(found, device) if found.shared_memory else found
@@ -92,11 +110,11 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
     )
 
 
-def _measured(session: Session) -> HardwareProfile:
+def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
     device, executor = session.options.device, session.executor
     on_device = device is not None and device.partitioned
     options: dict[str, Any] = {"device": device.device.type if device is not None else "cpu"}
-    options["update_threads"] = session.options.engine.threads()
+    options |= {"update_threads": session.options.engine.threads(), "disk": disk, "refresh": again}
     with executor.cleared() if on_device and isinstance(executor, DeviceExecutor) else nullcontext():
         return _of_disk(session, options)
 

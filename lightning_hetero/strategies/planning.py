@@ -124,6 +124,65 @@ def with_prediction(session: Session, plan: Plan, model: ModelProfile, machine: 
     return plan
 
 
+_MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, to either side; halvings of the interval
+
+
+def refined(
+    session: Session, model: ModelProfile, plan: Plan, machine: HardwareProfile, *, micro_batches: int, step_s: float
+) -> tuple[float, Plan] | None:
+    """By what factor the rates of all but compute differ from the machine's profile, if that explains what a step takes.
+
+    Compute has been timed in this model's own batches, the other rates by micro-benchmarks: so those are what is wrong.
+
+    Args:
+        session: What the plan runs in.
+        model: Its model, as measured.
+        plan: The plan in force.
+        machine: What it was made for, as :func:`search` gives it.
+        micro_batches: Batches of one optimizer step.
+        step_s: Seconds that a step takes.
+
+    Returns:
+        The factor, and the plan with its prediction for such rates; ``None`` if no factor between 1/64 and 64 gives such a step.
+    """
+
+    def predicted_s(scale: float) -> float:
+        return iteration_s(session, model, plan, scaled(machine, scale), micro_batches=micro_batches)
+
+    try:
+        low, high = 1 / _MOST_SCALE, _MOST_SCALE
+        if not predicted_s(high) <= step_s <= predicted_s(low):
+            return None
+        for _ in range(_SCALE_STEPS):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if predicted_s(middle) < step_s else (middle, high)
+        scale = (low * high) ** 0.5
+        return scale, _in_loop(replace(plan, predicted=None), model, scaled(machine, scale), _loop(session, micro_batches))
+    except PlanError:  # it fits the session, and not the machine as planners see it
+        return None
+
+
+def iteration_s(session: Session, model: ModelProfile, plan: Plan, machine: HardwareProfile, *, micro_batches: int) -> float:
+    """Predicted seconds of a step under a plan, as the session's training loop runs it.
+
+    Raises:
+        PlanError: It does not fit the machine.
+    """
+    found = _in_loop(replace(plan, predicted=None), model, machine, _loop(session, micro_batches)).predicted
+    assert found is not None
+    return found.iteration_s
+
+
+def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
+    """The machine with other rates of all work but compute: links, disk, updates in host memory, and its bandwidth."""
+    keys = ["link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"]
+    keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
+    keys += ["device_update_params_per_s"] if machine.shared_memory else []
+    note = f"; times {scale:.2f}, by what steps took"
+    source = {**machine.source, **{key: machine.source.get(key, "") + note for key in keys}} if scale != 1 else machine.source
+    return replace(machine, **{key: getattr(machine, key) * scale for key in keys}, source=source)
+
+
 def _loop(session: Session, micro_batches: int) -> _Loop:
     rules = session.rules
     return _Loop(

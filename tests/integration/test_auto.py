@@ -27,7 +27,7 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.runtime.heap import Heap
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
+from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine
 from lightning_hetero.strategies.machine import ENVIRONMENT
 
 HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
@@ -93,6 +93,25 @@ def test_the_plan_is_logged_once_as_a_table(tmp_path: Path, caplog: pytest.LogCa
     assert "predicted: a step in" in shown
     assert "model …" in shown or "model.blocks.0 …" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_the_first_steps_correct_the_machine_and_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps take five seconds, as far as the plan is told: updates that are slower than the profile says would explain it."""
+    recipe = Recipe(shape=DEEP, steps=14)
+    expected = run(recipe, "auto", tmp_path)
+    params = sum(p.numel() for p in LitModel(recipe).parameters())
+    monkeypatch.delenv(ENVIRONMENT)
+    monkeypatch.setattr(machine, "_measured", lambda *a, **k: replace(HARDWARE, cpu_update_params_per_s=params / 0.5))
+    strategy = HeteroOffloadStrategy()
+    taken = strategy.take_step_seconds
+    monkeypatch.setattr(strategy, "take_step_seconds", lambda: None if taken() is None else 5.0)
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    assert_same(run(recipe, strategy, tmp_path), expected)
+    assert sum(text.startswith("planning once more: a step takes 5 s") for text in caplog.messages) == 1
+    assert 1 / 64 < strategy.autoplan._scale < 0.5
+    assert strategy.plan.predicted.iteration_s <= 5.1
 
 
 def test_a_fit_of_four_batches_is_not_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,18 @@ import pytest
 import torch
 
 from lightning_hetero.callbacks import PredictionError, num_tokens
+from lightning_hetero.errors import PlanError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction
+from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
+from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.planning import iteration_s, refined, scaled
 
 GIB = 2**30
+HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
 PROFILED = [Stage.RECORD, Stage.TIME, Stage.TIME, Stage.TIME]
 
 
@@ -32,6 +41,7 @@ class Session:
         self.budget = 8 * GIB
         self.present_bytes = 0
         self.device_memory = None
+        self.on_disk = False
         self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=SimpleNamespace(enabled=False))
 
     def host_memory(self) -> int:
@@ -46,20 +56,34 @@ class Driver:
     """Runs batches through an Autoplan whose planning gives the plans in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, drift: float | None = 0.5) -> None:
-        self.auto = Autoplan("holistic", lambda session: None, drift=drift)  # type: ignore[arg-type, return-value]
+        self.auto = Autoplan("holistic", self.hardware, drift=drift)
+        self.asked: list[dict[str, bool]] = []  # of the machine
+        self.given: list[HardwareProfile] = []  # to the search
+        self.explains: tuple[float, Plan] | None = None  # what corrected rates would say
+        self.again_s = 100.0  # what the plan in force takes by blocks that were timed again
+        self.memory_suffices = True
         self.session: Any = Session()
         self.made = 0
         self.stages: list[Stage] = []
 
         def search(*profiles: Any, **options: Any) -> tuple[Plan, Any]:
+            self.given.append(profiles[2])
+            if not self.memory_suffices and not self.asked[-1]["disk"]:
+                raise PlanError("too little memory", tier="host")
             self.made += 1
-            return plans[min(self.made, len(plans)) - 1], None
+            return plans[min(self.made, len(plans)) - 1], profiles[2]
 
         monkeypatch.setattr("lightning_hetero.strategies.autoplan.search", search)
+        monkeypatch.setattr("lightning_hetero.strategies.autoplan.refined", lambda *a, **k: self.explains)
+        monkeypatch.setattr("lightning_hetero.strategies.autoplan.iteration_s", lambda *a, **k: self.again_s)
         monkeypatch.setattr(self.auto, "_profile", lambda session: SimpleNamespace(tokens=self.tokens))
         profiler = SimpleNamespace(start=lambda: None, stop=lambda: object())
         monkeypatch.setattr("lightning_hetero.strategies.autoplan.BatchProfiler", lambda *a, **k: profiler)
         self.tokens = 100
+
+    def hardware(self, session: Any, **how: bool) -> HardwareProfile:
+        self.asked.append(how)
+        return HARDWARE
 
     def steps(self, number: int, seconds: float = 1.0, *, tokens: int = 100) -> None:
         self.tokens = tokens
@@ -87,6 +111,67 @@ def test_a_step_that_stays_slow_is_timed_and_planned_anew_once(monkeypatch: pyte
     assert driver.stages.count(Stage.TIME) == 2 * 3
     assert driver.stages.count(Stage.RECORD) == 1
     assert sum("a step takes 2 s, expected were 1 s" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_machine_that_steps_contradict_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan(), plan(2.5, "slower"), plan(1.0, "quicker")])
+    driver.steps(30)
+    assert [how["again"] for how in driver.asked] == [False]
+    driver.steps(40, 2.5)
+    assert [how["again"] for how in driver.asked] == [False, True]
+    driver.steps(100, 1.0)
+    assert driver.made == 3
+    assert [how["again"] for how in driver.asked] == [False, True, False]
+
+
+def test_a_machine_is_not_to_blame_for_blocks_that_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan(), plan(2.0, "slower")])
+    driver.steps(30)
+    driver.again_s = 2.1
+    driver.steps(40, 2.0)
+    assert driver.made == 2
+    assert not any(how["again"] for how in driver.asked)
+
+
+@pytest.mark.parametrize(("quicker", "name"), [(0.97, "new"), (0.99, "p")])
+def test_the_first_steps_correct_the_machine_once(quicker: float, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plan comes into force if it is quicker at the rates that steps have shown; neither is measured again."""
+    driver = Driver(monkeypatch, [plan(), plan(1.3 * quicker, "new")])
+    driver.explains = 0.5, plan(1.3)
+    driver.steps(len(PROFILED) + 1 + 5, 1.3)
+    assert driver.made == 1
+    driver.steps(1, 1.3)
+    assert driver.made == 2
+    assert driver.session.executor.plan.name == name
+    assert driver.session.executor.plan.predicted.iteration_s == (1.3 * quicker if name == "new" else 1.3)
+    assert driver.given[1].disk_read_bytes_per_s == 0.5 * HARDWARE.disk_read_bytes_per_s
+    assert driver.given[1].device_flop_per_s == HARDWARE.device_flop_per_s
+    driver.steps(100, 1.5)
+    assert driver.made == 2
+    assert driver.stages.count(Stage.TIME) == 3
+    assert not any(how["again"] for how in driver.asked)
+
+
+def test_small_differences_and_those_that_rates_do_not_explain_correct_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for explains, seconds in (((0.9, plan(1.1)), 1.1), (None, 1.4)):
+        driver = Driver(monkeypatch, [plan(), plan(1.0, "new")])
+        driver.explains = explains
+        driver.steps(100, seconds)
+        assert driver.made == 1
+
+
+def test_the_disk_is_measured_only_for_who_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, [plan()])
+    driver.steps(10)
+    assert [how["disk"] for how in driver.asked] == [False]
+    lacking = Driver(monkeypatch, [plan()])
+    lacking.memory_suffices = False
+    lacking.steps(10)
+    assert [how["disk"] for how in lacking.asked] == [False, True]
+    on_disk = Driver(monkeypatch, [plan()])
+    on_disk.session.on_disk = True
+    on_disk.steps(10)
+    assert [how["disk"] for how in on_disk.asked] == [True]
 
 
 def test_a_few_slow_steps_are_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +293,45 @@ def test_after_a_lack_of_device_memory_batches_are_recorded_again(monkeypatch: p
     driver.steps(6)
     assert driver.stages[-6:] == [*PROFILED, Stage.RUN, Stage.RUN]
     assert driver.made == 2
+
+
+def _loops() -> Any:
+    """What predictions need to know of a session: how its training loop runs."""
+    return SimpleNamespace(rules=StepRules())
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.4, 1.0, 2.5, 30.0])
+@pytest.mark.parametrize("name", ["disk", "host"])
+def test_rates_are_corrected_to_what_steps_take(name: str, scale: float) -> None:
+    blocks = tuple(
+        BlockProfile(
+            name=f"b{i}",
+            num_params=10**7,
+            num_trainable_params=10**7,
+            forward_s=1e-3,
+            backward_s=2e-3,
+            forward_flop=1e9,
+            activation_bytes=10**6,
+            boundary_bytes=10**5,
+            transient_bytes=10**5,
+        )
+        for i in range(4)
+    )
+    model = ModelProfile(name="m", tokens=100, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=blocks)
+    plan = BUILTIN_PLANS[name](model.shape())
+    step_s = iteration_s(_loops(), model, plan, scaled(HARDWARE, scale), micro_batches=1)
+    found = refined(_loops(), model, plan, HARDWARE, micro_batches=1, step_s=step_s)
+    assert found is not None
+    assert found[0] == pytest.approx(scale, rel=0.01)
+    assert found[1].predicted is not None
+    assert found[1].predicted.iteration_s == pytest.approx(step_s, rel=0.01)
+    assert refined(_loops(), model, plan, HARDWARE, micro_batches=1, step_s=1e-3) is None, "less than compute alone"
+
+
+def test_a_given_profile_that_steps_contradict_stays_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    session: Any = SimpleNamespace(options=SimpleNamespace(device=None))
+    machine = Machine(HARDWARE)
+    assert machine.profile(session) == HARDWARE
+    assert caplog.text == ""
+    assert machine.profile(session, again=True) == HARDWARE
+    assert "It was given, so the machine is not measured" in caplog.text
