@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import examples
 
-from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.balancing import balance, balance_runs, runs_s, share_out
 from lightning_hetero.parallel.planner.equations import pipeline_s
 from lightning_hetero.parallel.planner.grouping import Packing, Problem, grouping, reference, vectors
 from lightning_hetero.parallel.planner.schedule import one_f_one_b_s
@@ -110,3 +110,23 @@ def test_micro_batches_are_shared_out_best(groups: list[tuple[list[int], int]], 
     if found is not None:
         assert sum(found) == micro_batches
         assert max(pipeline_s(stages, k) for (stages, _), k in zip(groups, found, strict=True)) == min(seconds)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(1, 6))
+def test_unequal_layers_are_cut_where_the_pipeline_is_fastest(
+    data: st.DataObject, num_layers: int, depth: int, micro_batches: int
+) -> None:
+    def row(begin: int) -> tuple[float, ...]:
+        held = data.draw(st.integers(0, num_layers - begin))
+        return tuple(itertools.accumulate(data.draw(st.lists(st.integers(0, 9), min_size=held, max_size=held)), initial=0))
+
+    tables = [tuple(row(begin) for begin in range(num_layers)) for _ in range(depth)]
+    times = []
+    for cut in itertools.product(range(1, num_layers + 1), repeat=depth):
+        begins = list(itertools.accumulate(cut, initial=0))
+        if sum(cut) == num_layers and all(n < len(rows[b]) for rows, b, n in zip(tables, begins, cut, strict=False)):
+            times.append(pipeline_s(runs_s(tables, cut), micro_batches))
+    found = balance_runs(tables, micro_batches)
+    assert (found is None) == (not times)
+    if found is not None:
+        assert pipeline_s(runs_s(tables, found), micro_batches) == min(times)

@@ -141,11 +141,11 @@ def test_what_a_profile_leaves_whole_is_neither_shared_nor_faster() -> None:
     whole = replace(shared, num_params=0, num_trainable_params=0, forward_flop=0.0, activation_bytes=0, traffic_bytes=0)
     blocks = tuple(replace(b, sharding=whole if b.pinned else shared) for b in model.blocks)
     work = Workload.of(replace(model, blocks=blocks), 4)
-    assert work.layer.flop == pytest.approx(1e12 - 3 * 2e11 * 3 / 4)
-    assert work.layer.fixed_bytes == (400_000 + 600_000 / 4) * 16
-    assert work.layer.gradient_bytes == (400_000 + 600_000 / 4) * 2
-    assert work.layer.activation_bytes == 14 * 10**6 + 5 * 10**6
-    assert work.layer.sent_bytes == 2 * 3 / 4 * 10**6
+    assert work.layers[0].flop == pytest.approx(1e12 - 3 * 2e11 * 3 / 4)
+    assert work.layers[0].fixed_bytes == (400_000 + 600_000 / 4) * 16
+    assert work.layers[0].gradient_bytes == (400_000 + 600_000 / 4) * 2
+    assert work.layers[0].activation_bytes == 14 * 10**6 + 5 * 10**6
+    assert work.layers[0].sent_bytes == 2 * 3 / 4 * 10**6
     assert work.last == Workload.of(model).last
     assert work.model_flop == pytest.approx(9e12)
     machines = small_cluster((4, 1.0), network=1e9)
@@ -275,6 +275,47 @@ def test_gradients_that_stay_in_a_node_are_synchronised_faster() -> None:
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+def mixed_model(*params: int) -> ModelProfile:
+    """Layers of unequal size, as attention and experts are; FLOP as parameters."""
+    model = small_model(len(params))
+    layers = [
+        replace(b, num_params=p, num_trainable_params=p, forward_flop=1e6 * p)
+        for b, p in zip(model.blocks[1:-1], params, strict=True)
+    ]
+    return replace(model, blocks=(model.blocks[0], *layers, model.blocks[-1]))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("params", [(10**6, 9 * 10**6) * 3, (9 * 10**6,) * 2 + (10**6,) * 6], ids=["in turn", "at the front"])
+def test_layers_of_unequal_size_take_what_they_have(planner: str, params: tuple[int, ...]) -> None:
+    model = mixed_model(*params)
+    memory = 7 * 10**8  # two devices hold the model; if all layers were as the largest, they would not
+    own = small_cluster((2, 1.0), memory=memory)
+    found = plan(model, own, micro_batches=4, planner=planner, tensor_parallel=[1])
+    (group,) = found.groups
+    assert len(group.stages) == 2
+    begin = 0
+    layers = model.blocks[1:-1]
+    for s, stage in enumerate(group.stages):
+        held = [*layers[begin : begin + stage.layers], model.blocks[0 if s == 0 else -1]]
+        saved = (2 - s) * sum(b.activation_bytes for b in held)
+        assert stage.memory_bytes == 16 * sum(b.num_params for b in held) + saved <= memory
+        handed = 0 if s else 2 * 10**6 / 1e15
+        assert stage.micro_batch_s == pytest.approx(3 * sum(b.forward_flop for b in held) / 1e12 + handed)
+        begin += stage.layers
+    assert begin == len(layers)
+
+
+def test_measured_times_are_shared_out_by_flop_where_layers_differ() -> None:
+    own = small_cluster((2, 1.0))
+    own = replace(
+        own, devices=tuple(replace(d, layer_times=(LayerTimes(tensor_parallel=1, seconds=(2.0, 4.0)),)) for d in own.devices)
+    )
+    work, (kind,) = Workload.of(mixed_model(10**6, 3 * 10**6)), kinds(own).values()
+    assert [layers_s(work, kind, 1, begin) for begin in (0, 1)] == [1.0, 3.0]
+    assert layers_s(work, kind, 2) == 4.0
 
 
 def test_too_little_memory_is_refused_with_bytes_device_and_remedy() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, reduce
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetero.parallel.planner.equations import pipeline_s
+
+Rows = tuple[tuple[float, ...], ...]  # seconds of a stage by its first layer, then by its number of layers
 
 
 def balance(times: Sequence[Sequence[float]], num_layers: int, micro_batches: int) -> tuple[int, ...] | None:
@@ -51,6 +54,76 @@ def balance(times: Sequence[Sequence[float]], num_layers: int, micro_batches: in
         if best is None or seconds < best[0]:
             best = seconds, layers
     return best[1] if best else None
+
+
+def runs_s(tables: Sequence[Rows], layers: Sequence[int]) -> list[float]:
+    """Seconds of every stage of a pipeline, given its tables and how many layers each stage has."""
+    begins = accumulate(layers, initial=0)
+    return [rows[begin][n] for rows, begin, n in zip(tables, begins, layers, strict=False)]
+
+
+def balance_runs(tables: Sequence[Rows], micro_batches: int) -> tuple[int, ...] | None:
+    """As :func:`balance` where layers differ, so that it matters which ones a stage has; exact.
+
+    The least sum of all stages is found by a dynamic programme over stages and cuts, then again with every stage fast enough to
+    beat the best cut found, until there is none: each time the sum grows and the slowest stage gets faster.
+
+    Args:
+        tables: For each stage, by its first layer, the seconds of one micro-batch with 0, 1, 2, … layers, as many as its memory
+            holds.
+        micro_batches: K.
+
+    Returns:
+        Layers by stage, at least one each; ``None`` if they do not fit.
+    """
+    runs = [_matrix(rows) for rows in tables]
+    fastest = reduce(lambda before, run: np.maximum(before[:, None], run).min(axis=0), runs, _begun(runs[0]))[-1]
+    if not np.isfinite(fastest):
+        return None
+    best: tuple[float, tuple[int, ...]] | None = None
+    # The fastest slowest stage is seldom far from the optimum, and a good cut that is known early ends the search early.
+    bounds = [np.inf, float(np.nextafter(fastest, np.inf))]
+    while bounds and (layers := _least_sum_of_runs(runs, bounds.pop())) is not None:
+        stages = runs_s(tables, layers)
+        seconds = pipeline_s(stages, micro_batches)
+        if best is None or seconds < best[0]:
+            best = seconds, layers
+        # A cut of faster stages takes no smaller sum, so it has to be this much faster in its slowest stage to be better.
+        if not bounds and sum(stages) + (micro_batches - 1) * fastest < best[0]:
+            bounds.append(min(max(stages), (best[0] - sum(stages)) / (micro_batches - 1)))
+    return best[1] if best else None
+
+
+@lru_cache(maxsize=4096)  # pipelines consist of the same few stages
+def _matrix(rows: Rows) -> NDArray[np.float64]:
+    """Seconds by first layer and by the first layer of the next stage; infinite where a stage cannot be cut so."""
+    matrix = np.full((len(rows) + 1, len(rows) + 1), np.inf)
+    for begin, row in enumerate(rows):
+        held = row[1 : len(rows) - begin + 1]
+        matrix[begin, begin + 1 : begin + 1 + len(held)] = held
+    return matrix
+
+
+def _begun(run: NDArray[np.float64]) -> NDArray[np.float64]:
+    reached = np.full(len(run), np.inf)
+    reached[0] = 0.0
+    return reached
+
+
+def _least_sum_of_runs(runs: Sequence[NDArray[np.float64]], bound: float) -> tuple[int, ...] | None:
+    """The cut with the least sum of stages, each of them faster than a bound."""
+    reached, choices = _begun(runs[0]), []
+    for run in runs:
+        sums = reached[:, None] + np.where(run < bound, run, np.inf)
+        choices.append(sums.argmin(axis=0))
+        reached = sums.min(axis=0)
+    if not np.isfinite(reached[-1]):
+        return None
+    end, layers = len(reached) - 1, []
+    for choice in reversed(choices):
+        layers.append(end - int(choice[end]))
+        end = int(choice[end])
+    return tuple(reversed(layers))
 
 
 def _held(times: Sequence[Sequence[float]], bound: float) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.balancing import share_out
 from lightning_hetero.parallel.planner.candidates import Candidate, Layout, Setting
 
 
@@ -38,10 +39,15 @@ def balanced(setting: Setting) -> Iterator[Candidate]:
     """
     for nodes in _symmetric(setting, weakest_first=True):
         tables = [setting.tables(setting.stages(group)) for group in nodes]
-        slowest = [  # a stage is as slow as the slowest of its devices, and holds as many layers as all of them do
-            [max(column) for column in zip(*(group[s] for group in tables), strict=False)] for s in range(len(nodes[0]))
+        # A stage is as slow as the slowest of its devices, and holds as many layers as all of them do.
+        slowest = [
+            tuple(
+                tuple(map(max, zip(*rows, strict=False))) if len(rows) > 1 else rows[0]
+                for rows in zip(*(group[s] for group in tables), strict=True)
+            )
+            for s in range(len(nodes[0]))
         ]
-        even = balance(slowest, setting.work.num_layers, max(setting.micro_batches // len(nodes), 1))
+        even = setting.balanced(slowest, max(setting.micro_batches // len(nodes), 1))
         if even is not None:
             yield from _with_batches("balanced", setting, nodes, (even,) * len(nodes))
 
@@ -61,8 +67,7 @@ def _symmetric(setting: Setting, *, weakest_first: bool = False) -> Iterator[Lay
 
 
 def _with_batches(name: str, setting: Setting, nodes: Layout, layers: tuple[tuple[int, ...], ...]) -> Iterator[Candidate]:
-    tables = (setting.tables(setting.stages(group)) for group in nodes)
-    stages = [[t[n] for t, n in zip(table, cut, strict=True)] for table, cut in zip(tables, layers, strict=True)]
+    stages = [setting.stages_s(setting.stages(group), cut) for group, cut in zip(nodes, layers, strict=True)]
     counts = share_out([(s, len(s)) for s in stages], setting.micro_batches)
     if counts is not None:
         yield Candidate(name=name, setting=setting, nodes=nodes, layers=layers, micro_batches=counts)
@@ -75,5 +80,6 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
 def _cut(setting: Setting, nodes: Layout, cut: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """The same layers for all pipelines, if they fit."""
     tables = (setting.tables(setting.stages(group)) for group in nodes)
-    fits = all(n < len(table) for group in tables for table, n in zip(group, cut, strict=True))
+    begins = tuple(accumulate(cut, initial=0))
+    fits = all(n < len(rows[begin]) for group in tables for rows, begin, n in zip(group, begins, cut, strict=False))
     return (tuple(cut),) * len(nodes) if fits and min(cut) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,7 +13,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster import Cluster
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.parallel.planner.balancing import balance, share_out
+from lightning_hetero.parallel.planner.balancing import Rows, balance, balance_runs, runs_s, share_out
 from lightning_hetero.parallel.planner.clusters import Kind, check_devices, kinds
 from lightning_hetero.parallel.planner.equations import (
     Place,
@@ -46,8 +46,8 @@ class Setting:
     cluster: Cluster
     kinds: Mapping[str, Kind]
     micro_batches: int
-    _layers: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    _tables: dict[tuple[str, Place, float], tuple[float, ...]] = field(default_factory=dict)
+    _layers: dict[str, Rows] = field(default_factory=dict)
+    _tables: dict[tuple[str, Place, float], Rows] = field(default_factory=dict)
     _cuts: dict[tuple[tuple[str, float], ...], dict[int, tuple[int, ...] | None]] = field(default_factory=dict)
 
     @property
@@ -75,20 +75,34 @@ class Setting:
         """The devices of a node."""
         return self.kinds[self.cluster.nodes[node].device]
 
-    def table(self, kind: str, place: Place, link_bytes_per_s: float) -> tuple[float, ...]:
-        """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds."""
+    def table(self, kind: str, place: Place, link_bytes_per_s: float) -> Rows:
+        """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds, by its first layer."""
         key = kind, place, link_bytes_per_s
         if key not in self._tables:
             device, work = self.kinds[kind], self.work
             if kind not in self._layers:
-                seconds = (layers_s(work, device, n) for n in reversed(range(work.num_layers + 1)))
-                # Sums of measured runs (equation 5) may fall from one number of layers to the next; fewer never take longer.
-                self._layers[kind] = tuple(accumulate(seconds, min))[::-1]
-            held, besides = most_layers(work, device.memory_bytes, place), besides_s(work, device, place, link_bytes_per_s)
-            self._tables[key] = tuple(seconds + besides for seconds in self._layers[kind][: held + 1])
+                self._layers[kind] = self._by_first_layer(lambda begin: self._seconds(device, begin))
+
+            besides = [besides_s(work, device, place, link_bytes_per_s, last) for last in range(work.num_layers)]
+
+            def row(begin: int) -> tuple[float, ...]:
+                held = most_layers(work, device.memory_bytes, place, begin)
+                seconds = self._layers[kind][begin][: held + 1]
+                return tuple(s + besides[max(begin + n - 1, 0)] for n, s in enumerate(seconds))
+
+            self._tables[key] = self._by_first_layer(row)
         return self._tables[key]
 
-    def tables(self, stages: Sequence[tuple[str, float]]) -> list[tuple[float, ...]]:
+    def _by_first_layer(self, row: Callable[[int], tuple[float, ...]]) -> Rows:
+        count = self.work.num_layers
+        return (row(0),) * count if self.work.uniform else tuple(row(begin) for begin in range(count))
+
+    def _seconds(self, device: Kind, begin: int) -> tuple[float, ...]:
+        seconds = (layers_s(self.work, device, n, begin) for n in reversed(range(self.work.num_layers - begin + 1)))
+        # Sums of measured runs (equation 5) may fall from one number of layers to the next; fewer never take longer.
+        return tuple(accumulate(seconds, min))[::-1]
+
+    def tables(self, stages: Sequence[tuple[str, float]]) -> list[Rows]:
         """:meth:`table` of every stage of a pipeline, given its kind and its link to the next one."""
         places = (Place(stage=s, depth=len(stages)) for s in range(len(stages)))
         return [self.table(kind, place, link) for (kind, link), place in zip(stages, places, strict=True)]
@@ -97,8 +111,18 @@ class Setting:
         """The layers of every stage that make the pipeline fastest; ``None`` if they do not fit."""
         known = self._cuts.setdefault(tuple(stages), {})
         if micro_batches not in known:
-            known[micro_batches] = balance(self.tables(stages), self.work.num_layers, micro_batches)
+            known[micro_batches] = self.balanced(self.tables(stages), micro_batches)
         return known[micro_batches]
+
+    def balanced(self, tables: Sequence[Rows], micro_batches: int) -> tuple[int, ...] | None:
+        """The same for given tables of stages."""
+        if self.work.uniform:
+            return balance([rows[0] for rows in tables], self.work.num_layers, micro_batches)
+        return balance_runs(tables, micro_batches)
+
+    def stages_s(self, stages: Sequence[tuple[str, float]], layers: Sequence[int]) -> list[float]:
+        """Seconds of one micro-batch on every stage of a pipeline that is cut into so many layers each."""
+        return runs_s(self.tables(stages), layers)
 
     def stages(self, nodes: Sequence[int]) -> list[tuple[str, float]]:
         """Kind and link of every stage of a pipeline, given their nodes."""
@@ -132,7 +156,7 @@ class Candidate:
     def stages_s(self) -> tuple[tuple[float, ...], ...]:
         """t[s, j]."""
         return tuple(
-            tuple(table[n] for table, n in zip(self.setting.tables(self.setting.stages(group)), layers, strict=True))
+            tuple(self.setting.stages_s(self.setting.stages(group), layers))
             for group, layers in zip(self.nodes, self.layers, strict=True)
         )
 
@@ -154,7 +178,7 @@ class Candidate:
         taken: defaultdict[tuple[int, int], float] = defaultdict(float)
         work, ring = self.setting.work, 2 * (groups - 1) / groups
         ends = ((0, work.first), (work.num_layers - 1, work.last))
-        parts = [*((layer, work.layer) for layer in range(work.num_layers)), *ends]
+        parts = [*enumerate(work.layers), *ends]
         for layer, part in parts:
             nodes = {self.nodes[j][owners[j][layer]] for j in range(groups)}
             same = len(nodes) == 1
@@ -193,16 +217,18 @@ class Candidate:
         )
 
     def _group(self, j: int) -> GroupPlan:
-        depth = len(self.nodes[j])
+        depth, begins = len(self.nodes[j]), accumulate(self.layers[j], initial=0)
         stages = (
             StagePlan(
                 node=self.setting.cluster.nodes[node].name,
                 device=self.setting.cluster.nodes[node].device,
                 layers=layers,
                 micro_batch_s=seconds,
-                memory_bytes=stage_bytes(self.setting.work, layers, Place(stage=s, depth=depth)),
+                memory_bytes=stage_bytes(self.setting.work, layers, Place(stage=s, depth=depth), begin),
             )
-            for s, (node, layers, seconds) in enumerate(zip(self.nodes[j], self.layers[j], self.stages_s[j], strict=True))
+            for s, (node, layers, seconds, begin) in enumerate(
+                zip(self.nodes[j], self.layers[j], self.stages_s[j], begins, strict=False)
+            )
         )
         return GroupPlan(micro_batches=self.micro_batches[j], seconds=self.groups_s[j], stages=tuple(stages))
 
@@ -250,7 +276,6 @@ def balanced_candidate(name: str, setting: Setting, nodes: Layout, *, equal: boo
         ``None`` if a group does not hold the model, or there are fewer micro-batches than stages.
     """
     groups, stages = len(nodes), [setting.stages(group) for group in nodes]
-    tables = [setting.tables(group) for group in stages]
     if equal:
         counts = tuple(setting.micro_batches // groups + (j < setting.micro_batches % groups) for j in range(groups))
     else:
@@ -266,7 +291,7 @@ def balanced_candidate(name: str, setting: Setting, nodes: Layout, *, equal: boo
         cut = tuple(n for n in layers if n is not None)
         shared: tuple[int, ...] | None = counts
         if not equal:
-            taken = [[t[n] for t, n in zip(table, own, strict=True)] for table, own in zip(tables, cut, strict=True)]
+            taken = [setting.stages_s(group, own) for group, own in zip(stages, cut, strict=True)]
             shared = share_out([(s, len(s)) for s in taken], setting.micro_batches)
         if shared is None:
             return None

@@ -10,8 +10,10 @@ layer has four all-reduces of its input's size, two in forward, two in backward 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_hetero.errors import ConfigError
@@ -37,29 +39,39 @@ class Part:
     activation_bytes: float
     sent_bytes: float
 
+    def times(self, count: float) -> Part:
+        """So many of it."""
+        return Part(**{f.name: count * getattr(self, f.name) for f in fields(self)})
+
+    def plus(self, other: Part, sign: int = 1) -> Part:
+        """Both together; with ``sign=-1`` what is left without the other."""
+        return Part(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model as pipelines see it: equal layers, and two ends; as one device of a stage has them.
+    """A model as pipelines see it: layers, and two ends; as one device of a stage has them.
 
     Attributes:
         tensor_parallel: t, devices of one stage.
-        num_layers: Repeated layers.
-        layer: One of them; where they differ, the mean FLOP and the largest bytes.
+        layers: The repeated layers, in order.
+        until: For each number of layers from 0, the sum of so many first ones.
+        uniform: All layers are equal.
         first: What precedes them, on the first stage.
         last: What follows them, on the last stage.
-        boundary_bytes: What one micro-batch hands from stage to stage, bytes.
+        boundary_bytes: What one micro-batch hands on, bytes: behind each layer, to the next one.
         constant_bytes: What every device needs besides: context, and the most that one block needs while it computes.
         tokens: Tokens of one micro-batch.
         model_flop: Of one micro-batch through the whole model, computed once.
     """
 
     tensor_parallel: int
-    num_layers: int
-    layer: Part
+    layers: tuple[Part, ...]
+    until: tuple[Part, ...]
+    uniform: bool
     first: Part
     last: Part
-    boundary_bytes: int
+    boundary_bytes: tuple[int, ...]
     constant_bytes: int
     tokens: int
     model_flop: float
@@ -77,24 +89,34 @@ class Workload:
                 f"model {model.name!r} has no repeated layers that a pipeline could be cut at; all blocks are pinned."
             )
         begin, end = repeated[0], repeated[-1] + 1
-        layers = [_part((block,), model, tensor_parallel, all_reduces=4) for block in model.blocks[begin:end]]
+        layers = tuple(_part((block,), model, tensor_parallel, all_reduces=4) for block in model.blocks[begin:end])
+        boundaries = tuple(b.boundary_bytes for b in model.blocks[begin:end])
         return cls(
             tensor_parallel=tensor_parallel,
-            num_layers=end - begin,
-            layer=Part(
-                flop=sum(p.flop for p in layers) / len(layers),
-                fixed_bytes=max(p.fixed_bytes for p in layers),
-                gradient_bytes=max(p.gradient_bytes for p in layers),
-                activation_bytes=max(p.activation_bytes for p in layers),
-                sent_bytes=max(p.sent_bytes for p in layers),
-            ),
+            layers=layers,
+            until=tuple(accumulate(layers, Part.plus, initial=layers[0].times(0))),
+            uniform=len(set(layers)) == 1 and len(set(boundaries)) == 1,
             first=_part(model.blocks[:begin], model, tensor_parallel),
             last=_part(model.blocks[end:], model, tensor_parallel),
-            boundary_bytes=max(b.boundary_bytes for b in model.blocks[begin:end]),
+            boundary_bytes=boundaries,
             constant_bytes=model.constant_device_bytes + max(b.transient_bytes for b in model.blocks),
             tokens=model.tokens,
             model_flop=3 * sum(b.forward_flop for b in model.blocks),
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Repeated layers."""
+        return len(self.layers)
+
+    @property
+    def mean(self) -> Part:
+        """What a layer has on average."""
+        return self.layers[0] if self.uniform else self.until[-1].times(1 / self.num_layers)
+
+    def run(self, begin: int, count: int) -> Part:
+        """What ``count`` layers from layer ``begin`` have together."""
+        return self.layers[0].times(count) if self.uniform else self.until[begin + count].plus(self.until[begin], -1)
 
 
 def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_reduces: int = 0) -> Part:
@@ -152,26 +174,35 @@ class Place(NamedTuple):
         return self.stage == self.depth - 1
 
 
-def layers_s(work: Workload, kind: Kind, num_layers: int) -> float:
+def layers_s(work: Workload, kind: Kind, num_layers: int, begin: int = 0) -> float:
     """Seconds of one micro-batch through some layers: measured ones if there are any, else FLOP and tensor parallel traffic.
 
     ``T(n) = sum_k b_k T(2^k)``, ``n = sum_k b_k 2^k``; the longest measured run counts as often as it fits. Source: equation 5.
+    Where layers differ, these seconds are shared out by FLOP [assumed: the paper's layers are equal].
+
+    Args:
+        work: The model.
+        kind: The stage's devices.
+        num_layers: How many layers.
+        begin: The first of them.
     """
     measured = kind.layer_times.get(work.tensor_parallel)
     if measured is None:
-        return num_layers * _part_s(work.layer, kind)
+        return num_layers * _part_s(work.layers[0], kind) if work.uniform else _part_s(work.run(begin, num_layers), kind)
     seconds, left = 0.0, num_layers
     for power in range(len(measured) - 1, -1, -1):
         times, left = divmod(left, 2**power)
         seconds += times * measured[power]
-    return seconds
+    if work.uniform or not num_layers or not work.mean.flop:
+        return seconds
+    return seconds * work.run(begin, num_layers).flop / (num_layers * work.mean.flop)
 
 
 def _part_s(part: Part, kind: Kind) -> float:
     return part.flop / kind.flop_per_s + part.sent_bytes / kind.peer_bytes_per_s
 
 
-def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float) -> float:
+def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float, last: int = 0) -> float:
     """What t[s, j] has besides :func:`layers_s`: seconds of the model's ends and of traffic with the next stage.
 
     Args:
@@ -179,27 +210,53 @@ def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float)
         kind: The stage's devices.
         place: Where it stands.
         link_bytes_per_s: To the next stage.
+        last: The stage's last layer.
     """
     ends = _part_s(work.first, kind) * place.is_first + _part_s(work.last, kind) * place.is_last
-    handed = 0.0 if place.is_last else 2 * work.boundary_bytes / link_bytes_per_s
+    handed = 0.0 if place.is_last else 2 * work.boundary_bytes[last] / link_bytes_per_s
     return ends + handed
 
 
-def stage_bytes(work: Workload, num_layers: int, place: Place) -> int:
-    """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends. Source: equation 4c."""
-    parts = [(work.layer, num_layers)] + [(work.first, 1)] * place.is_first + [(work.last, 1)] * place.is_last
-    fixed = sum(count * part.fixed_bytes for part, count in parts)
-    saved = sum(count * part.activation_bytes for part, count in parts)
+def stage_bytes(work: Workload, num_layers: int, place: Place, begin: int = 0) -> int:
+    """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends. Source: equation 4c.
+
+    Args:
+        work: The model.
+        num_layers: Layers of the stage.
+        place: Where it stands.
+        begin: Its first layer.
+    """
+    return _bytes_with(work, work.run(begin, num_layers), place)
+
+
+def _bytes_with(work: Workload, layers: Part, place: Place) -> int:
+    parts = [layers] + [work.first] * place.is_first + [work.last] * place.is_last
+    fixed = sum(part.fixed_bytes for part in parts)
+    saved = sum(part.activation_bytes for part in parts)
     return int(work.constant_bytes + fixed + place.in_flight * saved)
 
 
-def most_layers(work: Workload, memory_bytes: int, place: Place) -> int:
-    """The most layers that a stage's memory holds (equation 4c); -1 if not even its ends fit."""
+def mean_layer_bytes(work: Workload, place: Place) -> int:
+    """What one more layer of average size takes of a stage's memory."""
+    return _bytes_with(work, work.mean, place) - stage_bytes(work, 0, place)
+
+
+def most_layers(work: Workload, memory_bytes: int, place: Place, begin: int | None = None) -> int:
+    """The most layers that a stage's memory holds (equation 4c); -1 if not even its ends fit.
+
+    Args:
+        work: The model.
+        memory_bytes: Of one device.
+        place: Where the stage stands.
+        begin: Its first layer; ``None``: layers of average size.
+    """
     empty = stage_bytes(work, 0, place)
     if empty > memory_bytes:
         return -1
-    fits = int((memory_bytes - empty) // max(stage_bytes(work, 1, place) - empty, 1))
-    return min(fits, work.num_layers)
+    if begin is not None and not work.uniform:
+        counts = range(work.num_layers - begin + 1)
+        return bisect_right(counts, memory_bytes, key=lambda n: stage_bytes(work, n, place, begin)) - 1
+    return min(int((memory_bytes - empty) // max(mean_layer_bytes(work, place), 1)), work.num_layers)
 
 
 def pipeline_s(stages_s: Sequence[float], micro_batches: int) -> float:

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.parallel.planner.candidates import Setting
-from lightning_hetero.parallel.planner.equations import Place, most_layers, stage_bytes
+from lightning_hetero.parallel.planner.equations import Place, mean_layer_bytes, most_layers, stage_bytes
 from lightning_hetero.parallel.planner.mapping import stages_of
 from lightning_hetero.units import format_bytes
 
@@ -42,15 +42,15 @@ def refuse(settings: Sequence[Setting], planner: str) -> NoReturn:
         )
     largest = max(setting.kinds.values(), key=lambda k: k.memory_bytes)
     tightest = min(setting.kinds.values(), key=lambda k: k.memory_bytes)
-    place = Place(stage=0, depth=1)
-    one = stage_bytes(work, 1, place) - stage_bytes(work, 0, place)
+    one = mean_layer_bytes(work, Place(stage=0, depth=1))
     held = most_layers(work, largest.memory_bytes, Place(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
     more = f"add at least {t * -(-short // (held * one * t))} {largest.name}, " if held > 0 else ""
     if depth == work.num_layers:
         more = "tensor parallelism in larger nodes (a pipeline has no more stages than layers), "
     raise PlanError(
         f"the model does not fit the cluster {setting.cluster.name!r}: the best pipeline, with {depth} stages of {t} devices, "
-        f"lacks {format_bytes(short)} ({short} bytes). One layer takes {format_bytes(one)} of a device; {tightest.name} has "
+        f"lacks {format_bytes(short)} ({short} bytes). One layer{'' if work.uniform else ', on average,'} takes "
+        f"{format_bytes(one)} of a device; {tightest.name} has "
         f"{format_bytes(tightest.memory_bytes)}, of which {format_bytes(work.constant_bytes)} are taken before. "
         f"Remedy: {more}take a smaller micro-batch or a shorter sequence, or devices with more memory.",
         tier="device",
@@ -67,8 +67,7 @@ def _missing(setting: Setting, depth: int) -> int:
     work, t = setting.work, setting.tensor_parallel
     kinds = list(setting.kinds.values())
     kind_of = sorted(stages_of(setting.counts()), key=lambda k: kinds[k].memory_bytes, reverse=True)[:depth]
-    empty = Place(stage=0, depth=1)
-    one = stage_bytes(work, 1, empty) - stage_bytes(work, 0, empty)
+    one = mean_layer_bytes(work, Place(stage=0, depth=1))
     room = 0
     for s, kind in enumerate(kind_of):
         place = Place(stage=s, depth=len(kind_of))

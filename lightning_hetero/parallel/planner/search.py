@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster import Cluster
@@ -113,7 +114,7 @@ def _power(setting: Setting, group: Counts) -> float:
 def _groupings(setting: Setting) -> Iterator[list[Counts]]:
     """Equation 3 for every number of groups, with the fewest bytes that one group has to hold."""
     work, t = setting.work, setting.tensor_parallel
-    whole = work.num_layers * work.layer.fixed_bytes + work.first.fixed_bytes + work.last.fixed_bytes
+    whole = work.run(0, work.num_layers).fixed_bytes + work.first.fixed_bytes + work.last.fixed_bytes
     devices = list(setting.kinds.values())
     room = [kind.memory_bytes - work.constant_bytes for kind in devices]
     if min(room) <= 0:
@@ -183,8 +184,11 @@ def _possible(setting: Setting, most_stages: int) -> list[_Group]:
         layers = setting.cut(pipeline, expected_micro_batches(setting, _power(setting, counts), depth))
         if layers is None:
             continue
-        stages = [table[n] for table, n in zip(setting.tables(pipeline), layers, strict=True)]
-        heaviest = max(layers) * work.layer.gradient_bytes + max(work.first.gradient_bytes, work.last.gradient_bytes)
+        stages = setting.stages_s(pipeline, layers)
+        begins = accumulate(layers, initial=0)
+        heaviest = max(work.run(b, n).gradient_bytes for b, n in zip(begins, layers, strict=False)) + max(
+            work.first.gradient_bytes, work.last.gradient_bytes
+        )
         sync = 2 * heaviest / network
         slowest = max(stages)
         found.append(_Group(counts=counts, latency_s=sum(stages) - slowest + sync, slowest_s=slowest, least=depth))
