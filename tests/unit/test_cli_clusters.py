@@ -186,7 +186,7 @@ def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, p
         (["4xa100-80", *MODEL[:-2]], "--micro-batches"),
         (["4xa1000", *MODEL], "no device preset 'a1000'"),
         (["lab", *MODEL], "no cluster preset 'lab'"),
-        (["missing.yaml", *MODEL], "cluster file 'missing.yaml' cannot be read"),
+        (["missing.yaml", *MODEL], "cluster file 'missing.yaml' does not exist"),
         (["4xa100-80", "--micro-batches", "4"], "Got neither of --model-profile and --preset-model"),
         (["4xa100-80", *MODEL, "--planner", "oracle"], "--planner 'oracle'; allowed: asymmetric, "),
         (["4xa100-80", *MODEL, "--tensor-parallel", "8"], "allowed: 1 to 4"),
