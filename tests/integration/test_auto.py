@@ -282,7 +282,7 @@ def test_the_machine_is_given_by_profile_file_or_environment(tmp_path: Path, mon
     file.write_text(replace(HARDWARE, name="a GPU", shared_memory=False).to_json())
     with pytest.raises(ConfigError, match=r"'a GPU' describes a device.*CPU"):
         run(Recipe(steps=5), HeteroOffloadStrategy(hardware_profile=file), tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         HeteroOffloadStrategy(hardware_profile=tmp_path / "none.json")
 
 

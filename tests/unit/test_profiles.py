@@ -210,7 +210,7 @@ def test_a_model_profile_out_of_range_is_refused(text: str, message: str) -> Non
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hardware profile '.*missing\.json' cannot be read"):
+    with pytest.raises(ConfigError, match=r"hardware profile '.*missing\.json' does not exist"):
         HardwareProfile.load(tmp_path / "missing.json")
 
 
