@@ -115,6 +115,18 @@ class Record:
     owners: tuple[tuple[int, ...], ...] | None = None
 
 
+_MOMENT = {"at": int, "random": dict, "generators": shapes.DictOf(object)}
+_DATA = {
+    "started": shapes.Either((None, shapes.Fields(_MOMENT))),
+    "samplers_know_epoch": bool,
+    "moments": shapes.ListOf(shapes.Fields({**_MOMENT, "drawn_by": shapes.ListOf(int)})),
+    "memory": shapes.Fields({"states": shapes.DictOf(object), "attributes": shapes.DictOf(dict)}),
+    "generators": shapes.DictOf(object),
+    **dict.fromkeys(("drawn", "calls", "fetched", "held"), int),
+    **dict.fromkeys(("done", "is_lost"), bool),
+    "reloaded": shapes.ListOf(shapes.Either((None, int))),
+}
+
 # The training state that `strategies.training_state` takes.
 STATE: dict[str, Any] = {
     "version": str,
@@ -127,8 +139,8 @@ STATE: dict[str, Any] = {
     "precision": dict,
     "buffers": shapes.DictOf(torch.Tensor),
     "random": shapes.DictOf(dict),
-    "data": shapes.Fields({"moments": shapes.ListOf(shapes.Fields({"at": int, "drawn_by": list}))}),
-    "validation": shapes.Either((None, shapes.Fields({"generators": object, "started": shapes.ListOf(bool)}))),
+    "data": shapes.Fields(_DATA),
+    "validation": shapes.Either((None, shapes.Fields({"generators": shapes.DictOf(object), "started": shapes.ListOf(bool)}))),
     "callbacks": shapes.DictOf(object),
     "datamodule": shapes.Either((None, shapes.Row((str, object)))),
     "hyper_parameters": shapes.DictOf(object),

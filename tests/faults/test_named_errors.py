@@ -22,10 +22,15 @@ from lightning_hetero.strategies import HeteroOffloadStrategy, checkpoint_io
 
 RECIPE = Recipe(steps=4, shape=Shape(layers=2))
 OPTIMIZER = {"name": "AdamW", "sizes": [2], "groups": [{"lr": 0.1}]}
+MOMENT = {"at": -1, "random": {}, "generators": {"dataloader 0: generator": torch.ones(1)}, "drawn_by": [0]}
+DATA = {
+    "started": None, "samplers_know_epoch": False, "moments": [MOMENT], "memory": {"states": {}, "attributes": {"s": {"epoch": 1}}},
+    "generators": {}, "drawn": 2, "calls": 2, "fetched": 2, "held": 0, "done": False, "is_lost": False, "reloaded": [0, None],
+}  # fmt: skip
 STATE: dict[str, Any] = {
     "version": "2.6", "epoch": 1, "global_step": 4, "fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 1}}},
     "optimizers": [OPTIMIZER], "changes": {}, "lr_schedulers": [{}], "precision": {}, "buffers": {"b": torch.ones(2)},
-    "random": {"0": {}}, "data": {"moments": [{"at": 0, "drawn_by": []}]}, "validation": None, "callbacks": {"c": 1},
+    "random": {"0": {}}, "data": DATA, "validation": {"generators": {}, "started": [False]}, "callbacks": {"c": 1},
     "datamodule": ["Data", {"at": 3}], "hyper_parameters": {},
 }  # fmt: skip
 
@@ -70,9 +75,10 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
         ("fit_loop", {"epoch_loop.batch_progress": {"is_last_batch": 3}}, r"is_last_batch is int"),
         ("datamodule", ["Data", 3], r"datamodule\[1\] is int"), ("datamodule", 3, "datamodule is int"),
         ("optimizers", 3, "optimizers is int"), ("lr_schedulers", {"a": 1}, "lr_schedulers is dict"),
-        ("random", [1], "random is list"),
-        ("data", {"moments": 3}, r"data\.moments is int"), ("validation", [1], "validation is list"),
-        ("validation", {"generators": [], "started": [3]}, r"started\[0\] is int"), ("buffers", {"b": 1}, r"buffers\.b is int"),
+        ("random", [1], "random is list"), ("data", {**DATA, "drawn": "x"}, r"data\.drawn is str"),
+        ("data", {**DATA, "moments": 3}, r"data\.moments is int"), ("validation", [1], "validation is list"),
+        ("validation", {"generators": {}, "started": [3]}, r"started\[0\] is int"),
+        ("buffers", {"b": 1}, r"buffers\.b is int"),
     ],
 )  # fmt: skip
 def test_a_resume_from_a_record_with_wrong_types_is_refused(
