@@ -161,10 +161,10 @@ def num_params(size: Size) -> int:
     return sum(p.numel() for p in rest.parameters()) + size.layers * sum(p.numel() for p in layer.parameters())
 
 
-def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int) -> None:
-    """Trains on random tokens, until the Trainer stops."""
+def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int, **options: Any) -> None:
+    """Trains on random tokens, until the Trainer stops; options are those of ``Trainer.fit``."""
     tokens = RandomTokens(module.size, batch=batch, length=length)
-    trainer.fit(module, DataLoader(tokens, batch_size=None))
+    trainer.fit(module, DataLoader(tokens, batch_size=None), **options)
 
 
 def make_trainer(**options: Any) -> pl.Trainer:

@@ -21,7 +21,7 @@ from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import StateSource, take_all, write_state
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.blocks import Part, zero_pages
 from lightning_hetero.store.tiers import TierStore
 
 
@@ -249,7 +249,7 @@ class OptimizerBinding:
 
     def is_new(self, part: Part, param: nn.Parameter) -> bool:
         """Whether the state that the part holds is not, or not any more, what the optimizer begins with."""
-        return part.stepped and "step" not in self.optimizer.state.get(param, {})
+        return part.stepped and not part.fresh and "step" not in self.optimizer.state.get(param, {})
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Sets state to its beginning where the optimizer has none: after a checkpoint without it, or ``state.clear()``."""
@@ -259,8 +259,9 @@ class OptimizerBinding:
             param = part.params[index]
             if self.is_new(part, param):
                 for array, name in enumerate(adam.state_names(part.dtype)):
-                    start = param.detach().float() if name == adam.MASTER else torch.zeros(param.shape)
-                    runs.append((array, index, part.flat(index, start, torch.float32)))
+                    is_master = name == adam.MASTER
+                    start = part.flat(index, param.detach(), torch.float32) if is_master else zero_pages(param.numel())
+                    runs.append((array, index, start))
         if runs:
             write_state(self._store, part, runs)
 

@@ -82,6 +82,7 @@ class Part:
         uncommitted: Rewrites of the file since the last commit.
         on_disk: The native block has files.
         stepped: The state is no longer all zeros.
+        fresh: The state is what an optimizer begins with: moments of zeros, and a master equal to 16-bit weights.
         versions: Sum of the parameters' version counters when the block's use began, or an update in Python ended.
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
@@ -105,6 +106,7 @@ class Part:
     uncommitted: int = 0
     on_disk: bool = False
     stepped: bool = False
+    fresh: bool = False
     versions: int = 0
     master_versions: int = -1
     patches: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -215,6 +217,12 @@ def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
         with suppress(OSError):  # a kernel without huge pages is slower, not wrong
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype)
+
+
+def zero_pages(numel: int) -> Tensor:
+    """Flat fp32 zeros that are only read: a large one takes no memory, because the system maps one page of zeros everywhere."""
+    zeros = own_memory(numel, torch.float32)
+    return zeros if zeros.nbytes >= _OWN_BYTES else zeros.zero_()
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.blocks import Part, zero_pages
 from lightning_hetero.store.geometry import has_file, has_master, weights_on_file
 from lightning_hetero.store.tiers import TierStore
 
@@ -64,7 +62,7 @@ def reset_home(store: TierStore, part: Part) -> None:
     assert part.native is not None
     store.flush(part)
     geometry = part.native.geometry
-    zeros = torch.zeros(geometry.num_elements)  # shared pages of zeros: nothing is written to them
+    zeros = zero_pages(geometry.num_elements)
     runs = [(array, 0, zeros) for array in range(geometry.num_state)]
     if part.stepped:
         store.rewrite(part, runs, from_memory=False, state=True).wait()

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Engine, EngineStats, Hyper, Patch, Segment, Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
-from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.blocks import Block, Part, own_memory
 from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.files import BlockFiles
 from lightning_hetero.store.geometry import WEIGHTS, has_master, versions, weights_on_file
@@ -134,7 +134,7 @@ class TierStore:
         """The part has no native block any more."""
         part.native = part.last_write = part.opened = part.updated = None
         part.mirrored_versions = -1
-        part.on_disk = part.stepped = part.dirty = False
+        part.on_disk = part.stepped = part.fresh = part.dirty = False
         part.uncommitted = 0
         part.patches.clear()
         self._patched.pop(part, None)
@@ -175,13 +175,12 @@ class TierStore:
         """Brings the file up to date with writes that went around updates: whole weight memory, or collected patches."""
         master = has_master(part)
         if part.dirty:
-            part.dirty = False
-            runs = (
-                [(0, part.offsets[i], part.flat(i, part.memory(i), torch.float32)) for i in range(len(part.params))]
-                if master
-                else []
-            )
-            self.rewrite(part, runs, from_memory=weights_on_file(part), state=master)
+            part.dirty, is_beginning = False, part.fresh or not part.stepped
+            runs = [(0, part.offsets[i], _as_master(part, i)) for i in range(len(part.params))] if master else []
+            ticket = self.rewrite(part, runs, from_memory=weights_on_file(part), state=master)
+            if master:
+                part.fresh = is_beginning
+                ticket.wait()  # the part keeps the ticket, and the ticket the copies: without this, those of all parts would stay
             self.master_is_current(part)
         if part.patches:
             patches, part.patches = part.patches, []
@@ -260,6 +259,7 @@ class TierStore:
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
         part.stepped = self.unrecorded.changed = True
+        part.fresh = False
         if not speculative:
             self.keep(part)
         return ticket
@@ -314,6 +314,7 @@ class TierStore:
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""
         self.flush(part)
+        part.fresh = False
         rows = [(array, part.offsets[index], value) for array, index, value in runs]
         self.rewrite(part, rows, from_memory=False, state=True).wait()
         for _, _, value in rows:
@@ -390,6 +391,13 @@ class TierStore:
             for array, start, value in runs
             if value.numel()
         ]
+
+
+def _as_master(part: Part, index: int) -> Tensor:
+    """A copy of 16-bit weights as flat fp32, in memory that goes back to the system with it."""
+    flat = own_memory(part.params[index].numel(), torch.float32)
+    part.shaped(index, flat).copy_(part.memory(index))
+    return flat
 
 
 def _has_failed(ticket: Ticket) -> bool:

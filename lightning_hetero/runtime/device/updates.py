@@ -180,7 +180,7 @@ class DeviceUpdates:
                 self._step(hyper, chunk, [master, *arrays], scale)
         if master is not weights:
             _copy_runs(weights, master, ((start, grad.numel()) for _, start, grad in pieces))
-        part.stepped = True
+        part.stepped, part.fresh = True, False
         # A graph that still holds these weights would read new values: autograd shall say so instead.
         torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
         part.master_versions = versions(part)
@@ -218,7 +218,7 @@ class DeviceUpdates:
         self._wait(part)
         for array, index, values in runs:
             self._run(part, array, index).copy_(values)
-        part.stepped = True
+        part.stepped, part.fresh = True, False
 
     # ---- details ------------------------------------------------------------------------------------------------------------
 
