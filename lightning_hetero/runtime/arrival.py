@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_hetero._native import BlockGeometry
+from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
@@ -28,6 +29,7 @@ class Arrival:
         root: The model.
         block_cls: Classes of the blocks; see ``HeteroOffloadStrategy``.
         content: Weights in files for parameters on the meta device.
+        built: The model's construction, if part of it is in a file.
 
     Attributes:
         blocks: The blocks, bound to reserved memory.
@@ -36,19 +38,26 @@ class Arrival:
         ConfigError: Something on the meta device cannot be set.
     """
 
-    def __init__(self, root: nn.Module, block_cls: BlockCls | None, content: Content | None) -> None:
-        self._root = root
+    def __init__(
+        self, root: nn.Module, block_cls: BlockCls | None, content: Content | None, built: Construction | None = None
+    ) -> None:
+        self._root, self._built = root, built
         self._initializer = Initializer(root, content)
         self._initializer.check()
         specs = partition(root, block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
         self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
-        self._elsewhere = {id(p) for s in specs for p in s.params.values() if isinstance(p, OffloadedParameter)}
+        self._elsewhere = {
+            id(p)
+            for s in specs
+            for p in s.params.values()
+            if isinstance(p, OffloadedParameter) or (built is not None and p in built)
+        }
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
 
     def is_set(self, block: Block) -> bool:
         """Whether the block's memory has content."""
-        return block.name not in self._unset
+        return block.name not in self._unset and not any(id(p) in self._elsewhere for p in block.params())
 
     def had_memory(self, block: Block) -> bool:
         """Whether any parameter of the block had content before the runtime came."""
@@ -115,12 +124,14 @@ class Arrival:
         self._unset = set()
 
     def _take_over(self, block: Block) -> None:
-        """Brings weights into the block's memory that another Trainer left on its disk, where they stay as they are."""
+        """Brings weights into the block's memory that are in a file: that of the model's construction, or of another Trainer."""
         for part in block.parts:
             for i, param in enumerate(part.params):
                 if id(param) in self._elsewhere:
                     memory = part.memory(i)
                     memory.copy_(materialize(param))
+                    if self._built is not None:
+                        self._built.release(param.detach())
                     restore(param)
                     param.data = memory
                     self._elsewhere.discard(id(param))

@@ -7,6 +7,7 @@ from torch import nn
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.runtime.arrival import Arrival
+from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.optimizers import OptimizerBinding
@@ -23,6 +24,7 @@ class Budgets:
         root: The model.
         options: The user's choices.
         content: Weights in files for parameters on the meta device.
+        built: The model's construction, if part of it is in a file.
 
     Attributes:
         blocks: Its blocks.
@@ -32,9 +34,11 @@ class Budgets:
         profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
     """
 
-    def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None) -> None:
+    def __init__(
+        self, root: nn.Module, options: SessionOptions, content: Content | None, built: Construction | None = None
+    ) -> None:
         self.root, self.options = root, options
-        self._arrival = Arrival(root, options.block_cls, content)
+        self._arrival = Arrival(root, options.block_cls, content, built)
         self.blocks = self._arrival.blocks
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None

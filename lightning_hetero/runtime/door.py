@@ -70,7 +70,7 @@ class OffloadedParameter(nn.Parameter):
     ) -> Any:
         """Decides for each torch function on the parameter: metadata, lazy handle, write-through or read."""
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _DETACH:
             return _detached(args[0])
@@ -234,7 +234,7 @@ def _metadata_functions() -> frozenset[Any]:
     return frozenset([*functions, *accessors, torch.autograd.grad])
 
 
-_METADATA = _metadata_functions()
+METADATA = _metadata_functions()
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _DETACH = frozenset([Tensor.detach, torch.detach, _GET_DATA])

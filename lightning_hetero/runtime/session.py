@@ -27,6 +27,7 @@ from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budgets import Budgets
+from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.device.setup import executor_on
 from lightning_hetero.runtime.directories import Directories
@@ -58,10 +59,13 @@ class Session(Budgets):
         root: The model.
         options: The user's choices.
         content: Weights in files for parameters on the meta device.
+        built: The model's construction, if part of it is in a file.
     """
 
-    def __init__(self, root: nn.Module, options: SessionOptions, content: Content | None = None) -> None:
-        super().__init__(root, options, content)
+    def __init__(
+        self, root: nn.Module, options: SessionOptions, content: Content | None = None, built: Construction | None = None
+    ) -> None:
+        super().__init__(root, options, content, built)
         self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None

@@ -128,11 +128,11 @@ class Checkpoints(Core):
         return None if self.session is None else self.session.freeze()
 
     def landing(self) -> Landing:
-        """Where a checkpoint is loaded to, so that it need not fit memory."""
+        """Where a checkpoint is loaded to, or a model built, so that it need not fit memory."""
         if self.session is not None:
             return Landing(self.session.disk_root())
-        assert self.lightning_module is not None
-        wanted = (self.options.disk_path or local_root(self.lightning_module.trainer)).expanduser().absolute()
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        wanted = (self.options.disk_path or (Path.cwd() if trainer is None else local_root(trainer))).expanduser().absolute()
         return Landing(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.model import BatchProfiler
+from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
@@ -80,6 +81,7 @@ class Core(Base):
         # Checkpoints by links that are made, or removed, when the batch has ended: path, action, whether it saves.
         self._links: list[tuple[Path, Callable[[], object], bool]] = []
         self._failed = False
+        self._built: Construction | None = None  # the model that was made in tensor_init_context, until it is placed
 
     def _choose(self, choices: Choices) -> None:
         """Says how this process trains, before :meth:`setup`."""

@@ -15,10 +15,11 @@ import torch
 from lightning_hetero import callbacks
 from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
-from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.runtime.options import StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import local_root
@@ -84,10 +85,11 @@ class Lifecycle(Steps, Reports):
                 self._leave_room_for_reference()
         else:
             self._drop_session()
-            self.model = self.precision_plugin.convert_module(self.model)
+            with nullcontext() if self._built is None else self._built.observed():
+                self.model = self.precision_plugin.convert_module(self.model)
             if fitting:
                 self._leave_room_for_reference()
-            self.session = session = Session(self.lightning_module, self.options, self._content())
+            self.session = session = Session(self.lightning_module, self.options, self._content(), self._built)
         rules, changes, optimizers = StepRules(), None, None
         self._move_rest()  # before optimizers are made, as plain Lightning does it
         if fitting:
@@ -112,6 +114,7 @@ class Lifecycle(Steps, Reports):
             self._state.attach(self._batch_ends)
         if resuming and self._resumed is not None:
             load_buffers(self.lightning_module, self._resumed["buffers"])
+        self._built = None
         self._move_rest()  # what had no content before
         if rules.speculates:
             self._verdicts = Verdicts(self.precision_plugin, self._running)
@@ -156,9 +159,14 @@ class Lifecycle(Steps, Reports):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block."""
+        """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block.
+
+        Else those that take more than half of the budget wait in a file until ``setup`` places them.
+        """
         device = torch.device("meta" if empty_init else "cpu")  # what the plan puts on another device goes there in `setup`
-        with device, self.precision_plugin.tensor_init_context():
+        if self._built is None:
+            self._built = Construction(host_budget(self.options, 0) // 2, self.landing)
+        with device, self.precision_plugin.tensor_init_context(), self._built.observed():
             yield
 
     # ---- teardown -----------------------------------------------------------------------------------------------------------
@@ -212,5 +220,5 @@ class Lifecycle(Steps, Reports):
         self.session = self._recovery = None
 
     def __getstate__(self) -> dict[str, Any]:
-        absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier"))
+        absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier", "_built"))
         return {**super().__getstate__(), **absent}

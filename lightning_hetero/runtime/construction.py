@@ -1,0 +1,197 @@
+"""Builds a model that need not fit memory: parameters leave it as they are made, for a file, while they stay ordinary tensors.
+
+[Note: Construction]
+Inside the context every new ``nn.Parameter`` is noted. Once those in memory take more than their share of it, the oldest move to
+memory that is mapped from a file, with what they hold. They remain ordinary CPU tensors with the same values: code that
+initializes a parameter later (``post_init``, ``apply``, a constructor further up) reads and writes the file's pages, which the
+system brings back, and a mode that sees torch functions gives them back again. No random number is drawn and no function is
+replaced, so weights and generators are those of a construction without the context.
+
+A parameter moves only while nobody else refers to its storage, because its other views would not move with it. It is looked at
+again when the next one is made. Where the plan's blocks are placed, one block at a time is copied out of the file
+(``runtime.arrival``).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.runtime.door import METADATA
+from lightning_hetero.store.partition import is_dense
+
+_SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
+class Scratch(Protocol):
+    """Makes tensors whose memory is that of a file."""
+
+    def place(self, like: Tensor) -> Tensor:
+        """A contiguous CPU tensor with shape and dtype of ``like``, to be filled."""
+
+    def filled(self, tensor: Tensor) -> None:
+        """Gives the pages of a tensor of :meth:`place` back: the file keeps what it holds."""
+
+
+class Construction:
+    """The parameters that were made in one model's construction, and which of them are in a file.
+
+    Args:
+        share_bytes: What they may take of memory; above that they move to the file.
+        scratch: Makes the file; called when the first parameter moves.
+    """
+
+    def __init__(self, share_bytes: int, scratch: Callable[[], Scratch]) -> None:
+        self._share_bytes, self._make_scratch = share_bytes, scratch
+        self._scratch: Scratch | None = None
+        self._waiting: list[weakref.ref[nn.Parameter]] = []  # in memory, the oldest first
+        self._waiting_bytes = 0
+        self._places: dict[int, weakref.ref[nn.Parameter]] = {}  # tensors in the file by address
+        self._touched: dict[int, weakref.ref[nn.Parameter]] = {}  # those whose pages may be in memory, by address
+        self._touched_bytes = 0
+
+    def __contains__(self, param: object) -> bool:
+        """Whether the parameter's memory is in the file."""
+        return isinstance(param, Tensor) and self._place_of(param) is not None
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Parameters that the calling thread makes inside are noted; at the end all are in the file, or none."""
+        with _hooked(self._made), _Touches(self):
+            yield
+            if self._scratch is not None:
+                self._move_out(0)
+                self._give_back()
+
+    def release(self, tensor: Tensor) -> None:
+        """The content of a tensor in the file is somewhere else now: its pages are given back."""
+        if self._scratch is not None:
+            self._scratch.filled(tensor)
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
+
+    def _made(self, param: nn.Parameter) -> None:
+        """A parameter was made, or was given other memory."""
+        if param.device.type != "cpu" or param.layout is not torch.strided or param.nbytes < _SMALL_BYTES:
+            return
+        self._waiting_bytes += param.nbytes
+        self._move_out(self._share_bytes, but=param)
+        self._waiting.append(weakref.ref(param))
+
+    def _move_out(self, allowed_bytes: int, but: nn.Parameter | None = None) -> None:
+        """Moves the oldest parameters to the file until those in memory take no more than is allowed."""
+        if self._waiting_bytes + self._touched_bytes > allowed_bytes and self._touched_bytes:
+            self._give_back()
+        if self._waiting_bytes <= allowed_bytes:
+            return
+        alive = {id(p): p for ref in self._waiting if (p := ref()) is not None and p is not but}
+        left = [p for p in alive.values() if not p.is_meta and p not in self]
+        total = sum(p.nbytes for p in left) + (but.nbytes if but is not None else 0)
+        kept: list[nn.Parameter] = []
+        for param in left:
+            if total > allowed_bytes and _is_alone(param):
+                self._move(param)
+                total -= param.nbytes
+            else:
+                kept.append(param)
+        self._waiting = [weakref.ref(p) for p in kept]
+        self._waiting_bytes = total
+
+    def _move(self, param: nn.Parameter) -> None:
+        if self._scratch is None:
+            self._scratch = self._make_scratch()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            flat = self._scratch.place(torch.empty((param.numel(),), dtype=param.dtype, device="meta"))
+            memory = flat.as_strided(param.shape, param.stride())
+            memory.copy_(param)
+            param.data = memory
+            self._places[flat.untyped_storage().data_ptr()] = weakref.ref(param)
+            self._scratch.filled(flat)
+
+    def _place_of(self, tensor: Tensor) -> int | None:
+        """The address in the file of the memory that the tensor, or what it is a view of, has; ``None``: it is not there."""
+        if not self._places or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        with torch._C.DisableTorchFunction():
+            address = tensor.untyped_storage().data_ptr()
+        return address if address in self._places else None
+
+    def _seen(self, func: Any, values: Any) -> None:
+        """A torch function has run on these values."""
+        if func == _SET_DATA and type(values[0]) is nn.Parameter and values[0] not in self:
+            self._made(values[0])  # as module.to(dtype) does it
+        if self._places and func not in METADATA:
+            for value in tree_leaves(values):
+                place = self._place_of(value) if isinstance(value, Tensor) else None
+                if place is not None and place not in self._touched:
+                    self._touched[place] = self._places[place]
+                    self._touched_bytes += value.untyped_storage().nbytes()
+            if self._waiting_bytes + self._touched_bytes > self._share_bytes:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        assert self._scratch is not None
+        with torch._C.DisableTorchFunction():
+            for ref in self._touched.values():
+                if (param := ref()) is not None:
+                    self._scratch.filled(param.detach())
+        self._touched.clear()
+        self._touched_bytes = 0
+
+
+class _Touches(TorchFunctionMode):
+    """Tells a construction which tensors torch functions have worked on."""
+
+    def __init__(self, construction: Construction) -> None:
+        super().__init__()
+        self._construction = construction
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._construction._seen(func, (*args, *(kwargs or {}).values()))
+        return result
+
+
+@contextmanager
+def _hooked(made: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Calls ``made`` with every ``nn.Parameter`` that this thread makes: by its class, by ``deepcopy``, or by unpickling."""
+    thread = threading.get_ident()
+    before: Any = nn.Parameter.__dict__["__new__"]
+    original = nn.Parameter.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        param = original(cls, *args, **kwargs)
+        if type(param) is nn.Parameter and threading.get_ident() == thread:
+            made(param)
+        return param
+
+    parameter: Any = nn.Parameter
+    parameter.__new__ = staticmethod(new)
+    try:
+        yield
+    finally:
+        parameter.__new__ = before
+
+
+def _is_alone(param: nn.Parameter) -> bool:
+    """Whether the parameter has its storage to itself, whole."""
+    with torch._C.DisableTorchFunction():
+        storage = param.untyped_storage()
+        uses = torch._C._storage_Use_Count(storage._cdata)
+        return is_dense(param) and storage.resizable() and storage.nbytes() == param.nbytes and uses == _own_uses()
+
+
+def _own_uses() -> int:
+    """What torch counts for a tensor that nobody shares, and the handle through which it is asked."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
