@@ -47,12 +47,10 @@ class Arrival:
         specs = partition(root, block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
         self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
-        self._elsewhere = {
-            id(p)
-            for s in specs
-            for p in s.params.values()
-            if isinstance(p, OffloadedParameter) or (built is not None and p in built)
-        }
+        self._elsewhere = {id(p) for s in specs for p in s.params.values() if isinstance(p, OffloadedParameter)}
+        for spec in specs:  # as a whole: one small parameter in a block's memory would bring a huge page with it
+            if built is not None and any(p in built for p in spec.params.values()):
+                self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
 
     def is_set(self, block: Block) -> bool:

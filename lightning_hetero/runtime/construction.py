@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.runtime.door import METADATA
+from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
 
 _SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay
@@ -105,6 +106,7 @@ class Construction:
                 kept.append(param)
         self._waiting = [weakref.ref(p) for p in kept]
         self._waiting_bytes = total
+        give_free_pages_back()  # the next parameters may not fit the holes
 
     def _move(self, param: nn.Parameter) -> None:
         if self._scratch is None:

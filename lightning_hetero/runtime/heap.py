@@ -31,6 +31,12 @@ _USUAL = 32 * MIB  # where glibc's own adjustment of its thresholds ends
 _USER_DECIDES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
+def give_free_pages_back() -> None:
+    """What malloc keeps of freed memory goes back to the system, where the C library is glibc."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 class Heap:
     """Watches the process's resident memory between anchors, until it is closed.
 
