@@ -8,7 +8,8 @@ Prints one line of JSON last. ``peak_rss_bytes`` is the process's own high-water
 stayed below ``limit_bytes``. The mark is read, and set back, phase by phase: as the model is placed, in every step, as the plan
 changes with ``--change-plan``, with ``--save`` as a checkpoint is written and loaded, and at the end. ``over_bytes`` is
 what the worst phase took beyond ``host_memory``, one block (the largest, with gradients and state) and ``torch_bytes``: the most
-that the same script has resident with one block of width 64 under plain Lightning, in the same precision and run, with the same batch.
+that the same script has resident with one block of width 64 under plain Lightning, in the same precision and run, with the same
+batch.
 
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk --precision all --build cpu --change-plan --save
