@@ -142,11 +142,13 @@ class Checkpoints(Core):
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Writes weights through to where they live; those of a model on the meta device once :meth:`setup` has given it memory."""
+        """Writes weights to where they live; :meth:`setup` does it for a model on the meta device or in a file."""
         assert self.lightning_module is not None
         if self._resumed is not None:
             return
-        if self.session is None and any(p.is_meta for p in self.lightning_module.parameters()):
+        built = self._built
+        away = (p.is_meta or (built is not None and p in built) for p in self.lightning_module.parameters())
+        if self.session is None and any(away):
             self._waiting_checkpoint = (checkpoint, strict)
             return
         super().load_model_state_dict(checkpoint, strict=strict)
