@@ -97,7 +97,7 @@ class Arrival:
         for block in in_order_of_construction(self._root, self.blocks):
             if block.name in self._unset and not self._initializer.read(block, self._made_on_meta):
                 later += [(n, block.spec.params[n]) for n in self._initializer.set(block, self._made_on_meta)]
-            self._take_over(block)
+            self._take_over(block, read=resumed is None)
             executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
                 if resumed is not None:
@@ -121,13 +121,19 @@ class Arrival:
             self._initializer.read_buffers()
         self._unset = set()
 
-    def _take_over(self, block: Block) -> None:
-        """Brings weights into the block's memory that are in a file: that of the model's construction, or of another Trainer."""
+    def _take_over(self, block: Block, *, read: bool) -> None:
+        """Brings weights into the block's memory that are in a file: that of the model's construction, or of another Trainer.
+
+        Args:
+            block: The block.
+            read: Its weights count; else they are about to be read from a store, and the other Trainer's disk may be gone.
+        """
         for part in block.parts:
             for i, param in enumerate(part.params):
                 if id(param) in self._elsewhere:
                     memory = part.memory(i)
-                    memory.copy_(materialize(param))
+                    if read:
+                        memory.copy_(materialize(param))
                     if self._built is not None:
                         self._built.release(param.detach())
                     restore(param)

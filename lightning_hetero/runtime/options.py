@@ -38,6 +38,7 @@ class SessionOptions:
     disk_capacity: int | None = None
     allow_tmpfs: bool = False
     allow_rotational: bool = False
+    new_run: bool = False  # a store with a kept step at `disk_path` is put aside
     trace: bool = False
     poison: bool = False
     keep_every: int = 1  # where steps are kept, every so many steps

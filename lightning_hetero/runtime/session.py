@@ -44,6 +44,7 @@ from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts,
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
+from lightning_hetero.store.earlier import aside, refusal
 from lightning_hetero.store.snapshots import check_room, snapshot
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
@@ -76,6 +77,7 @@ class Session(Budgets):
         self._resumes = False
         self._final_report: dict[str, int] = {}
         self._frozen: Frozen | None = None  # somebody reads the store
+        self._last_steps: KeptSteps | None = None  # of the last fit: a parked model may have been evaluated since
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class Session(Budgets):
         self._rules, self._resumes = rules, resume
         self.steps = None
         if optimizers is not None:
-            self.steps = KeptSteps(self.root, self.blocks, self.bindings, self.options, self._obstacle)
+            self.steps = self._last_steps = KeptSteps(self.root, self.blocks, self.bindings, self.options, self._obstacle)
         placer = self._placer()
         parked = self.executor
         plans = self.options.plans
@@ -416,6 +418,21 @@ class Session(Budgets):
         source, names = self.store.files.directory.path, self.store.files.committed()
         check_room(source, path, names, leaving=(path, *leaving))
         snapshot(source, path, names, replace=True)
+
+    def make_way(self) -> None:
+        """The parked model is about to be trained anew in its store: the last fit's kept step is put aside, or that is refused.
+
+        Raises:
+            ConfigError: There is one, and ``new_run`` is false.
+            StoreError: A system call failed.
+        """
+        steps, store = self._last_steps, self.store
+        if steps is None or store is None or store.files.directory is None or not steps.last_kept:
+            return
+        path = store.files.directory.path
+        if not self.options.new_run:
+            raise refusal(path, steps.last_kept)
+        steps.put_aside(aside(path))
 
     def freeze(self) -> Frozen:
         """The model and its optimizers as they are now, for a thread that reads them while training goes on.

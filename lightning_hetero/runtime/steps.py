@@ -17,7 +17,9 @@ earlier would take away the overlap; waiting later, or not at all, lets steps pi
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -37,6 +39,7 @@ from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.pins import pin, pins, unpin
+from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, format_bytes
@@ -263,6 +266,25 @@ class KeptSteps:
             elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
                 self._unpin()
+
+    @property
+    def last_kept(self) -> str:
+        """What would be lost if the store were written over, in words; empty where nothing would."""
+        if not self.kept or not (self._state or self._has_pins):
+            return ""
+        return "the last kept step"
+
+    def put_aside(self, target: Path) -> None:
+        """Links the last kept step to another path, where it stays; training goes on in the store without it."""
+        assert self._store is not None
+        assert self._store.files.directory is not None
+        path = self._store.files.directory.path
+        if not self._state:
+            path = pins(path)[-1]
+            os.rename(path, target)
+        else:
+            snapshot(path, target, self._store.files.committed())
+        log.warning("disk_path %r held the last kept step of an earlier fit. It has been put aside: %r.", str(path), str(target))
 
     def await_record(self) -> None:
         """A step is about to end: the record of the one before it is on the disk."""

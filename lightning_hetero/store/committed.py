@@ -56,14 +56,14 @@ class StoredWeight:
 
 
 def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
-    """The store, or its newest pin where its last record is that of a step that is not kept.
+    """The store, or its newest pin where its last record is that of a step that is not kept, or there is none.
 
     Args:
         store: The store, which stays open as long as the pin.
         opened: Closes the pin.
     """
     found = pins(store.path)
-    if not found or store.record is None or parse(store.record.user).state:
+    if not found or (store.record is not None and parse(store.record.user).state):
         return store
     return opened.enter_context(StoreFiles(found[-1]))
 

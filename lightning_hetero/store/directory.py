@@ -162,7 +162,7 @@ class StoreDirectory:
             undo.callback(os.close, directory_fd)
             _check_owner(path, directory_fd)
             old_fd = lock_manifest(path, directory_fd)
-            identity = uuid.uuid4()
+            identity, origin = uuid.uuid4(), None
             if old_fd is None:
                 if resume:
                     raise ConfigError(f"disk_path {str(path)!r} holds no store to resume from. Start without ckpt_path.")
@@ -172,7 +172,7 @@ class StoreDirectory:
                 old = read_manifest(path, old_fd)
                 check_same_store(path, old, geometry)
                 if resume:
-                    identity, layout = identity_of(path, old), layout_of(path, old)
+                    identity, layout, origin = identity_of(path, old), layout_of(path, old), old.get("origin")
             volume = _check_volume(path, directory_fd, limits)
             if old_fd is not None and not resume:
                 _remove_files(directory_fd)
@@ -181,8 +181,9 @@ class StoreDirectory:
                     "pass its path as ckpt_path.", str(path),
                 )  # fmt: skip
             manifest_fd = write_manifest(
-                path, directory_fd, identity, geometry, layout=layout, temporary=temporary, replace=old_fd is not None
-            )
+                path, directory_fd, identity, geometry, layout=layout, temporary=temporary, replace=old_fd is not None,
+                origin=origin,
+            )  # fmt: skip
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)
@@ -313,6 +314,17 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def remove_store(path: Path) -> None:
+    """Removes the files of a store whose lock the caller holds; the directory, and what is not the store's, stays."""
+    directory_fd = os.open(path, _DIRECTORY)
+    try:
+        _check_owner(path, directory_fd)
+        _remove_files(directory_fd)
+        _unlink(directory_fd, MANIFEST)
+    finally:
+        os.close(directory_fd)
 
 
 def remove_leftovers(root: Path) -> list[Path]:

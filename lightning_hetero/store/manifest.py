@@ -121,8 +121,23 @@ def write_manifest(
     layout: dict[str, Any],
     temporary: bool,
     replace: bool,
+    origin: str | None = None,
 ) -> int:
-    """Writes, syncs and locks the manifest, then gives it its name; ``replace`` when the caller holds the old one."""
+    """Writes, syncs and locks the manifest, then gives it its name.
+
+    Args:
+        path: The directory.
+        directory_fd: It, opened.
+        identity: The store's uuid.
+        geometry: What the store holds.
+        layout: What a resume has to know to open the files.
+        temporary: The directory goes with its process.
+        replace: The caller holds the old manifest.
+        origin: Names the record of another store that this one was made from.
+
+    Raises:
+        StoreBusyError: Another process was faster.
+    """
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -133,6 +148,8 @@ def write_manifest(
         "geometry": geometry,
         "layout": layout,
     }
+    if origin is not None:
+        manifest["origin"] = origin
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:

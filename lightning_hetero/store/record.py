@@ -27,6 +27,7 @@ from lightning_hetero.store.encoding import DTYPES, loads
 from lightning_hetero.store.state_files import read_value
 
 VERSION = 1
+SCRATCH_KEYS = {"step"}  # of the user blob of runs that keep no steps
 _GEOMETRY_FIELDS = 8
 
 
@@ -195,6 +196,27 @@ def files_of(blob: bytes) -> Mapping[str, int]:
         return parse(blob).files
     except ConfigError:
         return {}
+
+
+def global_step_of(blob: bytes) -> int | None:
+    """Lightning's ``global_step`` of the kept step that a user blob stands for.
+
+    Returns:
+        The number; ``None`` where the blob stands for no step, or is one of a run that keeps none.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        if json.loads(blob).keys() == SCRATCH_KEYS:
+            return None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"the commit record cannot be read ({error}); it was written by another program or version.") from error
+    record = parse(blob)
+    step = json.loads(record.state).get("global_step") if record.state else None
+    if record.state and type(step) is not int:
+        raise ConfigError(f"the commit record has global_step {step!r}; allowed: an integer.")
+    return step
 
 
 def state_of(record: Record, path: str | os.PathLike[str], *only: str) -> dict[str, Any]:

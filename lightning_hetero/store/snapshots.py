@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
-def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool = False) -> None:
+def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool = False, origin: str | None = None) -> None:
     """Makes a snapshot; nothing of the store is being written.
 
     Args:
@@ -38,6 +39,7 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
         names: Names of the slot and state files that the last record names.
         replace: ``target`` may also be a file, a symbolic link or an earlier snapshot, whose place the new one takes when it is
             whole. What a symbolic link names stays.
+        origin: Names the record that it was made from; given where it is the beginning of another run's store, and no checkpoint.
 
     Raises:
         ConfigError: ``target`` is there, and not what may be replaced.
@@ -53,7 +55,8 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
         for name in names:
             link(source / name, partial / name)
         copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
-        manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False, "snapshot": True}
+        marks = {"snapshot": True} if origin is None else {"snapshot": False, "origin": origin}
+        manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False, **marks}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync(partial)
         _put(partial, target)
@@ -146,18 +149,11 @@ def _exchange_names(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), os.fspath(second))
 
 
-def bring(source: Path, target: Path) -> None:
-    """Makes the last step of a store that nobody uses the content of ``target``.
-
-    Raises:
-        ConfigError: ``source`` has no step, or ``target`` is not empty.
-        StoreBusyError: A process uses ``source``.
-        StoreError: A system call failed.
-    """
-    with StoreFiles(source) as store:
-        if store.record is None:
-            raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
-        snapshot(source, target, store.record.files)
+def remove_unfinished(target: Path) -> None:
+    """Removes what processes that died have left of snapshots that were to be at ``target``."""
+    for entry in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
+        if not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def link(source: Path, target: Path) -> None:

@@ -16,8 +16,8 @@ from lightning_hetero.checkpoint.landing import Landing
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.frozen import Frozen
+from lightning_hetero.store.earlier import bring, comes_from, make_way
 from lightning_hetero.store.pins import roll_back
-from lightning_hetero.store.snapshots import bring
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
 from lightning_hetero.strategies.resume import as_checkpoint, check_loops, check_use, is_store, last_kept, read_state
@@ -59,7 +59,8 @@ class Checkpoints(Core):
 
         Within a batch that ends in a step the links are made when its last hook has run.
         """
-        if not self._choices.link_checkpoints or self.session is None or not self.session.keeps_steps:
+        self._tunes = begins_tuning = _is_of_tuner(filepath)
+        if begins_tuning or not self._choices.link_checkpoints or self.session is None or not self.session.keeps_steps:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(filepath)
@@ -108,20 +109,42 @@ class Checkpoints(Core):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
         self._resumed = None
+        self._tunes &= not _is_of_tuner(checkpoint_path)
         if not is_store(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path, own = Path(checkpoint_path).resolve(), self.options.disk_path
         check_use(self.lightning_module, path, own, self.namespace)
         assert own is not None
-        kept = last_kept(path)
-        self._resumed = state = read_state(kept)
-        assert self.lightning_module is not None
-        check_loops(state, kept, self.lightning_module.trainer)
+        self._drop_session()  # a parked model's: the store's weights count now, and nobody else may have it open
+        own = own.absolute()
         if not own.exists() or not path.samefile(own):
-            bring(kept, own.absolute())
-        elif kept != path:
+            path = self._brought(path, own)
+        kept = last_kept(path)
+        self._resumed = self._state_of(kept)
+        if kept != path:
             roll_back(path, kept)
         return as_checkpoint(self._resumed, self.precision_plugin)
+
+    def _state_of(self, kept: Path) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state = read_state(kept)
+        check_loops(state, kept, self.lightning_module.trainer)
+        return state
+
+    def _brought(self, path: Path, own: Path) -> Path:
+        """The run's own store, made of another one's last step; or as it is, where an earlier run has made it of that very step."""
+        kept = last_kept(path)
+        self._state_of(kept)  # what cannot be gone on from is refused while nothing has changed
+        new_run = self.options.new_run
+        if not new_run and comes_from(own, kept):
+            log.warning(
+                "disk_path %r holds what an earlier run with this ckpt_path has kept: training goes on from there. To begin again "
+                "at ckpt_path, pass new_run=True to the strategy.", str(own),
+            )  # fmt: skip
+        else:
+            make_way(own, new_run=new_run, empty=True)
+            bring(kept, own)
+        return own
 
     def freeze(self) -> Frozen | None:
         """For who saves in the background: what a state has to be read from; ``None`` where all of it is in ordinary memory."""
@@ -171,6 +194,11 @@ class Checkpoints(Core):
     @property
     def _may_use_disk(self) -> bool:
         return self.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
+
+
+def _is_of_tuner(path: Any) -> bool:
+    """Whether Lightning's tuners save to the path before they try steps, and load from it when they take these back."""
+    return os.path.basename(str(path)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def local_root(trainer: Any) -> Path:

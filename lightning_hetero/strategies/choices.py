@@ -109,7 +109,7 @@ def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
         raise ConfigError(f"{name}={value!r}; allowed: a directory on a disk of this machine, or None.")
     if "://" in os.fspath(value):
         raise ConfigError(f"{name}={os.fspath(value)!r} is a URL; allowed: a directory on a disk of this machine.")
-    return Path(value)
+    return Path(value).expanduser()
 
 
 def sources(value: Weights | None) -> Weights | None:

@@ -82,10 +82,21 @@ class Core(Base):
         self._links: list[tuple[Path, Callable[[], object], bool]] = []
         self._failed = False
         self._built: Construction | None = None  # the model that was made in tensor_init_context, until it is placed
+        self._tunes = False  # one of Lightning's tuners tries steps, and takes them back
 
     def _choose(self, choices: Choices) -> None:
         """Says how this process trains, before :meth:`setup`."""
         self._choices, self.options, self.autoplan = choices, choices.options, choices.autoplan
+
+    def _drop_session(self) -> None:
+        if self.session is not None:
+            self.session.abandon()
+            self._forget_session()
+
+    def _forget_session(self) -> None:
+        assert self.session is not None
+        self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
+        self.session = self._recovery = None
 
     @property
     def _executor(self) -> Executor | None:

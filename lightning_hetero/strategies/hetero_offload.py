@@ -56,6 +56,8 @@ class HeteroOffload(Lifecycle):
         device: An emulated device with memory of its own, to try plans for accelerators without one.
         disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
         disk_capacity: Most bytes on disk.
+        new_run: Begin anew although ``disk_path`` holds kept steps of an earlier run: its store is renamed, and never removed.
+            Without it such a fit is refused, unless ``ckpt_path`` is that store.
         allow_tmpfs: Accept a ``disk_path`` in memory.
         allow_rotational: Accept a ``disk_path`` on a rotating disk.
         io_backend: ``"auto"``, ``"io_uring"`` or ``"pool"``.
@@ -88,6 +90,7 @@ class HeteroOffload(Lifecycle):
         device: EmulatedDevice | None = None,
         disk_path: str | os.PathLike[str] | None = None,
         disk_capacity: str | int | None = None,
+        new_run: bool = False,
         allow_tmpfs: bool = False,
         allow_rotational: bool = False,
         io_backend: str = "auto",
@@ -118,6 +121,7 @@ class HeteroOffload(Lifecycle):
             device=device,
             disk_path=local_path("disk_path", disk_path),
             disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
+            new_run=flag("new_run", new_run),
             allow_tmpfs=flag("allow_tmpfs", allow_tmpfs),
             allow_rotational=flag("allow_rotational", allow_rotational),
             trace=flag("trace", trace),

@@ -21,6 +21,7 @@ from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules, host_budget
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.store.earlier import make_way
 from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
@@ -81,10 +82,13 @@ class Lifecycle(Steps, Reports):
         if self.session is not None and self.session.root is self.lightning_module and self.session.has_model():
             session = self.session  # parked: the model was too large to come back into memory
             if fitting:
+                session.make_way()
                 session.unpark()
                 self._leave_room_for_reference()
         else:
             self._drop_session()
+            if fitting and not resuming and self.options.disk_path is not None:
+                make_way(self.options.disk_path.absolute(), new_run=self.options.new_run)
             with nullcontext() if self._built is None else self._built.observed():
                 self.model = self.precision_plugin.convert_module(self.model)
             if fitting:
@@ -208,16 +212,6 @@ class Lifecycle(Steps, Reports):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _drop_session(self) -> None:
-        if self.session is not None:
-            self.session.abandon()
-            self._forget_session()
-
-    def _forget_session(self) -> None:
-        assert self.session is not None
-        self._last_trace, self._last_report = self.session.recorder.trace(), self.session.memory_report()
-        self.session = self._recovery = None
 
     def __getstate__(self) -> dict[str, Any]:
         absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier", "_built"))

@@ -144,12 +144,19 @@ class Steps(Checkpoints):
         blocks = [] if self.session is None else self.session.blocks
         return {id(p) for block in blocks if block.plan.update is UpdateLane.CPU for p in block.params()}
 
+    @property
+    def _is_trial(self) -> bool:
+        """Whether steps are only tried, and nobody would go on from them."""
+        trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
+        return self._tunes or (trainer is not None and bool(trainer.fast_dev_run))
+
     def _batch_ends(self) -> None:
         """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
         if self._step_ended and self._state is not None and self.session is not None:
             self._step_ended = False
-            bindings = self.session.bindings
-            self.session.keep_step(partial(self._state.take, lambda: [b.books() for b in bindings]), last=self._state.is_last)
+            if not self._is_trial:
+                bindings = self.session.bindings
+                self.session.keep_step(partial(self._state.take, lambda: [b.books() for b in bindings]), last=self._state.is_last)
             self.make_links()
 
     def _plain_precision(self) -> AbstractContextManager[None]:

@@ -139,7 +139,7 @@ def callback_of(call: Any) -> Any:
 def strategy_of(path: Path | None, **options: Any) -> Any:
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(plan="disk", disk_path=path, verify_digests=True, **options)
+    return HeteroOffloadStrategy(plan="disk", disk_path=path, new_run=True, verify_digests=True, **options)
 
 
 def content(trainer: Any, module: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def check(recipe: Any, store: Path, file: Path) -> int:
 
 
 def finish(recipe: Any, root: Path, path: Path, file: Path) -> None:
-    """The same model takes its store over and trains to the end; another run leaves no temporary directory behind."""
+    """The same model begins anew and trains to the end; another run leaves no temporary directory behind."""
     import torch
 
     expected = torch.load(file)[-1]

@@ -276,18 +276,19 @@ def test_a_file_system_in_memory_is_refused_unless_allowed(root: Path, plain: Ou
 
 def test_a_changed_model_under_an_old_store_is_refused(root: Path, plain: Outcome) -> None:
     store, module = root / "store", new_module()
-    fit(new_module(Recipe(steps=1, shape=Shape(layers=4))), root, HeteroOffloadStrategy(plan="disk", disk_path=store))
+    scratch = HeteroOffloadStrategy(plan="disk", disk_path=store, durability="none")
+    fit(new_module(Recipe(steps=1, shape=Shape(layers=4))), root, scratch)
     refused(ConfigError, ["changed model", "First difference", "remove this one"], root, module, disk_path=store)
     assert_usable(module, root, plain)
 
 
 @pytest.mark.parametrize("plan", ["disk", MIXED], ids=["disk", "mixed"])
 def test_the_same_model_uses_its_store_again_however_it_is_run(root: Path, plan: Any) -> None:
-    """Validated after training, with frozen parameters, another optimizer, or another plan."""
+    """Where no step is kept: validated after training, with frozen parameters, another optimizer, or another plan."""
     store, module = root / "store", new_module()
 
     def strategy(plan: Any = plan) -> Any:
-        return HeteroOffloadStrategy(plan=plan, disk_path=store)
+        return HeteroOffloadStrategy(plan=plan, disk_path=store, durability="none")
 
     trainer = fit(module, root, strategy())
     trainer.validate(module, data(2), verbose=False)
@@ -312,7 +313,7 @@ def waits(module):
     sys.stdin.readline()
 
 LitModel.on_train_start = waits
-strategy = HeteroOffloadStrategy(plan="disk", disk_path=sys.argv[1])
+strategy = HeteroOffloadStrategy(plan="disk", disk_path=sys.argv[1], durability="none")
 quiet_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, default_root_dir=sys.argv[2]).fit(LitModel(Recipe()), data())
 """
 

@@ -69,8 +69,9 @@ def test_another_run_at_the_same_path_does_not_find_the_pins_of_the_first(tmp_pa
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy(plan="host", disk_path=store, keep_every=2), at=3)
     assert pins(store)
-    train(tmp_path, HeteroOffloadStrategy(plan="host", disk_path=store, keep_every=4), at=3)
+    train(tmp_path, HeteroOffloadStrategy(plan="host", disk_path=store, keep_every=4, new_run=True), at=3)
     assert not pins(store)
+    assert pins(tmp_path / "store.earlier-1")
     with pytest.raises(ConfigError, match="no step has been committed yet"):
         train(tmp_path, HeteroOffloadStrategy(plan="host", disk_path=store), store=store)
 

@@ -10,9 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from torch.utils._pytree import tree_map
 
-from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.errors import ConfigError, OffloadedAccessError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.runtime.session import Session
@@ -266,3 +267,32 @@ def test_transformers_saves_and_runs_a_model_that_stays_on_disk(shard_size: str,
     prompt = tokens[:1]
     with torch.inference_mode():
         assert torch.equal(module.model.eval()(prompt).logits, plain.model.eval()(prompt).logits)
+
+
+@pytest.mark.parametrize("new_run", [False, True])
+def test_what_the_last_fit_of_a_parked_model_has_kept_is_not_written_over(new_run: bool, plan: Any, tmp_path: Path) -> None:
+    """The store is open, and has the model's weights: the kept step is refused to be lost, gone on from, or linked elsewhere."""
+    store, module = tmp_path / "store", module_of(RECIPE)
+    budget = smallest(plan, RECIPE, tmp_path)
+    trainer = trainer_of(HeteroOffloadStrategy(plan, host_memory=budget, disk_path=store, new_run=new_run), tmp_path)
+    trainer.fit(module, data())
+    first = outcome(trainer, module)
+    state = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, first.state)
+    trainer.validate(module, data(2), verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    losses = len(module.losses)
+    if new_run:
+        trainer.fit(module, data())
+    else:
+        with pytest.raises(ConfigError, match=r"holds the last kept step of an earlier run.*new_run=True"):
+            trainer.fit(module, data())
+        assert len(module.losses) == losses
+        trainer.fit(module, data(), ckpt_path=str(store))
+    assert trainer.global_step == 4
+    if new_run:
+        again = module_of(RECIPE)
+        resumed = trainer_of(HeteroOffloadStrategy("disk", disk_path=tmp_path / "other"), tmp_path)
+        resumed.fit(again, data(), ckpt_path=str(tmp_path / "store.earlier-1"))
+        assert_same(outcome(resumed, again), Outcome([], first.weights, state))
+    else:
+        assert not (tmp_path / "store.earlier-1").exists()

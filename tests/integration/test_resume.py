@@ -362,7 +362,7 @@ def test_a_store_as_ckpt_path_needs_a_fit_and_a_disk_path(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="this run has none of its own"):
         train(tmp_path, HeteroOffloadStrategy(plan="disk"), RECIPE, store=store)
     train(tmp_path, offload("disk", tmp_path / "other"), RECIPE, stop=1)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="holds step 1 of an earlier run"):
         train(tmp_path, offload("disk", tmp_path / "other"), RECIPE, store=store)
     trainer = quiet_trainer(strategy=offload("disk", store), default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"only trainer\.fit goes on"):

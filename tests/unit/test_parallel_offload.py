@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
 
+from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.parallel import replicas
 from lightning_hetero.parallel.elastic import Elastic
@@ -158,6 +159,17 @@ def test_one_rank_trains_bit_for_bit_as_plain_lightning(tmp_path: Path) -> None:
     tiers = trained(HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path / "files"}), tmp_path)
     plain = trained("auto", tmp_path)
     assert all(torch.equal(value, plain[name]) for name, value in tiers.items())
+
+
+def test_a_rank_puts_an_earlier_run_aside_only_if_it_is_asked_to(tmp_path: Path) -> None:
+    """A group keeps no steps; what a run of one process has kept where a rank's files go stays all the same."""
+    store = tmp_path / "files" / "rank-0"
+    trained(HeteroOffloadStrategy("disk", disk_path=store), tmp_path)
+    offload = {"plan": "disk", "disk_path": tmp_path / "files"}
+    with pytest.raises(ConfigError, match=r"holds step 3 of an earlier run.*new_run=True"):
+        trained(HeteroParallelStrategy(offload=offload), tmp_path)
+    trained(HeteroParallelStrategy(offload={**offload, "new_run": True}), tmp_path)
+    assert (tmp_path / "files" / "rank-0.earlier-1" / "MANIFEST").is_file()
 
 
 def test_buckets_of_gradients_are_in_the_account_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""What an earlier run left at a ``disk_path``: a store with a kept step is gone on from or put aside, and never written over."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_hetero.errors import ConfigError, StoreError
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.committed import last_kept
+from lightning_hetero.store.directory import remove_store
+from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.record import global_step_of
+from lightning_hetero.store.snapshots import remove_unfinished, snapshot, sync
+
+log = logging.getLogger(__name__)
+
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
+
+
+def make_way(path: Path, *, new_run: bool, empty: bool = False) -> None:
+    """Sees to it that a new store at ``path`` writes over no kept step.
+
+    Args:
+        path: The run's ``disk_path``; it may be missing.
+        new_run: Put a store that has a kept step aside: it is renamed, and a warning names its new path.
+        empty: The new store needs an empty directory, so files of a store without a kept step are removed, too.
+
+    Raises:
+        ConfigError: A store with a kept step is there and ``new_run`` is false, or it is of another version.
+        StoreBusyError: A living process uses it.
+        StoreError: It cannot be renamed.
+    """
+    if path.is_symlink() or not (path / MANIFEST).is_file():
+        return  # whether it may be used at all is looked at when it is opened
+    with StoreFiles(path) as store:  # its lock is held until it has another name
+        if kept := what_is_kept(store):
+            if not new_run:
+                raise refusal(path, kept)
+            log.warning("disk_path %r held %s. It has been put aside: %r.", str(path), kept, str(_put_aside(path)))
+        elif empty:
+            remove_store(path)
+
+
+def refusal(path: Path, kept: str) -> ConfigError:
+    """The refusal to write over a store.
+
+    Args:
+        path: The store.
+        kept: What it keeps; see :func:`what_is_kept`.
+    """
+    return ConfigError(
+        f"disk_path {str(path)!r} holds {kept} of an earlier run, which this run would write over. To go on from it, pass "
+        f"ckpt_path={str(path)!r} to trainer.fit. To begin anew, pass new_run=True to the strategy: the store is then renamed, "
+        f"and stays. Or choose another disk_path."
+    )
+
+
+def what_is_kept(store: StoreFiles) -> str:
+    """What would be lost with a store, in words; empty where nothing would. Records that cannot be read count as kept steps."""
+    if store.record is None and len(store.notes) > 1:  # a process that dies while it writes its first record leaves one
+        return "commit records that cannot be read"
+    try:
+        with ExitStack() as opened:
+            kept = last_kept(store, opened)
+            step = None if kept.record is None else global_step_of(kept.record.user)
+    except ConfigError:
+        return "a commit record that cannot be read"
+    return "" if step is None else f"step {step}"
+
+
+def aside(path: Path) -> Path:
+    """A free path beside ``path`` for what is put aside."""
+    number = 1
+    while os.path.lexists(found := path.with_name(f"{path.name}.earlier-{number}")):
+        number += 1
+    return found
+
+
+def _put_aside(path: Path) -> Path:
+    """Renames a store's directory, in one step; a process that dies leaves it under either name."""
+    while True:
+        target = aside(path)
+        try:
+            os.rename(path, target)
+            sync(path.parent)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                continue
+            raise StoreError(
+                f"disk_path {str(path)!r}, which an earlier run has left, cannot be renamed to {str(target)!r}: {error.strerror}. "
+                f"Move what it holds elsewhere yourself, or choose another disk_path, such as a directory below it."
+            ) from error
+        return target
+
+
+def bring(source: Path, target: Path) -> None:
+    """Makes the last step of a store that nobody uses the content of ``target``, whose manifest says where it came from.
+
+    Raises:
+        ConfigError: ``source`` has no step, or ``target`` is not empty.
+        StoreBusyError: A process uses ``source``.
+        StoreError: A system call failed.
+    """
+    remove_unfinished(target)
+    with StoreFiles(source) as store:
+        if store.record is None:
+            raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
+        snapshot(source, target, store.record.files, origin=_name_of(store))
+
+
+def comes_from(path: Path, source: Path) -> bool:
+    """Whether :func:`bring` has once made the store at ``path`` of the step that ``source`` has now, and ``path`` still keeps one.
+
+    Raises:
+        ConfigError: One of them cannot be read.
+        StoreBusyError: A living process uses one of them.
+    """
+    if not (path / MANIFEST).is_file():
+        return False
+    with StoreFiles(source) as theirs, StoreFiles(path) as ours:
+        return theirs.record is not None and ours.manifest.get("origin") == _name_of(theirs) and bool(what_is_kept(ours))
+
+
+def _name_of(store: StoreFiles) -> str:
+    """A name for the last record of a store: another record has another one."""
+    assert store.record is not None
+    record = store.record
+    blocks = [(b.id, b.step, b.write_id, b.slot, b.has_state) for b in record.blocks]
+    rest = json.dumps([store.uuid.hex(), record.sequence, record.step, blocks]).encode()
+    return hashlib.sha256(rest + record.user).hexdigest()
