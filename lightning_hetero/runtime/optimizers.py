@@ -175,9 +175,15 @@ class OptimizerBinding:
         """
         name = type(self.optimizer).__name__
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if (self.rule is Rule.NATIVE) != ("steps" in books) or (self.rule is not Rule.NATIVE and name != books["name"]):
+        if name != books["name"]:
             raise ConfigError(
                 f"the optimizer is {name}, the store's {books['name']}. Resume with the optimizer that training began with."
+            )
+        if (self.rule is Rule.NATIVE) != ("steps" in books):
+            ways = ("by its own code", "natively") if "steps" in books else ("natively", "by its own code")
+            raise ConfigError(
+                f"{name} runs {ways[0]} with its options, such as amsgrad or a tensor as learning rate, and the store's ran "
+                f"{ways[1]}. Resume with the options that training began with."
             )
         if sizes != books["sizes"]:
             raise ConfigError(

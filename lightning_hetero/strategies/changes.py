@@ -6,20 +6,30 @@ changed them, and do not do so again: Lightning's own give optimizers their grou
 says what is no longer as it was. The store is opened with the groups of its record, which say who has state in it. Then the
 optimizers have those that they were made with, as hooks that run as a fit starts have to find them; and when Lightning restores the
 optimizers, the record counts.
+
+[Note: As made]
+A record also says how model and optimizers were made: classes, options that choose another algorithm, and which parameters are
+where in which group. Step counts and options are kept by the numbers of parameters, so another order would give them to others.
+Numbers such as learning rates may differ: those of the record count, as in every resume.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
 
 _MODES = ("training", "track_running_stats")  # the second is what a frozen batch norm has off
+
+_HOW = ("foreach", "fused")  # options that choose how a step is computed, not which
+_NUMBER = "a number"  # an option that is neither a flag nor a tensor
 
 Groups = list[list[list[int]]]  # of each optimizer, by the numbers of their parameters
 
@@ -41,6 +51,8 @@ class Changes:
         self._optimizers = list(optimizers)
         self._made, self._trains, self._modes = self._ids(), self._trains_now(), self._modes_now()
         self._groups = self._groups_now()
+        described = [_described(*row) for row in zip(optimizers, self._groups, strict=True)]
+        self._made_as: dict[str, Any] = {"model": _digest(module), "optimizers": described}
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # stores of before have none
 
@@ -50,7 +62,7 @@ class Changes:
         Raises:
             ConfigError: An optimizer has got parameters that the model has not.
         """
-        changes: dict[str, Any] = {"groups": None, "frozen": None, "modes": {}}
+        changes: dict[str, Any] = {"groups": None, "frozen": None, "modes": {}, "made": self._made_as}
         if self._ids() != self._made:  # most of the time nothing has changed, and this is done in every step
             groups = self._groups_now()
             if any(-1 in group for of_one in groups for group in of_one):
@@ -62,6 +74,46 @@ class Changes:
             rows = zip(self._modules, modes, self._modes, strict=True)
             changes["modes"] = {name: list(now) for name, now, before in rows if now != before}
         return changes
+
+    def check(self) -> None:
+        """Refuses to go on with other optimizers than training began with. Another model is refused as its store is opened.
+
+        Raises:
+            ConfigError: Names the first difference.
+        """
+        made = None if self._record is None else self._record.get("made")  # stores of before have none
+        if made is None or made["model"] != self._made_as["model"]:
+            return
+        ours, theirs = self._made_as["optimizers"], made["optimizers"]
+        if len(ours) != len(theirs):
+            raise ConfigError(f"the model has {len(ours)} optimizers, the store {len(theirs)}. Resume with the same ones.")
+        for mine, kept in zip(ours, theirs, strict=True):
+            if difference := self._difference(mine, kept):
+                raise ConfigError(f"{difference}. Resume with the optimizer that training began with.")
+
+    def _difference(self, mine: dict[str, Any], kept: dict[str, Any]) -> str:
+        name = mine["name"]
+        if name != kept["name"]:
+            return f"the optimizer is {name}, the store's {kept['name']}"
+        sizes, others = ([len(group) for group in row["params"]] for row in (mine, kept))
+        if sizes != others:
+            return f"{name} has groups of {sizes} parameters, the store's optimizer {others}"
+        for number, (options, theirs) in enumerate(zip(mine["options"], kept["options"], strict=True)):
+            for key in sorted({*options, *theirs}):
+                ours, other = (row.get(key, _NUMBER) for row in (options, theirs))
+                if ours != other:
+                    return f"{name} has {key}={ours} in group {number}, the store's optimizer {key}={other}"
+        if len(self._optimizers) > 1 and set().union(*mine["params"]) != set().union(*kept["params"]):
+            return ""  # they have exchanged parameters; as the store is opened it names which
+        names = {number: name for number, (name, _) in enumerate(self._modules[""].named_parameters())}
+        for number, (params, theirs) in enumerate(zip(mine["params"], kept["params"], strict=True)):
+            for place, (ours, other) in enumerate(zip(params, theirs, strict=True)):
+                if ours != other:
+                    return (
+                        f"parameter {place} of group {number} of {name} is {names.get(ours)!r}, that of the store's optimizer "
+                        f"{names.get(other)!r}: it has other parameters, or in another order"
+                    )
+        return ""
 
     def to_model(self) -> None:
         """Freezes and unfreezes parameters, and sets modes of modules, as the record says.
@@ -146,6 +198,24 @@ class Changes:
     def _modes_now(self) -> list[tuple[Any, Any]]:
         training, statistics = _MODES
         return [(of_one.get(training), of_one.get(statistics)) for of_one in self._attributes]
+
+
+def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
+    """What makes an optimizer another one."""
+    kind = type(optimizer)
+    name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
+    options = []
+    for group in optimizer.param_groups:
+        known = {key: group[key] for key in optimizer.defaults if key in group and key not in _HOW}
+        flags = {key: value for key, value in known.items() if isinstance(value, bool)}
+        options.append(flags | {key: "a tensor" for key, value in known.items() if isinstance(value, Tensor)})
+    return {"name": name, "options": options, "params": groups}
+
+
+def _digest(module: nn.Module) -> str:
+    """A name for a model's parameters, as they are made."""
+    rows = [(name, list(param.shape), param.requires_grad) for name, param in module.named_parameters()]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _frozen(trains: list[bool]) -> list[int]:

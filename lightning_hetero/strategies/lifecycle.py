@@ -100,6 +100,7 @@ class Lifecycle(Steps, Reports):
             self.setup_optimizers(trainer)
             optimizers = session.cut(self.optimizers)
             changes = Changes(self.lightning_module, optimizers, self._resumed)
+            changes.check()
             changes.to_model()
             rules = self._rules(trainer)
         self.setup_precision_plugin()

@@ -351,7 +351,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     refused("changed model", shape=Shape(layers=2, dropout=0.1))
     refused("grouped in another way", shape=Shape(layers=3, dropout=0.1, half_frozen=True))
     refused("groups of", groups=False)
-    refused("the optimizer is SGD, the store's AdamW", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
+    refused("the store's torch.optim.AdamW", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), schedule="")
     with pytest.raises(ConfigError, match="would not keep its steps"):
         train(tmp_path, offload("disk", store, durability="none"), RECIPE, store=store)
 
