@@ -8,7 +8,7 @@ second a second, of which a byte read takes ``1 / disk_read_bytes_per_s`` and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -136,17 +136,20 @@ class Rates:
             case _:
                 return {}
 
-    def speed(self, work: Work, beside: Iterable[Work]) -> float:
+    def speed(self, work: Work, beside: Collection[Work]) -> float:
         """Units a second while other kinds of work run, by ``hardware.contention``; what links allow is not counted.
 
         Work on links slows down by what it measured beside each *kind* of other work; beside several kinds by what it measured
-        beside all of them, or, where nobody has measured that, by the product. More kinds never make it faster.
+        beside all of them, or, where nobody has measured that, by the product. More kinds never make it faster. Copies in both
+        directions at once slow down by ``"copy|copy"``, and by the rest as well: other kinds were measured beside both directions.
         """
         mine, known = self._contender(work), self.hardware.contention
+        both_ways = any(LANES[o] is not LANES[work] and self._contender(o) == mine for o in beside)
+        own = max(1.0, known.get(f"{mine}|{mine}", 1.0)) if both_ways else 1.0
         others = sorted({self._contender(o) for o in beside} - {mine, ""})
         factors = [max(1.0, known.get(f"{mine}|{other}", 1.0)) for other in others]
         together = known.get(f"{mine}|{'+'.join(others)}") if len(others) > 1 else None
-        return self.demand(work).speed / (prod(factors) if together is None else max(together, *factors))
+        return self.demand(work).speed / (own * (prod(factors) if together is None else max(together, *factors)))
 
     def slowdown(self, work: Work, other: Work) -> float:
         """How many times longer work takes beside other work, by ``hardware.contention``: 1 where a link is slower anyway."""

@@ -43,7 +43,8 @@ class HardwareProfile:
         world_size: Devices that train together.
         shared_memory: The device is the host's own CPU: nothing moves between them, and the two budgets are one.
         contention: How many times longer work takes beside other work, at least 1: ``"compute|update"`` is compute beside CPU
-            updates, ``"update|compute"`` those updates beside compute, likewise ``"disk"`` and ``"copy"``. A missing pair is 1.
+            updates, ``"update|compute"`` those updates beside compute, likewise ``"disk"`` and ``"copy"``. ``"copy|copy"`` is a
+            copy beside one in the other direction. A missing pair is 1.
         source: For each figure when and how it was measured, or the datasheet.
     """
 

@@ -18,7 +18,7 @@ from lightning_hetero.ir.codec import check_format, check_keys, number, parse_ob
 from lightning_hetero.ir.hardware import HardwareProfile
 
 FORMAT = "lightning-hetero-measurement"
-VERSION = 2
+VERSION = 3
 STALE_S = 30 * 24 * 3600.0  # machines change under their names: other drives, other neighbours
 BUSY_STALE_S = 3600.0  # what was measured beside other work says little of the time after it
 

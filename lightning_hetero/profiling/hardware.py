@@ -277,7 +277,10 @@ def _experiments(names: Sequence[str], kinds: Sequence[frozenset[str]]) -> list[
 
 
 def _contention(results: Sequence[Round], kinds: dict[str, frozenset[str]]) -> Iterator[tuple[str, str, Measured]]:
-    """Each kind of work beside each other kind, and beside all that ran together with it."""
+    """Each kind of work beside each other kind and beside all that ran with it; copies beside those in the other direction."""
+    if (copies := kinds.get("copy")) is not None:
+        slower = (max(1.0, len(copies) / progress(done, copies, copies)) for done in results)
+        yield "copy", "copy", Measured.of(slower)
     for running in results[0]:
         together = [kind for kind, members in kinds.items() if members <= running]
         if len(together) < 2:

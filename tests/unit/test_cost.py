@@ -89,6 +89,14 @@ def test_contention_slows_each_kind_by_the_product_over_the_other_kinds() -> Non
     assert rates.speed(Work.H2D, [Work.DISK_READ]) == 20.0
 
 
+def test_copies_both_ways_slow_each_other_beside_what_else_slows_them() -> None:
+    rates = Rates(replace(MACHINE, contention={"copy|copy": 2.0, "copy|update": 1.25}))
+    assert rates.speed(Work.H2D, [Work.H2D]) == rates.speed(Work.H2D, []) == 20.0
+    assert rates.speed(Work.H2D, [Work.H2D, Work.D2H]) == 20.0 / 2
+    assert rates.speed(Work.H2D, [Work.H2D, Work.D2H, Work.CPU_UPDATE]) == 20.0 / 2 / 1.25
+    assert rates.speed(Work.DISK_READ, [Work.DISK_READ, Work.DISK_WRITE]) == rates.speed(Work.DISK_READ, [])
+
+
 def test_what_was_measured_beside_all_the_others_counts_but_never_as_faster_than_beside_one() -> None:
     beside = [Work.CPU_UPDATE, Work.DISK_READ]
     for together, expected in ((2.5, 2.5), (1.2, 2.0)):

@@ -715,9 +715,20 @@ def test_a_machine_with_a_device_has_links_and_contention_with_copies(disk_path:
     assert min(profile.link_h2d_bytes_per_s, profile.link_d2h_bytes_per_s, profile.device_update_params_per_s) > 1e6
     assert "pinned memory to device" in profile.source["link_h2d_bytes_per_s"]
     assert {"copy|update", "update|copy", "copy|disk", "compute|copy", "copy|disk+update"} <= set(profile.contention)
+    assert profile.contention["copy|copy"] >= 1, "what ProTrain reads: copies beside those in the other direction"
+    assert " UTC: copy beside copy; median of " in profile.source["contention.copy|copy"]
     assert "copy|compute+disk+update" in profile.contention
     assert "cuda pretended" in profile.name
     assert device.fingerprint() != plain.fingerprint()
+
+
+def test_copies_that_halve_each_other_have_a_contention_of_two() -> None:
+    kinds = {"update": frozenset({"update"}), "copy": frozenset({"h2d", "d2h"})}
+    both, everything = kinds["copy"], kinds["copy"] | kinds["update"]
+    rates_of = {frozenset({name}): {name: 8.0} for name in everything}
+    done = rates_of | {both: {"h2d": 4.0, "d2h": 4.0}, everything: {"h2d": 2.0, "d2h": 2.0, "update": 8.0}}
+    found = {(mine, others): value.value for mine, others, value in hardware._contention([done], kinds)}
+    assert found == {("copy", "copy"): 2.0, ("copy", "update"): 2.0, ("update", "copy"): 1.0}
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------------
