@@ -86,7 +86,7 @@ def swap_of_13b() -> list[list[Cell]]:
     measured = paper_machine("lohan-rtx4090")
     profile = model("lohan-13b", batch=32, sequence=SEQUENCE, hardware=measured)
     rows: list[list[Cell]] = [["paper", "", 34.0, 32.0, None, None]]
-    for reading in ("amount", "first"):
+    for reading in ("first", "amount"):
         q = lohan_formulas.quantities(profile, measured, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
         share = 50 * lohan_formulas.recomputed_flop(q, lohan_formulas.swap_order(profile), 34e9) / q.forward_flop
         rows.append([f"ours, 34 GB given, {reading}", "", 34.0, share, None, None])
@@ -192,7 +192,7 @@ def figure_9() -> tuple[list[list[Cell]], list[list[Cell]]]:
     for batch, theirs in FIGURE_9B.items():
         profile = model("lohan-13b", batch=batch, sequence=SEQUENCE, hardware=hardware)
         row: list[Cell] = [batch, theirs]
-        for reading in ("amount", "first"):
+        for reading in ("first", "amount"):
             q = lohan_formulas.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
             swap = lohan.walk(q, lohan_formulas.swap_order(profile))
             row += [swap.case, swap.swapped_bytes / 1e9]
@@ -219,12 +219,12 @@ def figure_10() -> tuple[list[list[Cell]], list[list[Cell]]]:
 
 
 def readings() -> list[list[Cell]]:
-    """How far figures 5a, 7b and 10b are from ours under both readings of the inter-block activations (docs/adr/0005)."""
+    """How far figures 5a, 7b and 10b are from ours under both readings of the inter-block activations (docs/adr/0012)."""
     points = [("lohan-13b", batch, 12, theirs) for batch, theirs in FIGURE_5A.items()]
     points += [("lohan-175b", batch, 12, theirs) for batch, theirs in FIGURE_7B.items()]
     points += [("lohan-13b", batch, disks, theirs) for batch, row in FIGURE_10B.items() for disks, theirs in row.items()]
     rows: list[list[Cell]] = []
-    for reading in ("amount", "first"):
+    for reading in ("first", "amount"):
         off: list[tuple[float, float]] = []
         for name, batch, disks, theirs in points:
             hardware = paper_machine("lohan-rtx4090", disk=f"p5510x{disks}")
@@ -331,7 +331,7 @@ def main() -> None:
         ),
         "lohan_9b": (
             "LoHan, figure 9b: the case by batch, 13B",
-            ("batch", "paper", "ours, amount", "GB", "ours, first", "GB"),
+            ("batch", "paper", "ours, first", "GB", "ours, amount", "GB"),
             by_case,
         ),
         "lohan_10a": ("LoHan, figure 10a: 135B by SSDs, simulated", ("SSDs", "TFLOP/s", "times one SSD"), by_disks),

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from lightning_hetero.errors import ConfigError, PlanError
+from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
@@ -34,7 +35,7 @@ class Swap:
 
     Attributes:
         layers: The layers, best first.
-        swapped_bytes: A, all swapped bytes.
+        swapped_bytes: A of the formulas; all swapped bytes under the reading ``"first"``.
         iteration_s: T_iter there, seconds.
         case: 1: T_iter rises from the least that may be swapped on; 2: it falls to the last layer; 3: its minimum is between.
     """
@@ -168,15 +169,15 @@ def plan(
     hardware: HardwareProfile,
     *,
     method: Method = "walk",
-    inter_block: InterBlock = "amount",
+    inter_block: InterBlock = "first",
     update_order: UpdateOrder = UpdateOrder.OVERLAPPED,
     updates: Updates = Updates.IN_BACKWARD,
 ) -> Plan:
     """LoHan's plan: weights and state on disk, CPU updates while backward runs, activations swapped or recomputed.
 
-    ``decisions`` has ``swapped_bytes`` (A), ``swapped_operators`` (``"block.operator"``, best first) and ``case``. Where the device
-    is the host there is nothing to swap: activations stay, the formulas are evaluated with ``A = 0`` and ``F_r = 0``, which is
-    what case 2 comes to without a link.
+    ``decisions`` has ``swapped_bytes`` (all bytes that leave the device in a step, blocks' inputs among them),
+    ``swapped_operators`` (``"block.operator"``, best first) and ``case``. Where the device is the host there is nothing to swap:
+    activations stay, the formulas are evaluated with ``A = 0`` and ``F_r = 0``, which is what case 2 comes to without a link.
 
     Args:
         model: The model.
@@ -212,7 +213,7 @@ def plan(
                 refusal, first_refusal = error, first_refusal or error
             # The runtime needs more than the formulas know of: keep less on the host, or have less on its way on the device.
             if refusal.tier == Tier.HOST and q.host_bytes > 0:
-                held = min(q.host_bytes, swap.swapped_bytes + q.boundary_bytes)
+                held = min(q.host_bytes, emitted.decisions["swapped_bytes"])
                 q = replace(q, host_bytes=max(0.0, held - refusal.shortfall_bytes))
                 swap = _at_most(q, METHODS[method](q, layers), layers, swap.swapped_bytes)
             elif refusal.tier == Tier.DEVICE and depth == 1 and len(swap.layers) > _least(q, layers):
@@ -288,12 +289,14 @@ def _swapping(placed: Plan, model: ModelProfile, q: Quantities, swap: Swap) -> P
         boundary = swapped(block.boundary_bytes) if block.boundary_bytes else Saved.KEEP
         operators = {o.name: swapped(o.bytes) for o in block.operators if (block.name, o.name) in chosen}
         rows.append(replace(row, saved=Saved.RECOMPUTE, boundary=boundary, operators=operators))
+    rows.reverse()
+    leaving = [saved_bytes(block, row) for block, row in zip(model.blocks, rows, strict=True) if not block.pinned]
     return replace(
         placed,
-        blocks=tuple(reversed(rows)),
+        blocks=tuple(rows),
         objective_s=swap.iteration_s,
         decisions={
-            "swapped_bytes": swap.swapped_bytes,
+            "swapped_bytes": sum(s.to_host + s.to_disk for s in leaving),
             "swapped_operators": [layer.name for layer in swap.layers],
             "case": swap.case,
         },

@@ -9,9 +9,10 @@ swapped whole, or computed again. The paper's ``2P`` is the bytes of all weights
 optimizer state, as the profile gives them: sums over blocks, which may differ, be frozen, or compute in fp32.
 
 [Note: Inter-block activations]
-A block is recomputed from its input, so a plan swaps the inputs of all blocks whatever else it swaps. Algorithm 1 as printed only
-asks that the swapped *amount* reaches their size; the authors' code swaps them first, and no recomputation is spared by them. Both
-readings are here (``inter_block="amount"`` and ``"first"``); docs/adr/0005-lohan-inter-block-activations.md compares them.
+A block is recomputed from its input, so a plan swaps the inputs of all blocks whatever else it swaps. ``inter_block="first"``, the
+default, counts them so: A begins at their bytes, and they spare no recomputation, as in the authors' code. ``"amount"`` is
+Algorithm 1 as printed: layers alone make up A, and they have to reach the inputs' bytes. A then leaves the inputs out, which leave
+the device beside it; this reading is kept to compare with the paper. See docs/adr/0012-lohan-swaps-inputs-first.md.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Quantities:
 
 
 def quantities(
-    model: ModelProfile, hardware: HardwareProfile, *, host_bytes: float, inter_block: InterBlock = "amount"
+    model: ModelProfile, hardware: HardwareProfile, *, host_bytes: float, inter_block: InterBlock = "first"
 ) -> Quantities:
     """The formulas' symbols.
 

@@ -16,7 +16,9 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
-from lightning_hetero.ir.plan import Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.lowering import rooms, steady
 from lightning_hetero.planners import lohan
 from lightning_hetero.planners import lohan_formulas as formulas
 from lightning_hetero.planners.lohan_formulas import Layer, Quantities
@@ -299,33 +301,58 @@ def test_iteration_time_is_convex_in_what_is_swapped(problem: tuple[Quantities, 
 
 
 def test_a_plan_keeps_weights_and_state_on_disk_and_says_what_it_swaps() -> None:
-    model = gpt(4)
-    plan = lohan.plan(model, machine())
+    model, hardware = gpt(4), machine(disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
+    plan = lohan.plan(model, hardware)
     swapped = set(plan.decisions["swapped_operators"])
     assert swapped
     assert {(b.weights, b.state, b.update) for b in plan.blocks} == {(Tier.DISK, Tier.DISK, UpdateLane.CPU)}
     assert {(b.saved, b.boundary) for b in plan.blocks} == {(Saved.RECOMPUTE, Saved.SWAP_HOST)}
     assert {f"{b.name}.{o}" for b in plan.blocks for o in b.operators} == swapped
-    sizes = {f"{b.name}.{o.name}": o.bytes for b in model.blocks for o in b.operators}
-    assert plan.decisions["swapped_bytes"] == sum(sizes[name] for name in swapped)
     assert plan.update_order is UpdateOrder.OVERLAPPED
     assert not plan.priority
-    q = formulas.quantities(model, machine(), host_bytes=200 * GIB)
+    q = formulas.quantities(model, hardware, host_bytes=200 * GIB)
     assert plan.objective_s == pytest.approx(lohan.walk(q, formulas.swap_order(model)).iteration_s)
     assert plan.name == "lohan"
     assert plan.predicted is not None
 
 
-def test_the_plan_swaps_exactly_what_it_says_where_inputs_come_first() -> None:
-    model = gpt(4)
-    plan = lohan.plan(model, machine(), inter_block="first")
-    placed = zip(model.blocks, plan.blocks, strict=True)
-    assert plan.decisions["swapped_bytes"] == sum(s.to_host + s.to_disk for s in (saved_bytes(b, p) for b, p in placed))
+def bytes_that_leave_the_device(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> int:
+    """Of the SWAP_OUT ops of one lowered step, those that copy from the device."""
+    space = rooms(plan, model, hardware)
+    ops = [op for schedule in steady(plan, model.shape(), rooms=space) for op in schedule.ops]
+    return sum(op.num_bytes for op in ops if op.kind is OpKind.SWAP_OUT and op.lane is Lane.D2H)
+
+
+SLOW, FAST, FREE = (dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), rate) for rate in (3e9, 300e9, 1e15))
+FREE_LINK = dict.fromkeys(("link_h2d_bytes_per_s", "link_d2h_bytes_per_s"), 1e14)
+CASE_RATES = {1: SLOW, 2: FREE | FREE_LINK | {"cpu_update_params_per_s": 1e12}, 3: FAST}
+
+
+@pytest.mark.parametrize("host_gib", [8, 256])
+@pytest.mark.parametrize("case", [1, 2, 3])
+@pytest.mark.parametrize("reading", ["amount", "first"])
+def test_swapped_bytes_are_the_bytes_that_leave_the_device(reading: lohan.InterBlock, case: int, host_gib: int) -> None:
+    model = gpt(24, tokens=32 * 1024)
+    model = replace(model, blocks=(replace(model.blocks[0], pinned=True), *model.blocks[1:]))
+    hardware = machine(host_memory_bytes=host_gib * GIB, **CASE_RATES[case])
+    plan = lohan.plan(model, hardware, inter_block=reading)
+    assert plan.decisions["case"] == case
+    assert plan.decisions["swapped_bytes"] == bytes_that_leave_the_device(plan, model, hardware) > 0
+
+
+@pytest.mark.parametrize("case", [1, 2, 3])
+def test_by_default_a_is_all_that_leaves_the_device(case: int) -> None:
+    model, hardware = gpt(24, tokens=32 * 1024), machine(**CASE_RATES[case])
+    plan, layers = lohan.plan(model, hardware), formulas.swap_order(model)
+    left = bytes_that_leave_the_device(plan, model, hardware)
+    q = formulas.quantities(model, hardware, host_bytes=200 * GIB)
+    assert plan.objective_s == pytest.approx(formulas.iteration_s(q, left, formulas.recomputed_flop(q, layers, left)))
+    assert (left == q.boundary_bytes) == (case == 1)  # where the disk is the limit: the inputs, once
 
 
 def test_what_host_memory_cannot_hold_goes_to_disk_first_blocks_first() -> None:
     model = gpt(24, tokens=32 * 1024)
-    hardware = machine(host_memory_bytes=12 * GIB, disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
+    hardware = machine(host_memory_bytes=8 * GIB, disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
     plan = lohan.plan(model, hardware)
     split = [saved_bytes(b, p) for b, p in zip(model.blocks, plan.blocks, strict=True)]
     assert 0 < sum(s.to_host for s in split) < hardware.host_memory_bytes
