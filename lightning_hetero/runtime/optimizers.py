@@ -208,7 +208,7 @@ class OptimizerBinding:
                 if rest is not None:
                     plain = given.get(param, {})
                     whole = {key: put_together(key, outline, plain) for key, outline in of_param.items()}
-                    self.optimizer.state[param] = {**rest, **plain, **whole}
+                    self.optimizer.state[param] = {**plain, **rest, **whole}  # Adagrad has a step before its first one
             self.optimizer.state.update(books["others"])
             return
         for param, count in zip(self.params(), books["steps"], strict=True):
