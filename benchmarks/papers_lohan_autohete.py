@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.activations import recomputed_share
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.planners import autohete, baselines, lohan, lohan_formulas
 from lightning_hetero.planners.judge import judged
 from lightning_hetero.profiling.presets import machine, model, paper_machine
@@ -35,6 +35,16 @@ FIGURE_10B = {  # 13B, by batch and number of SSDs
     64: {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2},
 }
 FIGURE_9B = {24: 1, 36: 3, 48: 3, 60: 3}  # section V-E: the case by batch
+LOHAN_SIZES = ("6b", "13b", "30b", "70b", "135b", "175b", "276b", "412b")  # table IV
+# What the text says of figures 2a and 6: the largest model at batch 1, by system, device and GiB of host memory.
+LARGEST = {
+    ("LoHan", "rtx4090", 768): "276B",
+    ("LoHan", "rtx4080", 256): "at least 175B",
+    ("ZeRO-Infinity", "rtx4090", 768): "135B",
+    ("FlashNeuron", "rtx4090", 768): "less than 6B",
+}
+FIGURE_8_BATCHES = (12, 24, 36, 48, 60)  # 60 is the paper's; the others are those of figure 9b, and half of the least
+SERVER_PRICE, GPU_PRICE, SSD_PRICE = 14_098, 1_600, 308  # table VII, US$
 BATCHES = (8, 16, 32, 64)
 AUTOHETE_ONE_GPU = ("2b", "4b", "6b", "8b", "10b", "12b", "14b", "16b", "24b", "32b", "40b")
 
@@ -235,6 +245,72 @@ def readings() -> list[list[Cell]]:
     return rows
 
 
+def largest(hardware: HardwareProfile, batch: int, make: Callable[[ModelProfile, HardwareProfile], Plan]) -> str | None:
+    """The largest model of table IV with a plan that fits, or ``None``."""
+    for size in reversed(LOHAN_SIZES):
+        profile = model(f"lohan-{size}", batch=batch, sequence=SEQUENCE, hardware=hardware)
+        try:
+            judged(make(profile, hardware), profile, hardware)
+        except PlanError:
+            continue
+        return size.upper()
+    return None
+
+
+def zero_infinity(profile: ModelProfile, _: HardwareProfile) -> Plan:
+    """Weights and state on disk, blocks' inputs in host memory."""
+    return baselines.zero_infinity(profile.shape(), Tier.DISK)
+
+
+def in_host_memory(profile: ModelProfile, _: HardwareProfile) -> Plan:
+    """LoHan+CpuAct with the least memory: blocks' inputs in host memory, everything else recomputed, one block fetched ahead."""
+    placed = baselines.disk(profile.shape())
+    rows = (replace(b, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_HOST) for b in placed.blocks)
+    return replace(placed, blocks=tuple(rows), prefetch_depth=1)
+
+
+def flash_neuron(profile: ModelProfile, _: HardwareProfile) -> Plan:
+    """Model states on the device, all activations to the disk."""
+    placed = baselines.resident(profile.shape())
+    return replace(
+        placed, blocks=tuple(replace(b, saved=Saved.SWAP_DISK, boundary=Saved.SWAP_DISK) for b in placed.blocks), name="flashneuron"
+    )
+
+
+def figures_2a_and_6() -> list[list[Cell]]:
+    """The largest model that trains at batch 1, by system, device and host memory."""
+    systems = {"LoHan": lohan.plan, "ZeRO-Infinity": zero_infinity, "FlashNeuron": flash_neuron}
+    rows: list[list[Cell]] = []
+    for system, make in systems.items():
+        for device in ("rtx4090", "rtx4080"):
+            for gib in (128, 256, 512, 768) if system != "FlashNeuron" else (768,):
+                hardware = paper_machine(f"lohan-{device}", host_memory=gib * GIB)
+                rows.append([system, device, gib, LARGEST.get((system, device, gib)), largest(hardware, 1, make) or "none"])
+    return rows
+
+
+def figure_8() -> list[list[Cell]]:
+    """The largest model by batch and host memory, with activations that may go to the disk and with those that may not."""
+    rows: list[list[Cell]] = []
+    for gib in (128, 256):
+        for batch in FIGURE_8_BATCHES:
+            hardware = paper_machine("lohan-rtx4090", host_memory=gib * GIB)
+            rows.append([gib, batch, largest(hardware, batch, lohan.plan), largest(hardware, batch, in_host_memory)])
+    return rows
+
+
+def figure_13() -> list[list[Cell]]:
+    """30B: TFLOP/s for the server's price by SSDs, one device."""
+    rows: list[list[Cell]] = []
+    for count in (1, 2, 3, 6, 12):
+        hardware = paper_machine("lohan-rtx4090", disk=f"p5510x{count}")
+        reached = [throughputs("lohan-30b", batch, hardware)[1] for batch in (8, 16, 24, 32, 48)]
+        best = max(r for r in reached if r)
+        price = SERVER_PRICE + GPU_PRICE + count * SSD_PRICE
+        rows.append([count, best, price, 1000 * best / price])
+    return rows
+
+
 # ------------------------------------------------------------------ AutoHete
 
 
@@ -284,6 +360,21 @@ def figure_3(batch: int) -> tuple[list[list[Cell]], dict[str, float]]:
     return rows, summary | {f"{name}_max": max(values) for name, values in gains.items()}
 
 
+def figure_4() -> list[list[Cell]]:
+    """Throughput of 6B and 10B on one GPU by batch."""
+    hardware = paper_machine("autohete-a100")
+    rows: list[list[Cell]] = []
+    for size in ("6b", "10b"):
+        for batch in (1, 2, 4, 8, 16, 32):
+            profile = model(f"autohete-{size}", batch=batch, sequence=SEQUENCE, hardware=hardware)
+            plan = autohete.plan(profile, hardware)
+            assert plan.predicted is not None
+            seconds = plan.predicted.iteration_s
+            flop = 3 * sum(b.forward_flop for b in profile.blocks)
+            rows.append([size.upper(), batch, counts(plan), plan.objective_s, seconds, flop / seconds / 1e12])
+    return rows
+
+
 def counts(plan: Plan) -> str:
     """c, p and o of all blocks."""
     k = plan.decisions
@@ -303,6 +394,11 @@ def main() -> None:
             "LoHan, 13B at batch 32: activations swapped, and recomputation in % of backward's other FLOP",
             ("", "backward's disk time, s", "swapped, GB", "recomputed, %", "T_iter, s", "case"),
             swap_of_13b(),
+        ),
+        "lohan_2a_6": (
+            "LoHan, figures 2a and 6: the largest model at batch 1, of those of table IV",
+            ("system", "device", "GiB of host memory", "paper", "ours"),
+            figures_2a_and_6(),
         ),
         "lohan_5": (
             "LoHan, figures 5a and 7b: TFLOP/s by batch, recomputed FLOP counted",
@@ -324,6 +420,11 @@ def main() -> None:
             ("instead of", "paper, times faster", "ours"),
             figure_7(),
         ),
+        "lohan_8": (
+            "LoHan, figure 8: the largest model on an RTX 4090, of those of table IV",
+            ("GiB of host memory", "batch", "activations to host memory and disk", "to host memory alone"),
+            figure_8(),
+        ),
         "lohan_9a": (
             "LoHan, figure 9a: 70B at batch 32, TFLOP/s by host memory",
             ("GiB", "ours, formula", "ours, simulated", "case"),
@@ -340,6 +441,11 @@ def main() -> None:
             ("batch", "SSDs", "paper", "ours, formula", "ours, simulated", "case"),
             by_disks_13b,
         ),
+        "lohan_13": (
+            "LoHan, figure 13: 30B on one RTX 4090, TFLOP/s and the server's price by SSDs, simulated",
+            ("SSDs", "TFLOP/s", "US$", "TFLOP/s for 1000 US$"),
+            figure_13(),
+        ),
         "lohan_readings": (
             "LoHan, figures 5a, 7b and 10b: median difference from the paper by reading",
             ("inter-block activations", "points", "formula, %", "simulated, %"),
@@ -354,6 +460,11 @@ def main() -> None:
             f"AutoHete, figure 3a: one A100, batch {options.batch}",
             ("model", "c, p, o", "eq. 6, s", "simulated, s", "TFLOP/s", "with priority over without", "over ZeRO-Offload"),
             by_size,
+        ),
+        "autohete_4": (
+            "AutoHete, figure 4: one A100, by batch",
+            ("model", "batch", "c, p, o", "eq. 6, s", "simulated, s", "TFLOP/s"),
+            figure_4(),
         ),
     }
     for title, head, rows in tables.values():

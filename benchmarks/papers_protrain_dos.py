@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -42,6 +43,12 @@ SEARCHED = {
     "D": ("protrain-gpt2-10b", 8, "protrain-rtx3090", (48, 0, 3, 49, 46)),
     "E": ("protrain-gpt2-10b", 8, "protrain-a100", (0, 0, 15, 49, 3)),
 }
+# ProTrain, figure 3: the models of table 2; figure 4a: 10B GPT-2. Batches of one device.
+FIGURE_3 = (
+    *("mistral-7b", "gpt2-10b", "opt-13b", "llama-13b", "gpt2-15b"),
+    *("gpt2-20b", "gpt2-30b", "opt-30b", "llama-34b", "gpt2-40b"),
+)
+PROTRAIN_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Deep Optimizer States, section 5.4: updates/s on the V100 machine by stride. That of stride 2 is the best and not given.
 V100_MEASURED = {3: 1.67e9, 4: 1.62e9, 5: 1.28e9}
 RANKS = 4
@@ -49,6 +56,9 @@ RANKS = 4
 V100 = dos.UpdateRates(cpu=2e9, device=35e9, downcast=8.7e9, link=3e9)  # section 5.4
 H100 = dos.UpdateRates(cpu=8e9, device=100e9, downcast=62e9 / 4, link=12e9)  # section 1, table 1
 SUBGROUP = 10**8
+DOS_MODELS = {"7B": 7e9, "8.3B": 8.3e9, "10B": 10e9, "13B": 13e9, "20B": 20e9}
+STRIDE = 2  # the paper's, on all machines
+CORES_A_RANK = 24  # section 5.1
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -161,6 +171,63 @@ def _paper_s(space: Space, paper: Sequence[int]) -> tuple[float | None, bool | N
     return space.iteration_s(config), space.fits(config)
 
 
+def most_tokens_per_s(name: str, hardware: HardwareProfile) -> tuple[float | None, int | None]:
+    """The best tokens/s of all devices by eq. 2 over batches, and that batch of one device; ``None`` where none fits."""
+    best: tuple[float | None, int | None] = (None, None)
+    for batch in PROTRAIN_BATCHES:
+        space = space_of(model(f"protrain-{name}", batch=batch, sequence=1024, hardware=hardware), hardware)
+        config = search(space)
+        if config is None:
+            break
+        tokens = hardware.world_size * batch * 1024 / space.iteration_s(config)
+        best = max(best, (tokens, batch), key=lambda found: found[0] or 0.0)
+    return best
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def protrain_figure_3() -> list[dict[str, Any]]:
+    """The most tokens/s by model; the paper's text has the average on RTX 3090, not which models are in it."""
+    rows: list[dict[str, Any]] = []
+    for name in FIGURE_3:
+        row: dict[str, Any] = {"model": name}
+        for computer in ("protrain-rtx3090", "protrain-a100"):
+            tokens, batch = most_tokens_per_s(name, paper_machine(computer))
+            row |= {f"{computer}_tokens_per_s": tokens, f"{computer}_batch": batch}
+        rows.append(row)
+    columns = [f"protrain-{device}_{key}" for device in ("rtx3090", "a100") for key in ("tokens_per_s", "batch")]
+    mean: dict[str, Any] = {"model": "average"}
+    for column in columns[::2]:
+        mean[column] = statistics.mean(r[column] for r in rows if r[column] is not None)
+    table(
+        "ProTrain, figure 3: the most tokens/s of four devices by eq. 2",
+        ("model", "4x RTX 3090", "batch of one", "4x A100", "batch of one"),
+        [
+            (r["model"], *(_whole(r.get(c)) for c in columns))
+            for r in [*rows, mean, {"model": "average, paper", columns[0]: 2089.5}]
+        ],
+    )
+    return [*rows, mean]
+
+
+def protrain_figure_4a() -> list[dict[str, Any]]:
+    """The most tokens/s of 10B GPT-2 by number of devices: the paper has four's, and 3.5 times one's."""
+    paper = {1: 2493 / 3.5, 2: None, 4: 2493.0}
+    rows: list[dict[str, Any]] = []
+    for count, theirs in paper.items():
+        tokens, batch = most_tokens_per_s("gpt2-10b", paper_machine("protrain-rtx3090", count=count))
+        rows.append({"devices": count, "paper_tokens_per_s": theirs, "tokens_per_s": tokens, "batch": batch})
+    one = rows[0]["tokens_per_s"]
+    table(
+        "ProTrain, figure 4a: the most tokens/s of 10B GPT-2 by number of RTX 3090, by eq. 2",
+        ("devices", "paper", "ours", "batch of one", "times one device, ours"),
+        [(*map(_whole, r.values()), r["tokens_per_s"] / one) for r in rows],
+    )
+    return rows
+
+
 def protrain_agreement() -> dict[str, float]:
     """Eq. 2 at the optimum beside the simulator's iteration, on one device."""
     ratios = []
@@ -220,7 +287,7 @@ def one_rank(name: str) -> HardwareProfile:
     )
 
 
-def shard(num_params: float, hardware: HardwareProfile) -> ModelProfile:
+def shard(num_params: float, hardware: HardwareProfile, ranks: int = RANKS) -> ModelProfile:
     """One rank's part of a model as subgroups of the paper's size, with the compute of one sequence of 2048 tokens."""
     flop = 2.0 * SUBGROUP * 2048
     seconds = flop / hardware.device_flop_per_s
@@ -236,7 +303,7 @@ def shard(num_params: float, hardware: HardwareProfile) -> ModelProfile:
             boundary_bytes=0,
             transient_bytes=0,
         )
-        for i in range(round(num_params / RANKS / SUBGROUP))
+        for i in range(round(num_params / ranks / SUBGROUP))
     )
     return ModelProfile(
         name="shard", tokens=2048, compute_itemsize=2, constant_device_bytes=GIB, constant_host_bytes=GIB, blocks=tuple(blocks)
@@ -277,6 +344,103 @@ def throughput(what: str, num_params: float, hardware: HardwareProfile, measured
     return rows
 
 
+def step(profile: ModelProfile, hardware: HardwareProfile, *, stride: int | None, static_share: float = 0.0) -> tuple[float, float]:
+    """Seconds of one simulated step of a rank, and of its update phase: what the step takes beyond compute."""
+    residents = round(static_share * len(profile.blocks))
+    placed = dos.emit(profile, hardware, stride=stride, static_residents=residents, saved=Saved.KEEP)
+    plan = judged(placed, profile, hardware)
+    assert plan.predicted is not None
+    return plan.predicted.iteration_s, plan.predicted.iteration_s - sum(b.forward_s + b.backward_s for b in profile.blocks)
+
+
+def compared(profile: ModelProfile, hardware: HardwareProfile, *, static_share: float = 0.0) -> dict[str, float]:
+    """The same rank with the paper's stride and with all but the static residents updated by the CPU, as ZeRO-3 and TwinFlow do."""
+    (step_s, update_s), (cpu_step_s, cpu_update_s) = (
+        step(profile, hardware, stride=stride, static_share=static_share) for stride in (STRIDE, None)
+    )
+    seconds = {"step_s": step_s, "update_s": update_s, "cpu_step_s": cpu_step_s, "cpu_update_s": cpu_update_s}
+    return {**seconds, "faster": cpu_step_s / step_s, "updates_faster": cpu_update_s / update_s}
+
+
+def with_batch(profile: ModelProfile, batch: int) -> ModelProfile:
+    """The shard with so many sequences in a micro-batch."""
+    rows = (
+        replace(b, forward_s=batch * b.forward_s, backward_s=batch * b.backward_s, forward_flop=batch * b.forward_flop)
+        for b in profile.blocks
+    )
+    return replace(profile, tokens=batch * profile.tokens, blocks=tuple(rows))
+
+
+def with_cores(hardware: HardwareProfile, share: float) -> HardwareProfile:
+    """The machine with that share of its cores, whose update rate falls with them; its memory stays as it is."""
+    return replace(
+        hardware,
+        cpu_update_params_per_s=share * hardware.cpu_update_params_per_s,
+        cpu_downcast_params_per_s=share * hardware.cpu_downcast_params_per_s,
+    )
+
+
+def dos_figures() -> dict[str, list[dict[str, Any]]]:
+    """Figures 7 to 14 and 17 on one rank of the H100 machine, simulated."""
+    hardware = one_rank("dos-h100")
+    large = shard(DOS_MODELS["20B"], hardware)
+    sizes = [{"model": name, **compared(shard(params, hardware), hardware)} for name, params in DOS_MODELS.items()]
+    ratios = [{"static": share, **compared(large, hardware, static_share=share)} for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)]
+    twin = [{"model": n, **compared(shard(p, hardware), hardware, static_share=0.2)} for n, p in DOS_MODELS.items()]
+    batches = [{"batch": batch, **compared(with_batch(large, batch), hardware)} for batch in (1, 2, 4, 8)]
+    cores = [{"cores": n, **compared(large, with_cores(hardware, n / CORES_A_RANK))} for n in (4, 8, 12, 16, 20, 24)]
+    weak: list[dict[str, Any]] = []
+    for name, params in DOS_MODELS.items():
+        for ranks in (1, 2, 4):
+            memory = replace(hardware, host_memory_bytes=RANKS * hardware.host_memory_bytes // ranks)
+            try:
+                weak.append({"model": name, "devices": ranks, **compared(shard(params, memory, ranks), memory)})
+            except PlanError:  # fewer devices cannot hold it
+                weak.append({"model": name, "devices": ranks})
+    found = {"7_8_9": sizes, "10_11": ratios, "12": twin, "13": batches, "14": cores, "17": weak}
+    print_dos(found)
+    return found
+
+
+def print_dos(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """The sentences of the paper's text on each figure beside ours; its plots have no numbers."""
+
+    def span(figure: str, key: str) -> str:
+        values = [row[key] for row in found[figure] if key in row]
+        return f"{min(values):.3g} to {max(values):.3g}"
+
+    zero, static = found["7_8_9"], found["10_11"]
+    of_rank = {n: max(r["faster"] for r in found["17"] if r["devices"] == n and "faster" in r) for n in (1, 2, 4)}
+    twin_flow = statistics.mean(a["cpu_update_s"] / b["cpu_update_s"] for a, b in zip(zero, found["12"], strict=True))
+    table(
+        "Deep Optimizer States, figures 7 to 14 and 17: stride 2 beside CPU updates alone, H100 machine, simulated",
+        ("figure", "what", "paper", "ours"),
+        [
+            ("7", "steps, times faster than ZeRO-3, 7B to 20B", "2 to 2.5", span("7_8_9", "faster")),
+            ("7", "the same, 20B", "2.5", zero[-1]["faster"]),
+            ("8", "updates/s over ZeRO-3, mean", "1.7", statistics.mean(r["updates_faster"] for r in zero)),
+            ("9", "step of 20B over ZeRO-3's of 7B", "1", zero[-1]["step_s"] / zero[0]["cpu_step_s"]),
+            (
+                "10",
+                "update phase, times faster than TwinFlow, 20B, 0 to 50 % static",
+                "at least 1.7",
+                span("10_11", "updates_faster"),
+            ),
+            ("11", "steps, the same", "about 2", span("10_11", "faster")),
+            ("11", "step at 0 % static, s", "3", static[0]["step_s"]),
+            ("11", "TwinFlow's step at 50 % static, s", "4.3", static[-1]["cpu_step_s"]),
+            ("12", "steps, times faster than TwinFlow at 20 % static, 7B to 20B", "1.7 to 2.3", span("12", "faster")),
+            ("12", "TwinFlow's update phase there, times faster than ZeRO-3's", "1.2", twin_flow),
+            ("13", "steps, times faster than ZeRO-3, 20B, micro-batches 1 to 8", "1.6 to 2.5", span("13", "faster")),
+            ("14", "steps, times faster than ZeRO-3, 20B, 4 to 24 cores a device", "up to 3", span("14", "faster")),
+            *(
+                ("17", f"steps, times faster than ZeRO-3 at best, devices: {n}", {1: "up to 4.4", 4: "up to 2.5"}.get(n), best)
+                for n, best in of_rank.items()
+            ),
+        ],
+    )
+
+
 def main() -> None:
     """Prints all tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -284,10 +448,13 @@ def main() -> None:
         "benchmark": "papers_protrain_dos",
         "protrain_table_1": protrain_table_1(),
         "protrain_table_4": protrain_table_4(),
+        "protrain_figure_3": protrain_figure_3(),
+        "protrain_figure_4a": protrain_figure_4a(),
         "protrain_agreement": protrain_agreement(),
         "dos_ratios": ratios(),
         "dos_v100_7b": throughput("7B on 4x V100", 7e9, one_rank("dos-v100"), V100_MEASURED),
         "dos_h100_20b": throughput("20B on 4x H100", 20e9, one_rank("dos-h100"), {}),
+        "dos_figures": dos_figures(),
     }
     print(json.dumps(result))
 
