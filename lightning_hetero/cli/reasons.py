@@ -160,7 +160,7 @@ def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[M
     device = replace(hardware, device_update_params_per_s=hardware.device_update_params_per_s * FASTER)
     out = {"compute": (quicker, device)}
     if not hardware.shared_memory:
-        out["link host → device"] = scaled("link_h2d_bytes_per_s")
+        out["link host → device"] = scaled("link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s")
         out["link device → host"] = scaled("link_d2h_bytes_per_s")
     if hardware.disk_read_bytes_per_s:
         out["disk"] = scaled("disk_read_bytes_per_s", "disk_write_bytes_per_s")
@@ -200,8 +200,8 @@ def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) 
     found.append(Scenario(change="+1 SSD", model=model, hardware=with_one_more_drive(request, hardware)))
     found.append(Scenario(change="2x batch", model=_twice_the_batch(request, model, hardware), hardware=hardware))
     if not hardware.shared_memory:
-        h2d, d2h = hardware.link_h2d_bytes_per_s, hardware.link_d2h_bytes_per_s
-        faster = replace(hardware, link_h2d_bytes_per_s=2 * h2d, link_d2h_bytes_per_s=2 * d2h)
+        links = ("link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s", "link_d2h_bytes_per_s")
+        faster = replace(hardware, **{key: 2 * getattr(hardware, key) for key in links})
         found.append(Scenario(change="2x link", model=model, hardware=faster))
     return found
 

@@ -51,6 +51,13 @@ def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) ->
     return weights + state
 
 
+def _copied(op: Op, placed: BlockPlan) -> Work:
+    """The kind of a transfer. Weights on disk reach a device from pageable memory, since their pages come and go."""
+    if op.kind is OpKind.UPLOAD and placed.weights is Tier.DISK:
+        return Work.H2D_PAGEABLE
+    return _COPIES[op.lane]
+
+
 def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, world_size: int = 1) -> Amount | None:
     """The work of one op; ``None`` for those that take no time worth counting.
 
@@ -78,4 +85,4 @@ def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, w
         return Amount(work=Work.DEVICE_UPDATE, units=units, num_bytes=num_bytes)
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
     share = (world_size - 1) / world_size if op.lane is Lane.NET else 1.0
-    return Amount(work=_COPIES[op.lane], units=share * num_bytes, num_bytes=num_bytes)
+    return Amount(work=_copied(op, placed), units=share * num_bytes, num_bytes=num_bytes)

@@ -22,7 +22,8 @@ _POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "h
 class HardwareProfile:
     """One machine with one kind of device.
 
-    A rate of 0 means that the machine cannot do it: no disk, no update on the device, no collective.
+    A rate of 0 means that the machine cannot do it: no disk, no update on the device, no collective. Only the rate of
+    pageable memory is not known then.
 
     Attributes:
         name: For people.
@@ -40,6 +41,8 @@ class HardwareProfile:
         device_update_params_per_s: Adam on the device, elements/s.
         cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
         collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
+        link_h2d_pageable_bytes_per_s: Host to device copies from memory that is not page-locked, as weights on disk go, bytes/s.
+            They never count as faster than ``link_h2d_bytes_per_s``, which they take where this is 0.
         world_size: Devices that train together.
         shared_memory: The device is the host's own CPU: nothing moves between them, and the two budgets are one.
         contention: How many times longer work takes beside other work, at least 1: ``"compute|update"`` is compute beside CPU
@@ -63,6 +66,7 @@ class HardwareProfile:
     device_update_params_per_s: float
     cpu_downcast_params_per_s: float
     collective_bytes_per_s: float = 0.0
+    link_h2d_pageable_bytes_per_s: float = 0.0
     world_size: int = 1
     shared_memory: bool = False
     contention: Mapping[str, float] = field(default_factory=dict)
@@ -90,7 +94,8 @@ class HardwareProfile:
         data = parse_object(text, what="hardware profile", source=source)
         check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
         names = [f.name for f in fields(cls)]
-        optional = ("collective_bytes_per_s", "world_size", "shared_memory", "contention", "source")
+        pageable = "link_h2d_pageable_bytes_per_s"
+        optional = ("collective_bytes_per_s", pageable, "world_size", "shared_memory", "contention", "source")
         check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
         values = dict(data)
         for key in values.keys() & {"disk_duplex", "shared_memory"}:

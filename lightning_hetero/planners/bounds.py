@@ -19,7 +19,8 @@ Two phases add up, each as long as any resource works in it:
 - *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates but for those whose gradients
   wait when it ends; they take host memory meanwhile.
 
-And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes longer than the longer one.
+And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes longer than the longer one. Weights
+on disk count at the link's own rate, which copies from pageable memory may not reach: such rows are lower than they could be.
 
 All rows are linear in the work, so the least bound of all plans is a linear programme (:mod:`.relaxation`), and the bound of one
 plan is its largest row.

@@ -280,15 +280,16 @@ class Copy(Load):
         device: The device.
         to_device: Host to device; else back.
         num_bytes: Bytes of one copy.
+        pageable: The host's memory is not page-locked, as that of weights on disk.
     """
 
-    def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int) -> None:
-        self.name = "h2d" if to_device else "d2h"
-        pinned = device.type != "cpu"
-        host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int, pageable: bool = False) -> None:
+        self.name = ("h2d" if to_device else "d2h") + ("_pageable" if pageable else "")
+        apart = device.type != "cpu"
+        host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=apart and not pageable)
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._source, self._target = (host, there) if to_device else (there, host)
-        self._stream = torch.Stream(device) if pinned else None
+        self._stream = torch.Stream(device) if apart else None
 
     def step(self) -> float:
         """One copy, there and done."""

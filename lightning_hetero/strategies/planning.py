@@ -175,7 +175,8 @@ def iteration_s(session: Session, model: ModelProfile, plan: Plan, machine: Hard
 
 def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
     """The machine with other rates of all work but compute: links, disk, updates in host memory, and its bandwidth."""
-    keys = ["link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"]
+    keys = ["link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s", "link_d2h_bytes_per_s"]
+    keys += ["disk_read_bytes_per_s", "disk_write_bytes_per_s"]
     keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
     keys += ["device_update_params_per_s"] if machine.shared_memory else []
     note = f"; times {scale:.2f}, by what steps took"

@@ -18,17 +18,19 @@ from support.properties import examples
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
-from lightning_hetero.cost import Rates
+from lightning_hetero.cost import Rates, amount_of
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Saved, UpdateOrder
-from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import Rooms
+from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies.machine import emulated
 
 HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
 MIRROR_PAGES = 16 * 4096
@@ -224,6 +226,37 @@ def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_d
         stores = got.spans("STORE", step - 1)
         assert len(stores) > 12
         assert max(s.end_s for s in stores) <= first
+
+
+def test_every_upload_takes_what_is_predicted_of_the_memory_that_the_weights_lie_in() -> None:
+    """Weights on disk leave pageable memory; counted on the emulated link, which nobody waits for."""
+    device = EmulatedDevice(memory="64MiB", h2d_bytes_per_s=4e9, h2d_pageable_bytes_per_s=1e9)
+    host = BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU)
+    plan = Plan(name="both", blocks=(replace(ON_DISK, name="model.blocks.0", update=UpdateLane.CPU), host), device_cache_bytes=0)
+    found: list[tuple[Op, int, float]] = []
+    copy = EmulatedLanes.copy
+
+    def counted(lanes: EmulatedLanes, target: Any, source: Any) -> None:
+        seconds: list[float] = []
+        with pytest.MonkeyPatch.context() as patch:
+            link = lanes._links[Lane.H2D]
+            patch.setattr(link, "carry", lambda size, each=None: seconds.append(size * (each or link._s_per_byte)))
+            copy(lanes, target, source)
+        current = lanes._current()
+        if current is not None and current.op.kind is OpKind.UPLOAD:
+            found.append((current.op, source.nbytes, sum(seconds)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedLanes, "copy", counted)
+        got = ran(plan, Recipe(shape=Shape(layers=3), steps=1), device=device)
+    rates = Rates(emulated(replace(HARDWARE, shared_memory=True, host_dram_bytes_per_s=1e12), device))
+    model = profile(got.model)
+    for op, num_bytes, seconds in found:
+        amount = amount_of(replace(op, num_bytes=num_bytes), got.plan, model, shared_memory=False)  # an op counts padding too
+        assert amount is not None
+        assert amount.alone_s(rates) == pytest.approx(num_bytes / (1e9 if got.plan.blocks[op.block].weights is Tier.DISK else 4e9))
+        assert seconds == pytest.approx(amount.alone_s(rates)), op
+    assert {got.plan.blocks[op.block].weights for op, *_ in found} >= {Tier.DISK, Tier.HOST}
 
 
 def test_the_trace_says_for_which_fetch_compute_waited() -> None:

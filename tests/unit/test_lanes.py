@@ -196,7 +196,7 @@ def test_a_lane_that_wakes_late_does_not_fall_behind(monkeypatch: pytest.MonkeyP
 
 def test_bytes_cross_the_link_in_the_hosts_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     carried: list[int] = []
-    monkeypatch.setattr(emulated._Link, "carry", lambda self, num_bytes: carried.append(num_bytes))
+    monkeypatch.setattr(emulated._Link, "carry", lambda self, num_bytes, *_: carried.append(num_bytes))
     lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES))
     host, device = torch.ones(10), torch.ones(10, dtype=torch.bfloat16)
     lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(device, host)), []).wait()
@@ -234,6 +234,11 @@ def test_rates_are_positive(rate: str) -> None:
         EmulatedDevice(memory=MEMORY_BYTES, **{rate: 0.0})
 
 
+def test_pageable_memory_is_not_faster_than_page_locked_memory() -> None:
+    with pytest.raises(ConfigError, match=r"h2d_pageable_bytes_per_s=2.0; allowed: at most h2d_bytes_per_s=1.0"):
+        EmulatedDevice(memory=MEMORY_BYTES, h2d_bytes_per_s=1.0, h2d_pageable_bytes_per_s=2.0)
+
+
 def test_what_is_taken_and_what_torch_allocates_make_the_peak() -> None:
     arena = Arena(4096, torch.device("cpu"), poison=False)
     memory = arena.take(1000, "weights")
@@ -249,6 +254,8 @@ def test_planners_know_the_rates_that_are_set() -> None:
     plain = emulated_machine(host, EmulatedDevice(memory="1MiB", compute_slowdown=2.0))
     assert (plain.cpu_update_params_per_s, plain.disk_read_bytes_per_s, plain.disk_duplex) == (1e9, 2e9, False)
     assert plain.device_update_params_per_s == 1e9 / 2
+    pageable = emulated_machine(host, EmulatedDevice(memory="1MiB", h2d_bytes_per_s=5e6, h2d_pageable_bytes_per_s=3e6))
+    assert (plain.link_h2d_pageable_bytes_per_s, pageable.link_h2d_pageable_bytes_per_s) == (0.0, 3e6)
     device = EmulatedDevice(memory="1MiB", cpu_update_bytes_per_s=8e6, device_update_bytes_per_s=8e7, disk_bytes_per_s=5e6)
     found = emulated_machine(host, device)
     assert (found.cpu_update_params_per_s, found.device_update_params_per_s) == (1e6, 1e7)

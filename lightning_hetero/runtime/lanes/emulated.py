@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import Arena
 from lightning_hetero.runtime.lanes.op import QueuedOp
@@ -44,7 +44,9 @@ class EmulatedDevice:
     Attributes:
         memory: Its size, such as ``"64MiB"``, or bytes.
         h2d_bytes_per_s: Bandwidth of copies to the device; ``None``: as fast as memory is.
-        d2h_bytes_per_s: The same from the device.
+        h2d_pageable_bytes_per_s: The same for weights whose host memory is not page-locked, as that of weights on disk; at most
+            ``h2d_bytes_per_s``; ``None``: the same.
+        d2h_bytes_per_s: Bandwidth of copies from the device.
         latency_s: What every op of a copy lane takes beside its bytes.
         compute_slowdown: How many times as long as on the host compute takes; at least 1.
         cpu_update_bytes_per_s: Bytes of optimizer state in memory that the CPU beside the device updates in a second at most.
@@ -58,6 +60,7 @@ class EmulatedDevice:
 
     memory: str | int
     h2d_bytes_per_s: float | None = None
+    h2d_pageable_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
     latency_s: float = 0.0
     compute_slowdown: float = 1.0
@@ -72,6 +75,11 @@ class EmulatedDevice:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ConfigError(f"{name}={rate!r}; allowed: a positive number of bytes per second, or None for no limit.")
+        link, pageable = self.h2d_bytes_per_s, self.h2d_pageable_bytes_per_s
+        if link is not None and pageable is not None and pageable > link:
+            raise ConfigError(
+                f"h2d_pageable_bytes_per_s={pageable!r}; allowed: at most h2d_bytes_per_s={link!r}, the rate of page-locked memory."
+            )
         if not self.latency_s >= 0:
             raise ConfigError(f"latency_s={self.latency_s!r}; allowed: seconds, at least 0.")
         if not self.compute_slowdown >= 1:
@@ -115,6 +123,9 @@ class EmulatedLanes(QueuedLanes):
         rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
         sleep = self._failures.closing.wait  # nobody waits for a link that is closed
         self._links = {lane: _Link(rate, emulated.latency_s, sleep) for lane, rate in rates.items()}
+        pageable = emulated.h2d_pageable_bytes_per_s
+        self._pageable_s_per_byte = None if pageable is None else 1 / pageable
+        self._locked: set[int] = set()  # addresses of host memory that is page-locked
         rates = {Lane.CPU: emulated.cpu_update_bytes_per_s, Lane.COMPUTE: emulated.device_update_bytes_per_s}
         self._updates = {lane: _Link(rate, 0.0, sleep) for lane, rate in rates.items() if rate is not None}
 
@@ -182,6 +193,18 @@ class EmulatedLanes(QueuedLanes):
 
         self._allocated[key] = weakref.ref(storage, freed)
 
+    def page_lock(self, memory: Tensor) -> None:
+        """Copies of weights from there take the link's own rate."""
+        self._locked.add(memory.data_ptr())
+
+    def page_unlock(self, memory: Tensor) -> None:
+        """Undoes :meth:`page_lock`."""
+        self._locked.discard(memory.data_ptr())
+
+    def _s_per_byte(self, op: Op, source: Tensor) -> float | None:
+        """What the op's copy takes; ``None``: what its link does. Buffers of gradients and activations are page-locked."""
+        return self._pageable_s_per_byte if op.kind is OpKind.UPLOAD and source.data_ptr() not in self._locked else None
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts, in the time that the lane's link takes; the device converts."""
         op = self._current()
@@ -189,12 +212,13 @@ class EmulatedLanes(QueuedLanes):
         if op is None or link is None:
             return super().copy(target, source)
         num_bytes = source.nbytes if op.op.lane is Lane.H2D else target.nbytes
+        s_per_byte = self._s_per_byte(op.op, source)
         if not self._poison:
             super().copy(target, source)
-            return link.carry(num_bytes)
+            return link.carry(num_bytes, s_per_byte)
         seen = source.clone()
         _spoil(target)
-        link.carry(num_bytes)
+        link.carry(num_bytes, s_per_byte)
         changed = (source != seen) & ((source == source) | (seen == seen))  # both NaN: the same
         super().copy(target, seen)
         _spoil(target, changed)
@@ -223,9 +247,10 @@ class _Link:
         self._used = False
         return self._free_s
 
-    def carry(self, num_bytes: int) -> None:
-        """The op moves bytes; returns when they are there."""
-        self._free_s += num_bytes * self._s_per_byte + (0.0 if self._used else self._latency_s)
+    def carry(self, num_bytes: int, s_per_byte: float | None = None) -> None:
+        """The op moves bytes, at the link's bandwidth or in so many seconds each; returns when they are there."""
+        each_s = self._s_per_byte if s_per_byte is None else s_per_byte
+        self._free_s += num_bytes * each_s + (0.0 if self._used else self._latency_s)
         self._used = True
         rest = self._free_s - time.monotonic()
         if rest > 0:
