@@ -84,6 +84,12 @@ def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One for the matrices and one for the rest, so that both have some of every block."""
+    matrices, rest = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [torch.optim.AdamW(matrices, lr=3e-3, fused=True), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A kind of training. To have another kind killed as well, add a row to ``VARIANTS``.
@@ -106,6 +112,7 @@ class Variant:
 VARIANTS = (
     Variant("adamw", share=3),
     Variant("sgd", optimizers=sgd),  # its state is one that the engine does not know
+    Variant("two", optimizers=two),
     Variant("local_first", checkpoints=True),
     Variant("workers", loader={"num_workers": 1, "persistent_workers": True}),
 )
