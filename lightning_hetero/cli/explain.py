@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.cli import planning, reasons
 from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
-from lightning_hetero.cli.plan import comparison, describe
+from lightning_hetero.cli.plan import comparison, describe, paper_optimum
 from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
 from lightning_hetero.errors import ConfigError, PlanError
@@ -162,7 +162,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
 def _print(e: Explanation) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
-    screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step}))
+    screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step, **paper_optimum(e.plan)}))
     screen.print(_placements(e.plan, e.part))
     screen.print(_where(e.plan, e.part, e.use))
     screen.print(_alternatives(e.alternatives, p.iteration_s))

@@ -103,8 +103,23 @@ def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
             "disk space": format_bytes(p.disk_bytes),
         }
     rows["objective"] = "none" if plan.objective_s is None else f"{seconds(plan.objective_s)} by the planner's own formula"
-    rows |= {name.removesuffix("_s").replace("_", " "): _decision(name, value) for name, value in plan.decisions.items()}
-    return rows | {"planned in": seconds(outcome.planning_s)}
+    rows |= _decisions({name: value for name, value in plan.decisions.items() if name != "paper_optimum"})
+    return rows | paper_optimum(plan) | {"planned in": seconds(outcome.planning_s)}
+
+
+def paper_optimum(plan: Plan) -> dict[str, str]:
+    """Two lines on the optimum of a paper's own equations, where the plan is another: what it is, and why it was not taken."""
+    if not (paper := dict(plan.decisions.get("paper_optimum", {}))):
+        return {}
+    objective_s, reason = paper.pop("objective_s"), paper.pop("reason")
+    this = "none" if plan.objective_s is None else seconds(plan.objective_s)
+    decided = "; ".join(f"{name} {value}" for name, value in _decisions(paper).items())
+    taken = f"{seconds(objective_s)} by the planner's own formula (this plan: {this}): {decided}"
+    return {"paper's optimum": taken, "not taken because": reason}
+
+
+def _decisions(decisions: Mapping[str, Any]) -> dict[str, str]:
+    return {name.removesuffix("_s").replace("_", " "): _decision(name, value) for name, value in decisions.items()}
 
 
 def _decision(name: str, value: Any) -> str:

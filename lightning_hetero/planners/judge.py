@@ -95,7 +95,9 @@ def beside_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None)
         optimum: The optimum of the equations, as a plan before it is judged.
         refusal: What the judge, or the runtime's needs, said to it; ``None``: nothing.
     """
-    if optimum is None or refusal is None or optimum.decisions == found.decisions:
+    if optimum is None or refusal is None:
+        return found
+    if (optimum.objective_s, optimum.decisions) == (found.objective_s, found.decisions):
         return found
     paper = {"objective_s": optimum.objective_s, **optimum.decisions, "reason": str(refusal)}
     return replace(found, decisions={**found.decisions, "paper_optimum": paper})

@@ -227,6 +227,20 @@ def test_plan_uses_presets(tmp_path: Path) -> None:
     assert "gpt:layers=6" in text
 
 
+def test_the_papers_optimum_is_readable_where_the_plan_is_another(tmp_path: Path) -> None:
+    model = ["--preset-model", "gpt:layers=4,hidden=5120,heads=40", "--batch", "24", "--sequence", "1024"]
+    where = ["--device", "rtx4080", "--host-memory", "256GiB", "--disk", "p5510x12"]
+    text = invoke("plan", *model, *where, "--planner", "lohan", "--out", tmp_path / "plan.json").stdout
+    paper = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["decisions"]["paper_optimum"]
+    for shown in (text, invoke("explain", tmp_path / "plan.json").stdout):
+        words = " ".join(shown.split())
+        assert f"paper's optimum {output.seconds(paper['objective_s'])} by the planner's own formula (this plan: " in words
+        assert "; case 3 " in words
+        assert f"not taken because {paper['reason']}" in words
+        assert "paper_optimum" not in shown
+        assert "objective_s" not in shown
+
+
 def test_precision_and_devices_reach_the_profiles() -> None:
     model, hardware = Request(
         preset_model="gpt2", batch=1, sequence=64, precision="32", device="a100-40", host_memory="8GiB", devices=4, link="pcie3"

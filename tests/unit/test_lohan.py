@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -323,7 +324,8 @@ def bytes_that_leave_the_device(plan: Plan, model: ModelProfile, hardware: Hardw
     return sum(op.num_bytes for op in ops if op.kind is OpKind.SWAP_OUT and op.lane is Lane.D2H)
 
 
-SLOW, FAST, FREE = (dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), rate) for rate in (3e9, 300e9, 1e15))
+DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
+SLOW, BUSY, FAST, FREE = (dict.fromkeys(DISK_RATES, rate) for rate in (3e9, 20e9, 300e9, 1e15))
 FREE_LINK = dict.fromkeys(("link_h2d_bytes_per_s", "link_d2h_bytes_per_s"), 1e14)
 CASE_RATES = {1: SLOW, 2: FREE | FREE_LINK | {"cpu_update_params_per_s": 1e12}, 3: FAST}
 
@@ -370,6 +372,42 @@ def test_less_is_swapped_where_the_device_cannot_hold_what_is_on_its_way() -> No
     assert small.objective_s > large.objective_s  # type: ignore[operator]
     assert small.predicted is not None
     assert small.predicted.device_peak_bytes <= 18 * GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "machines"),
+    [
+        (gpt(12, hidden=5120, tokens=64 * 1024), [machine(device_memory_bytes=gib * GIB) for gib in range(16, 23)]),
+        # How much of what is swapped goes to the disk is no decision: such a plan takes longer with the same decisions.
+        (gpt(24, tokens=32 * 1024), [machine(host_memory_bytes=half * GIB // 2, **BUSY) for half in range(6, 12)]),
+    ],
+    ids=["device", "host"],
+)
+def test_the_optimum_of_the_formulas_stands_beside_a_plan_that_is_another_with_the_reason(
+    model: ModelProfile, machines: list[HardwareProfile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked: list[lohan.Swap] = []
+
+    def walk(q: Quantities, layers: Sequence[Layer]) -> lohan.Swap:
+        walked.append(lohan.walk(q, layers))
+        return walked[-1]
+
+    monkeypatch.setattr(lohan, "METHODS", {"walk": walk})
+    others = 0
+    for hardware in machines:
+        walked.clear()
+        plan = lohan.plan(model, hardware)
+        optimum, paper = walked[0], plan.decisions.get("paper_optimum")  # the first is that of all the memory that there is
+        assert plan.objective_s is not None
+        if plan.objective_s > optimum.iteration_s * (1 + 1e-9):
+            others += 1
+            assert paper is not None, hardware
+            assert paper["objective_s"] == optimum.iteration_s
+            assert paper["swapped_operators"] == [layer.name for layer in optimum.layers]
+            assert "too little" in paper["reason"]
+        else:
+            assert paper is None or paper["objective_s"] == plan.objective_s
+    assert 0 < others < len(machines)
 
 
 def test_weights_that_have_no_anchor_stay_on_the_device() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -437,6 +437,27 @@ def test_the_objective_is_equation_2_at_the_decisions() -> None:
     space = _space(model, hardware, decided["chunk_params"])
     config = Configuration(**{k: decided[k] for k in Configuration.__dataclass_fields__})
     assert plan.objective_s == space.iteration_s(config)
+
+
+def test_the_optimum_of_the_estimators_stands_beside_a_plan_that_is_another_with_the_reason() -> None:
+    model, others = _gpt(), 0
+    sizes = [43.5, 44, 45, 46.5, 47]
+    for size in sizes:
+        hardware = _gpu(device_memory_bytes=int(size * GIB))
+        plan, space = protrain.plan(model, hardware), protrain.space_of(model, hardware)
+        optimum = search(space)
+        assert optimum is not None
+        assert plan.objective_s is not None
+        paper = plan.decisions.get("paper_optimum")
+        if plan.objective_s > space.iteration_s(optimum) * (1 + 1e-9):
+            others += 1
+            assert paper is not None, size
+            assert paper["objective_s"] == space.iteration_s(optimum)
+            assert {k: paper[k] for k in Configuration.__dataclass_fields__} == asdict(optimum)
+            assert "too little" in paper["reason"]
+        else:
+            assert paper is None
+    assert 0 < others < len(sizes)
 
 
 def test_with_less_memory_more_is_offloaded_or_recomputed() -> None:
