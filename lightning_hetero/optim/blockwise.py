@@ -63,6 +63,7 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         function = function.__wrapped__  # torch's wrapper runs the step hooks, which belong to the whole step
     with _restricted(optimizer, params), torch.no_grad():
         function(optimizer)
+    torch.autograd.graph.increment_version(params)  # torch's fused optimizers do not, and mirrors are written by these counters
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class _Entry:
     param: nn.Parameter
     key: str
     shape: torch.Size
+    stride: tuple[int, ...]  # kernels go through state and parameter in the order of their memory
     dtype: torch.dtype
     offset: int
 
@@ -103,7 +104,7 @@ class StateBlobs:
         """
         if any(row.index >= len(part.params) for row in entry.rows):
             raise StoreCorruptError(f"block {entry.geometry.id}: the commit record names a parameter that {part.names} lack.")
-        entries = [_Entry(part.params[r.index], r.key, torch.Size(r.shape), r.dtype, r.offset) for r in entry.rows]
+        entries = [_of_row(part.params[row.index], row) for row in entry.rows]
         self._blobs[part, optimizer] = self._open(part, entries, entry.geometry), entries
         self._attach(part, optimizer)
 
@@ -114,7 +115,7 @@ class StateBlobs:
             assert blob is not None
             name = f"{part.names[_index(part, entry.param)]}.{entry.key}"
             source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
-            lazy.setdefault(entry.param, {})[entry.key] = OffloadedTensor(source)
+            lazy.setdefault(entry.param, {})[entry.key] = OffloadedTensor(source, stride=entry.stride)
         for param, pieces in lazy.items():
             state = optimizer.state[param]
             for key, value in blockwise.tensors(state).items():  # what has been written
@@ -127,7 +128,8 @@ class StateBlobs:
             for key, value in leaves(optimizer.state.get(param, {})).items():
                 value = materialize(value)
                 check_plain(f"{part.names[index]}.{key}", value)
-                entries.append(_Entry(param, key, value.shape, value.dtype, offset))
+                stride = torch.empty_like(value, device="meta").stride()
+                entries.append(_Entry(param, key, value.shape, stride, value.dtype, offset))
                 values.append(value)
                 offset += round_up(value.nbytes, _ALIGN)
         if entries:
@@ -167,6 +169,13 @@ class StateBlobs:
         self.retired.append(blob.native)
         self._store.blobs.remove(blob)
         self._store.forget(blob)
+
+
+def _of_row(param: nn.Parameter, row: BlobRow) -> _Entry:
+    """A record has no strides: state that is as large as its parameter has the parameter's, as ``torch.zeros_like`` makes it."""
+    shape = torch.Size(row.shape)
+    like = param if shape == param.shape else torch.empty(shape, device="meta")
+    return _Entry(param, row.key, shape, torch.empty_like(like, device="meta").stride(), row.dtype, row.offset)
 
 
 def _bytes(value: Tensor) -> Tensor:

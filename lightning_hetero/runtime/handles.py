@@ -357,8 +357,13 @@ def begin_contents(tensor: OffloadedTensor) -> Callable[[], Tensor]:
 
     def contents() -> Tensor:
         found = read()
-        if isinstance(source, _ViewSource) or found.stride() == tensor.stride():
-            return found
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(found)
+        return found if isinstance(source, _ViewSource) else with_strides(found, tensor.stride())
 
     return contents
+
+
+def with_strides(content: Tensor, stride: Sequence[int]) -> Tensor:
+    """The same values in that memory order: the tensor itself if it has it already."""
+    if content.stride() == tuple(stride):
+        return content
+    return torch.empty_strided(content.shape, stride, dtype=content.dtype).copy_(content)

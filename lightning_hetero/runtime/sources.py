@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hetero._native import U8, Ticket
 from lightning_hetero.optim.adam import MASTER
-from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.handles import OffloadedTensor, with_strides
 from lightning_hetero.store.blocks import Part, own_memory, tensor_at
 from lightning_hetero.store.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.mirrors import writes_of
@@ -251,7 +251,7 @@ def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
             found.append(source.take() if isinstance(source, StateSource) else tensor.clone())
     for ticket in [store.begin_read(part, of_part) for (store, part), of_part in runs.items()]:
         ticket.wait()
-    return found
+    return [with_strides(content, tensor.stride()) for content, tensor in zip(found, tensors, strict=True)]
 
 
 def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:

@@ -186,13 +186,22 @@ OTHERS = {
     "sgd": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), "32-true"),
     "nadam": (lambda groups: torch.optim.NAdam(groups, lr=3e-3), "32-true"),
     "adagrad": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2), "32-true"),  # has state before its first step
+    "amsgrad-fused": (lambda groups: torch.optim.AdamW(groups, lr=3e-3, amsgrad=True, fused=True), "32-true"),
+    "sgd-fused": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True), "32-true"),
     "rmsprop-bf16": (lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9), "bf16-true"),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
-    [("sgd", "host", "disk"), ("nadam", "disk", "host"), ("adagrad", MIXED, MIXED), ("rmsprop-bf16", "resident", MIXED)],
+    [
+        ("sgd", "host", "disk"),
+        ("nadam", "disk", "host"),
+        ("adagrad", MIXED, MIXED),
+        ("amsgrad-fused", "host", MIXED),
+        ("sgd-fused", "resident", "disk"),
+        ("rmsprop-bf16", "resident", MIXED),
+    ],
 )
 def test_state_that_only_its_optimizer_knows_is_kept(tmp_path: Path, name: str, first: Any, second: Any) -> None:
     optimizer, precision = OTHERS[name]
@@ -207,6 +216,18 @@ def test_state_that_only_its_optimizer_knows_is_kept(tmp_path: Path, name: str, 
         assert sum(name.endswith(" (state)") for name in block_names(files).values()) >= 3
     got = train(tmp_path, offload(first, store, verify_digests=True), recipe, store=store)
     assert_same(got, after(plain, 3))
+
+
+@pytest.mark.parametrize(("first", "second"), [("disk", "disk"), ("disk", "host"), ("host", MIXED)])
+def test_state_keeps_the_memory_order_of_its_parameter(tmp_path: Path, first: Any, second: Any) -> None:
+    """Fused kernels go through a transposed parameter and its state as they lie in memory, whatever their strides."""
+    fused = partial(torch.optim.AdamW, lr=3e-3, fused=True)
+    recipe = Recipe(steps=6, optimizer=fused, precision="64-true", shape=Shape(odd=True))
+    plain = train(tmp_path, "auto", recipe)
+    assert_same(train(tmp_path, offload(first, tmp_path / "whole"), recipe), plain)
+    store = tmp_path / "store"
+    train(tmp_path, offload(first, store), recipe, stop=3)
+    assert_same(train(tmp_path, offload(second, store), recipe, store=store), after(plain, 3))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
