@@ -109,12 +109,14 @@ def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
 
 def paper_optimum(plan: Plan) -> dict[str, str]:
     """Two lines on the optimum of a paper's own equations, where the plan is another: what it is, and why it was not taken."""
-    if not (paper := dict(plan.decisions.get("paper_optimum", {}))):
+    paper = plan.decisions.get("paper_optimum")
+    if not isinstance(paper, Mapping) or not {"objective_s", "reason"} <= paper.keys():  # none, or of a file written by hand
         return {}
-    objective_s, reason = paper.pop("objective_s"), paper.pop("reason")
+    paper = dict(paper)
+    objective_s, reason = paper.pop("objective_s"), str(paper.pop("reason"))
     this = "none" if plan.objective_s is None else seconds(plan.objective_s)
     decided = "; ".join(f"{name} {value}" for name, value in _decisions(paper).items())
-    taken = f"{seconds(objective_s)} by the planner's own formula (this plan: {this}): {decided}"
+    taken = f"{_decision('objective_s', objective_s)} by the planner's own formula (this plan: {this}): {decided}"
     return {"paper's optimum": taken, "not taken because": reason}
 
 
