@@ -258,6 +258,7 @@ def scaled_batch(model: ModelProfile, factor: int) -> ModelProfile:
             boundary_bytes=b.boundary_bytes * factor,
             transient_bytes=b.transient_bytes * factor,
             operators=tuple(replace(o, flop=o.flop * factor, bytes=o.bytes * factor) for o in b.operators),
+            backward=tuple(o.scaled(factor) for o in b.backward),
         )
         for b in model.blocks
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,33 @@ class OperatorProfile:
     name: str
     flop: float
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardOperator:
+    """One operator of a block's backward that frees what forward has saved, and device memory around it, bytes.
+
+    What forward saves, weights and their gradients are left out of all but ``freed_bytes``.
+
+    Attributes:
+        name: For people.
+        gap_peak_bytes: The most since the operator before this one in the profile: what ran between them counts here.
+        before_bytes: As it begins.
+        peak_bytes: The most while it runs.
+        after_bytes: As it ends.
+        freed_bytes: Of what forward has saved, freed since the operator before.
+    """
+
+    name: str
+    gap_peak_bytes: int
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+    freed_bytes: int
+
+    def scaled(self, factor: float) -> BackwardOperator:
+        """The same with a batch so many times as large, rounded up."""
+        return replace(self, **{key: ceil(getattr(self, key) * factor) for key in _BACKWARD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +139,7 @@ class BlockProfile:
         boundary_bytes: Its input alone: what recomputation of the whole block needs, bytes.
         transient_bytes: The most that it needs beside what it saves, at any moment of its forward or backward, bytes.
         operators: Saved operator outputs, in the order of execution; their bytes sum to at most ``activation_bytes``.
+        backward: Operators of its backward, in the order of execution; empty where they were not recorded.
         pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
         sharding: What tensor parallelism divides; ``None``: everything that Megatron-LM does.
     """
@@ -125,6 +154,7 @@ class BlockProfile:
     boundary_bytes: int
     transient_bytes: int
     operators: tuple[OperatorProfile, ...] = ()
+    backward: tuple[BackwardOperator, ...] = ()
     pinned: bool = False
     sharding: Sharding | None = None
 
@@ -231,6 +261,8 @@ class ModelProfile:
 
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
 _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
+_OPTIONAL = ("operators", "backward", "pinned", "sharding")
+_BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
 _COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
 
 
@@ -238,13 +270,15 @@ def _row(block: BlockProfile) -> dict[str, Any]:
     row = asdict(block)
     if block.sharding is None:
         del row["sharding"]
+    if not block.backward:
+        del row["backward"]
     return row
 
 
 def _block_from(row: Any, where: str) -> BlockProfile:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r}.")
-    check_keys(row, required=("name", *_COUNTS, *_SECONDS_AND_FLOP), optional=("operators", "pinned", "sharding"), where=where)
+    check_keys(row, required=("name", *_COUNTS, *_SECONDS_AND_FLOP), optional=_OPTIONAL, where=where)
     values: dict[str, Any] = {"name": _text(row, "name", where)}
     values |= {k: number(row[k], key=k, where=where, whole=True) for k in _COUNTS}
     values |= {k: number(row[k], key=k, where=where) for k in _SECONDS_AND_FLOP}
@@ -258,6 +292,10 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     parsed = tuple(_operator_from(o, f"{where}: operators[{i}]") for i, o in enumerate(operators))
     if len({o.name for o in parsed}) < len(parsed):
         raise ConfigError(f"{where}: operator names repeat; every operator of a block needs its own.")
+    backward = row.get("backward", [])
+    if not isinstance(backward, list):
+        raise ConfigError(f"{where}: backward must be a list, got {backward!r}.")
+    values["backward"] = tuple(_backward_from(o, f"{where}: backward[{i}]") for i, o in enumerate(backward))
     pinned = row.get("pinned", False)
     if not isinstance(pinned, bool):
         raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
@@ -285,6 +323,14 @@ def _operator_from(row: Any, where: str) -> OperatorProfile:
     check_keys(row, required=("name", "flop", "bytes"), optional=(), where=where)
     num_bytes = number(row["bytes"], key="bytes", where=where, whole=True)
     return OperatorProfile(name=_text(row, "name", where), flop=number(row["flop"], key="flop", where=where), bytes=int(num_bytes))
+
+
+def _backward_from(row: Any, where: str) -> BackwardOperator:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be an object, got {row!r}.")
+    check_keys(row, required=("name", *_BACKWARD), optional=(), where=where)
+    counts: dict[str, Any] = {key: number(row[key], key=key, where=where, whole=True) for key in _BACKWARD}
+    return BackwardOperator(name=_text(row, "name", where), **counts)
 
 
 def _text(data: dict[str, Any], key: str, where: str) -> str:

@@ -43,6 +43,7 @@ _RULES: dict[tuple[type, str], dict[str, Any]] = {
     (model.ModelProfile, "blocks"): {"minItems": 1},
     (model.BlockProfile, "name"): _NAMED,
     (model.OperatorProfile, "name"): _NAMED,
+    (model.BackwardOperator, "name"): _NAMED,
     (plan.Plan, "blocks"): {"minItems": 1},
     **{(plan.Plan, key): _DEPTH for key in ("prefetch_depth", "gradient_depth", "micro_batches")},
     **{(kind, "name"): _NAMED for kind in (cluster.Cluster, cluster.Node, cluster.DeviceType)},

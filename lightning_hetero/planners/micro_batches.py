@@ -29,6 +29,7 @@ def split(model: ModelProfile, parts: int) -> ModelProfile:
             boundary_bytes=less(b.boundary_bytes),
             transient_bytes=less(b.transient_bytes),
             operators=tuple(replace(o, flop=o.flop / parts, bytes=less(o.bytes)) for o in b.operators),
+            backward=tuple(o.scaled(1 / parts) for o in b.backward),
         )
         for b in model.blocks
     )

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.model import BackwardOperator, BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved
 
 # ------------------------------------------------------------------ chunk size (B.1)
@@ -227,18 +227,40 @@ def peak_base_bytes(forward_bytes: int, operators: Sequence[OperatorMemory]) -> 
 def backward_operators(model: ModelProfile) -> tuple[OperatorMemory, ...]:
     """A profile as the memory estimator reads it: the operators of the last block first.
 
-    A profile has one figure a block for what is neither weight nor saved, ``transient_bytes``: each of its operators may need it
-    [inferred]. What a block saves beyond its operators' outputs, its input above all, is freed as its backward ends.
+    What a block saves beyond what its operators free, its input above all, is freed as its backward ends.
     """
     rows: list[OperatorMemory] = []
+    current = 0  # beside what is saved, as the operator before ended
     for block in reversed(model.blocks):
-        rest = block.activation_bytes
-        for operator in reversed(block.operators):
-            freed = min(operator.bytes, rest)
-            rows.append(OperatorMemory(peak_op=block.transient_bytes, act=freed))
-            rest -= freed
-        rows.append(OperatorMemory(peak_op=block.transient_bytes, act=rest))
+        unfreed = block.activation_bytes
+        for o in block.backward or _unrecorded(block):
+            freed = min(o.freed_bytes, unfreed)
+            unfreed -= freed
+            rows.append(
+                OperatorMemory(
+                    cur_prior=o.before_bytes - current,
+                    peak_prior=o.gap_peak_bytes - current,
+                    cur_op=o.after_bytes - o.before_bytes,
+                    peak_op=o.peak_bytes - o.before_bytes,
+                    act=freed,
+                )
+            )
+            current = o.after_bytes
+        rows[-1] = replace(rows[-1], act=rows[-1].act + unfreed)
     return tuple(rows)
+
+
+def _unrecorded(block: BlockProfile) -> tuple[BackwardOperator, ...]:
+    """A block of which nobody has recorded backward, as of a preset: its operators in reverse, and what comes before them.
+
+    It has one figure for what is neither weight nor saved, ``transient_bytes``: each of its operators may need it [inferred].
+    """
+    return tuple(
+        BackwardOperator(
+            name=name, gap_peak_bytes=0, before_bytes=0, peak_bytes=block.transient_bytes, after_bytes=0, freed_bytes=freed
+        )
+        for name, freed in (*((o.name, o.bytes) for o in reversed(block.operators)), ("input", 0))
+    )
 
 
 def peak_bytes(base: int, *, persistent: int, buffers: int, blocks: Sequence[BlockProfile], kinds: Sequence[Saved]) -> int:

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 
-from lightning_hetero.ir.model import OperatorProfile
+from lightning_hetero.ir.model import BackwardOperator, OperatorProfile
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.profiling.operators import Made, Ran
 from lightning_hetero.profiling.timeline import Stretch
@@ -168,6 +168,46 @@ class Memory:
             if block in recomputed and stretch.phase is Phase.FORWARD and stretch.inside:
                 continue  # what it drops is memory beside what it saves then; the run that repeats it shows what is not saved
             self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch) + hidden)
+
+    def backward(self) -> list[tuple[BackwardOperator, ...]]:
+        """Each block's operators of backward that free what forward has saved, and the last one of each stretch of compute.
+
+        [Note: Memory of backward]
+        What lies between two of these counts as the gap before the second one: operators that free nothing, and what autograd and
+        Python do. A forward that runs once more inside is left out. What a stretch frees behind its last operator counts for that.
+        """
+        seen, rows = self._observed, [list[BackwardOperator]() for _ in self.activation_bytes]
+        rest = [live - saved for live, saved in zip(seen.live_bytes, seen.saved_live_bytes, strict=True)]
+        for stretch, hidden in zip(seen.stretches, seen.hidden_bytes or repeat(0), strict=False):
+            if stretch.phase is not Phase.BACKWARD or stretch.again:
+                continue
+            first, last = stretch.begin.operators, stretch.end.operators
+            begin, most = stretch.begin.events, 0
+            for number in range(first, last):
+                op = seen.ran[number]
+                end = op.events + len(op.made)
+                freed = self._freed(begin, stretch.end.events if number == last - 1 else end)
+                most = max(most, *rest[begin : op.events + 1])
+                peak = hidden + max(rest[op.events : end + 1])
+                begin = end
+                if not freed and number < last - 1:
+                    most = max(most, peak)
+                    continue
+                row = BackwardOperator(
+                    name=self._labels[number],
+                    gap_peak_bytes=most,
+                    before_bytes=rest[op.events],
+                    peak_bytes=peak,
+                    after_bytes=rest[end],
+                    freed_bytes=freed,
+                )
+                rows[_block(stretch)].append(row)
+                begin, most = end, 0
+        return [tuple(row) for row in rows]
+
+    def _freed(self, begin: int, end: int) -> int:
+        """Bytes of what forward has saved that go between two events."""
+        return sum(max(0, a - b) for a, b in pairwise(self._observed.saved_live_bytes[begin : end + 1]))
 
     def _beside(self, stretch: Stretch) -> int:
         """The most that a stretch of compute needs beside what is saved: in forward up to its end, in backward as it begins."""

@@ -229,6 +229,7 @@ def model_profile(
 
     memory = Memory(recorded, len(model.blocks))
     memory.correct([int(statistics.median(clock.grown_bytes(i) for clock in clocks)) for i in range(len(model.blocks))])
+    backward = memory.backward()
     state_itemsize = 8 if compute_itemsize == 4 else 12
     rows = []
     for index, block in enumerate(model.blocks):
@@ -244,6 +245,7 @@ def model_profile(
                 boundary_bytes=memory.boundary_bytes[index],
                 transient_bytes=memory.transient_bytes[index],
                 operators=memory.operators(index),
+                backward=backward[index],
                 pinned=block.pinned,
             )
         )

@@ -12,7 +12,7 @@ from support.properties import examples
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
+from lightning_hetero.ir.model import BackwardOperator, BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane
 from lightning_hetero.planners import protrain
 from lightning_hetero.planners.protrain_formulas import (
@@ -257,6 +257,20 @@ def test_a_profile_is_walked_from_its_last_operator_and_frees_all_activations() 
     assert [(o.act, o.peak_op) for o in backward_operators(model)] == [(20, 1), (4, 5), (3, 5), (3, 5)]
     assert peak_base_bytes(100, backward_operators(model)) == 100 + 30 + 1
     assert peak_base_bytes(100, backward_operators(_model(*reversed(model.blocks)))) == 100 + 30 + 5
+
+
+def test_gaps_and_operators_of_a_recorded_backward_reach_equations_8_and_9() -> None:
+    fields = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
+    figures = {"late": (7, 2, 12, 5, 6), "early": (5, 4, 30, 1, 1)}
+    late, early = (BackwardOperator(name=n, **dict(zip(fields, row, strict=True))) for n, row in figures.items())
+    model = _model(_block(activation_bytes=20, transient_bytes=99, backward=(early,)), _block(backward=(late, early)))
+    assert backward_operators(model) == (
+        OperatorMemory(cur_prior=2, peak_prior=7, cur_op=3, peak_op=10, act=6),
+        OperatorMemory(cur_prior=-1, peak_prior=0, cur_op=-3, peak_op=26, act=4),  # and what the block saves besides
+        OperatorMemory(cur_prior=3, peak_prior=4, cur_op=-3, peak_op=26, act=20),
+    )
+    # 30 bytes are saved; then 24, then 20: the peaks are 30 + 12, 24 + 30 and 20 + 30.
+    assert peak_base_bytes(100, backward_operators(model)) == 100 + 54
 
 
 def test_equation_10() -> None:
