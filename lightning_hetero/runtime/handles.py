@@ -71,7 +71,7 @@ class OffloadedTensor(Tensor):
     """
 
     source: Source
-    _copy: Tensor | None
+    _copy: _Copy | None
 
     @staticmethod
     def __new__(
@@ -123,23 +123,29 @@ class OffloadedTensor(Tensor):
     def data_ptr(self) -> int:
         """The address of a copy of the content, which is brought into memory for as long as this handle lives.
 
-        Writers of model files read there (``safetensors.torch.save_file``). A later call brings the copy up to date.
+        Writers of model files read there (``safetensors.torch.save_file``). Tied tensors and views share the copy, as they share
+        a storage. A later call brings the copy up to date.
 
         Raises:
             OutOfMemoryBudgetError: It does not fit beside what is in memory already.
         """
-        if self._copy is None:
-            source: Any = _root(self)[0].source
-            if (loans := getattr(getattr(source, "store", None), "loans", None)) is not None:
-                loans.take(self, self.numel() * self.element_size(), source.name)
-            self._copy = contents_of(self)
-        else:
-            self._copy.copy_(contents_of(self))
-        return self._copy.data_ptr()
+        root, view = _root(self)
+        if root._copy is None:
+            key = root.source, root.stride()
+            root._copy = _COPIES.get(key) or _Copy(root)
+            _COPIES[key] = root._copy
+        root._copy.content.copy_(contents_of(root))
+        return view(root._copy.content).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes."""
+        """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes.
+
+        It begins where ``data_ptr`` of the whole tensor is, once somebody has asked for that; before, nothing is read.
+        """
         root, _ = _root(self)
+        copy = root._copy or _COPIES.get((root.source, root.stride()))
+        if copy is not None:
+            return _AbsentStorage(copy.content.data_ptr(), copy.content.nbytes)
         if root.source.address is None:
             _refuse_memory(self)
         return _AbsentStorage(root.source.address | _UNMAPPED, root.numel() * root.element_size())
@@ -226,6 +232,21 @@ class _ViewSource:
         self.root.source.write(whole)
 
 
+class _Copy:
+    """Memory for the content of a handle and of those tied to it; it counts as borrowed while one of them lives."""
+
+    content: Tensor
+
+    def __init__(self, root: OffloadedTensor) -> None:
+        source: Any = root.source
+        if (loans := getattr(getattr(source, "store", None), "loans", None)) is not None:
+            loans.take(self, root.numel() * root.element_size(), source.name)
+        self.content = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype)
+
+
+# Copies whose addresses handles gave away, by what is one storage.
+_COPIES: weakref.WeakValueDictionary[tuple[Source, tuple[int, ...]], _Copy] = weakref.WeakValueDictionary()
+
 # The living handles of each parameter, by the parameter's fixed address and the handle's id: tensors cannot be compared.
 _HANDLES: dict[int, weakref.WeakValueDictionary[int, OffloadedTensor]] = {}
 
@@ -262,6 +283,9 @@ def keep_content(source: Source) -> None:
         kept = _Kept(source.name, source.read())
         for handle in living:
             handle.source = kept
+            if handle._copy is not None:
+                _COPIES.pop((source, handle.stride()), None)
+                _COPIES[kept, handle.stride()] = handle._copy
 
 
 def _root(tensor: OffloadedTensor) -> tuple[OffloadedTensor, Callable[[Tensor], Tensor]]:

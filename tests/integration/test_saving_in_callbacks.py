@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer
 from support.strategies import least_memory, make_strategy
 from torch import Tensor
@@ -25,6 +25,11 @@ Save = Callable[[Any, Path], State]
 
 def by_safetensors(module: Any, path: Path) -> State:
     save_file(module.state_dict(), path)
+    return load_file(path)
+
+
+def by_save_model(module: Any, path: Path) -> State:
+    save_model(module, str(path))
     return load_file(path)
 
 
@@ -66,7 +71,7 @@ def trained(strategy: Any, save: Save, folder: Path, layers: int = 3) -> list[St
     return saves.found
 
 
-@pytest.mark.parametrize("save", [by_safetensors, state_by_torch, model_by_torch, by_copying])
+@pytest.mark.parametrize("save", [by_safetensors, by_save_model, state_by_torch, model_by_torch, by_copying])
 @pytest.mark.parametrize("kind", ["resident", "host", "disk", "device", "device_resident"])
 def test_what_callbacks_save_is_what_plain_lightning_saves(kind: str, save: Save, tmp_path: Path) -> None:
     train = partial(trained, save=save, folder=tmp_path)

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import _remove_duplicate_names
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime import door
 from lightning_hetero.runtime.door import OffloadedParameter, Residency, materialize, offload, restore
-from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.handles import OffloadedTensor, keep_content
 
 
 class CountingSource:
@@ -251,6 +252,37 @@ def test_a_storage_has_an_identity_and_a_size_but_no_bytes() -> None:
     assert {s.nbytes() for s in storages} == {content.nbytes}
     assert storages[0].data_ptr() != content.data_ptr()  # zeros are there, not the content
     assert source.reads == 0
+
+
+def test_a_storage_begins_where_the_data_of_its_whole_is() -> None:
+    tensor, source = lazy(matrix())
+    source.address = 4096
+    tied, other = tensor.detach(), lazy(matrix())[0]
+    addresses = [t.data_ptr() for t in (tensor, tied, tensor.view(-1), tensor[1], tensor.t()[1])]
+    row, item = tensor.shape[1] * 4, 4
+    assert [address - addresses[0] for address in addresses] == [0, 0, 0, row, item]
+    assert {t.untyped_storage().data_ptr() for t in (tensor, tied, tensor[1])} == {addresses[0]}
+    assert other.data_ptr() == other.untyped_storage().data_ptr() != addresses[0]
+
+
+def test_tied_tensors_are_written_once_and_views_are_found() -> None:
+    tensor, source = lazy(matrix())
+    source.address = 4096
+    state: dict[str, torch.Tensor] = {"a": tensor, "b": tensor.detach(), "row": tensor[1]}
+    assert _remove_duplicate_names(state) == {"a": ["b", "row"]}
+
+
+def test_a_copy_stays_with_those_that_keep_the_old_content() -> None:
+    source = CountingSource(matrix())
+    source.address = 4096
+    old = OffloadedTensor(source)
+    address = old.data_ptr()
+    keep_content(source)
+    source.write(matrix() + 1)
+    new = OffloadedTensor(source)
+    assert new.data_ptr() == new.untyped_storage().data_ptr() != address
+    assert old.data_ptr() == old.detach().data_ptr() == old.untyped_storage().data_ptr() == address
+    assert list((ctypes.c_float * old.numel()).from_address(address)) == matrix().flatten().tolist()
 
 
 def test_contiguous_brings_the_content_into_memory() -> None:
