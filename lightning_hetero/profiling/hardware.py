@@ -8,6 +8,10 @@ each time. What plans for a model do not depend on is not measured: the disk, wh
 Rates that are measured beside somebody else's work are wrong once that work is over, and the other way round. So that is measured
 too: how much of the CPUs other processes take, and how far repeated readings lie apart. Where either is much, the profile and a
 warning say so, and the cache trusts it for an hour. Where steps take another time than was predicted, the strategy measures again.
+
+[Note: Little memory]
+The loads run beside a model that is being trained, so all of them together take at most three quarters of the memory that is free.
+Where their least does not fit that, nothing is measured, and an error says how much is missing.
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from lightning_hetero.errors import ConfigError, StoreError, UnsupportedError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
 from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
+from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.directory import StoreDirectory
-from lightning_hetero.units import MIB
+from lightning_hetero.units import MIB, format_bytes
 
 SECONDS = 7.5
 REPETITIONS = 6
@@ -37,7 +42,9 @@ _BUSY_SHARE, _BUSY_NOISE, _LEAST_ROUNDS = 0.1, 0.25, 3
 
 _PARAMS_BYTES = 16  # of a parameter that is updated: fp32 weight, gradient and two moments
 _LEAST_BYTES = 256 * MIB  # what a load works on at least, where memory allows: far more than most caches
-_SHARE = 8  # of free memory and of free disk space each load takes at most this part
+_DISK_SHARE = 8  # of free disk space a load takes at most this part
+_SHARES = 6  # equal parts of the loads' memory beyond the least: compute, update, memory, both of the disk; downcast takes less
+_LEAST_SHARE_BYTES = 4 * MIB
 _DUPLEX = 1.5  # reads and writes at once reach 1 time (one disk shared) to 2 times (two directions) of what one of them does
 
 # The kinds of work that HardwareProfile.contention names, and their loads.
@@ -80,6 +87,7 @@ def measure(
 
     Raises:
         ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not positive.
+        OutOfMemoryBudgetError: Too little memory is free to measure in.
         StoreError: A transfer failed, or the disk is full.
     """
     if not seconds > 0:
@@ -99,6 +107,7 @@ def _measured(machine: Machine, seconds: float) -> HardwareProfile:
     log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
     begin_s = time.perf_counter()
     found = _Benchmarks(machine).run(seconds)
+    give_free_pages_back()
     profile = found.profile
     log.info("this machine is measured after %.2g s: %s.", time.perf_counter() - begin_s, profile.source["noise"])
     if found.busy:
@@ -178,11 +187,11 @@ class _Benchmarks:
     def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
         """The loads by name, and why there are none of a disk."""
         machine = self.machine
-        room = available_memory_bytes() // _SHARE
+        room = self._share_bytes()
         num_bytes = min(max(_LEAST_BYTES, 4 * machine.cache_bytes), room)
         params = num_bytes // _PARAMS_BYTES
         made: list[Load] = [
-            machine.compute(),
+            machine.compute(room),
             undo.enter_context(loads.Update(params, machine.update_threads)),
             undo.enter_context(loads.Memory(params, machine.cores)),
             loads.Downcast(params),
@@ -206,10 +215,26 @@ class _Benchmarks:
             self.how["device_update"] = "torch's fused AdamW on the device, fp32"
         return {load.name: load for load in made}, reason
 
+    def _share_bytes(self) -> int:
+        """What each load may take beyond its least.
+
+        Raises:
+            OutOfMemoryBudgetError: The least does not fit what is free.
+        """
+        free, least = available_memory_bytes(), self.machine.least_bytes()
+        needed = (least + _SHARES * _LEAST_SHARE_BYTES) * 4 // 3
+        if needed > free:
+            raise OutOfMemoryBudgetError(
+                f"measuring this machine needs {format_bytes(needed)} of free memory; {format_bytes(free)} are free. Free memory, "
+                f"or pass hardware_profile=, or name its file in LIGHTNING_HETERO_HARDWARE (from `lightning-hetero profile`).",
+                needed_bytes=needed,
+            )
+        return (free * 3 // 4 - least) // _SHARES
+
     def _disk_loads(self, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
         machine = self.machine
         assert machine.volume is not None
-        num_bytes = min(most_bytes, machine.volume.free_bytes // _SHARE)
+        num_bytes = min(most_bytes, machine.volume.free_bytes // _DISK_SHARE)
         directory = StoreDirectory.create_or_adopt(
             None, default_root=machine.path, manifest={"benchmark": "disk"}, needed_bytes=loads.disk_bytes(num_bytes)
         )

@@ -40,17 +40,30 @@ class Compute(Load):
         hidden: Hidden size.
         tokens: Tokens of the batch.
         cache_bytes: Of the device's caches; the blocks' weights together take twice as much, as far as eight blocks can.
+        most_bytes: What weights and gradients of all blocks may take; one block is made in any case. ``None``: no bound.
     """
 
     name = "compute"
     foreground = True
 
-    def __init__(self, device: torch.device, *, dtype: torch.dtype, hidden: int, tokens: int, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        hidden: int,
+        tokens: int,
+        cache_bytes: int,
+        most_bytes: int | None = None,
+    ) -> None:
         sequence = min(tokens, 256)
         self.flop = 3.0 * (24 * tokens * hidden**2 + 4 * tokens * sequence * hidden)
         self._device = device
         shape = (tokens // sequence, sequence, hidden)
-        blocks = min(_MOST_BLOCKS, max(1, -(-2 * cache_bytes // (12 * hidden**2 * dtype.itemsize))))
+        block_bytes = 12 * hidden**2 * dtype.itemsize
+        blocks = min(_MOST_BLOCKS, max(1, -(-2 * cache_bytes // block_bytes)))
+        if most_bytes is not None:
+            blocks = min(blocks, max(1, most_bytes // (2 * block_bytes)))  # each keeps its gradients
         with self._plain():
             layer = partial(
                 torch.nn.TransformerEncoderLayer, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, device="meta"
@@ -268,6 +281,21 @@ def disk_loads(directory: StoreDirectory, num_bytes: int, options: EngineOptions
     return reads, undo.enter_context(Disk(store, range(count, 2 * count), write=True, options=options))
 
 
+def compute_bytes(*, dtype: torch.dtype, hidden: int, tokens: int) -> int:
+    """Memory of :class:`Compute` with one block: weights, gradients, activations and their gradients."""
+    return (2 * 12 * hidden**2 + 48 * tokens * hidden) * dtype.itemsize
+
+
+def engine_bytes() -> int:
+    """Memory that the engine of a load stages in."""
+    return 3 * _staged()
+
+
+def disk_memory_bytes() -> int:
+    """The least memory of :func:`disk_loads`: blocks and engines of both directions."""
+    return 2 * (_IN_FLIGHT * _BLOCK_BYTES + engine_bytes())
+
+
 def disk_bytes(num_bytes: int) -> int:
     """Bytes of files that :func:`disk_loads` makes: both directions, each file with its head."""
     return 2 * max(_IN_FLIGHT, num_bytes // _BLOCK_BYTES) * (_BLOCK_BYTES + MIB)
@@ -320,7 +348,7 @@ class DeviceUpdate(Load):
 
 
 def _engine(**options: Any) -> Engine:
-    return Engine(staging_bytes=3 * _staged(), chunk_bytes_max=_staged(), **options)
+    return Engine(staging_bytes=engine_bytes(), chunk_bytes_max=_staged(), **options)
 
 
 def _staged() -> int:

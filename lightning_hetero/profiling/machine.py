@@ -123,11 +123,17 @@ class Machine:
         """Free memory of the accelerator."""
         return int(torch.accelerator.get_memory_info(self.device)[0])
 
-    def compute(self) -> loads.Compute:
-        """The load that stands for forward and backward."""
+    def least_bytes(self) -> int:
+        """Host memory that measuring takes at least, whatever is asked of each load."""
+        dtype, hidden, tokens = self._compute()
+        compute = loads.compute_bytes(dtype=dtype, hidden=hidden, tokens=tokens) if self.shared_memory else 2 * _COPY_BYTES
+        return compute + loads.engine_bytes() + (loads.disk_memory_bytes() if self.volume is not None else 0)
+
+    def compute(self, most_bytes: int) -> loads.Compute:
+        """The load that stands for forward and backward; on the host its blocks take ``most_bytes`` or are one block."""
         dtype, hidden, tokens = self._compute()
         cache_bytes = self.cache_bytes if self.shared_memory else 0
-        return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens, cache_bytes=cache_bytes)
+        return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens, cache_bytes=cache_bytes, most_bytes=most_bytes)
 
     def compute_text(self) -> str:
         """What :meth:`compute` is, for the sources."""

@@ -33,7 +33,7 @@ from enum import Enum
 
 import torch
 
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
@@ -363,7 +363,10 @@ class Autoplan:
             self._scale, self._may_measure = 1.0, False
         needs_disk = session.on_disk or session.device_memory is not None or self.planner != "holistic"
         for disk in (True,) if needs_disk else (False, True):  # without it first: where everything fits memory no plan uses it
-            hardware = scaled(self._hardware(session, disk=disk, again=again), self._scale)
+            try:
+                hardware = scaled(self._hardware(session, disk=disk, again=again), self._scale)
+            except OutOfMemoryBudgetError as error:
+                return self._unmeasured(session, model, error)
             log.info("searching a plan with %r.", self.planner)
             try:
                 plan, self.machine = search(
@@ -382,6 +385,24 @@ class Autoplan:
         held, self._held = self._held, None
         if held is not None and held.predicted is not None and plan.predicted is not None:
             return plan if plan.predicted.iteration_s < (1 - _GAIN) * held.predicted.iteration_s else held
+        return plan
+
+    def _unmeasured(self, session: Session, model: ModelProfile, error: OutOfMemoryBudgetError) -> Plan:
+        """The plan in force where the machine cannot be measured beside it; ``disk`` where that does not fit with activations.
+
+        Raises:
+            OutOfMemoryBudgetError: Neither fits.
+        """
+        assert session.executor is not None
+        self.machine = self._held = None
+        self._made = self._is_lesser = False
+        plan = replace(session.executor.plan, predicted=None)
+        try:
+            session.check(plan)
+        except OutOfMemoryBudgetError:
+            plan = session.fitting(BUILTIN_PLANS["disk"](model.shape()))
+            session.check(plan)
+        log.warning("No plan is searched for, and training goes on with plan %r: %s", plan.name, error)
         return plan
 
     def _is_machine_wrong(self, session: Session, model: ModelProfile) -> bool:
