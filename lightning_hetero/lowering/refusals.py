@@ -92,7 +92,9 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
         profiled: Activations are known.
     """
     need = total_bytes(rows)
-    allowed = f"host_memory allows {format_bytes(host_memory)}" if given else f"{format_bytes(host_memory)} are free"
+    size = format_bytes(host_memory)
+    allowed = f"host_memory allows {size}" if given else f"{size} are free beside a reserve for the process and a batch"
+    remedy = "Raise host_memory" if given else "Free memory, or set host_memory (then nothing is held back)"
     lines = [("what", "where", "how much", "less with")]
     knobs = _KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS
     lines += [(p.value, "host", format_bytes(size), knobs.get(p, "")) for p, size in rows.items() if size]
@@ -103,7 +105,7 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
     return OutOfMemoryBudgetError(
         f"plan {plan!r} needs {format_bytes(need)} of host memory; {allowed}, {format_bytes(need - host_memory)} too little:\n"
         f"{_table(lines)}\n"
-        f"{'Raise host_memory' if given else 'Free memory'}, or need less of something in the table.",
+        f"{remedy}, or need less of something in the table.",
         needed_bytes=need,
     )
 

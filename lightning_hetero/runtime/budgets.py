@@ -93,7 +93,7 @@ class Budgets:
 
     def host_memory(self) -> int:
         """The budget in bytes: the user's, else what is free and what of it is in use already."""
-        return host_budget(self.options, self._held_bytes)
+        return host_budget(self.options, self._held_bytes, profiled=self.profile is not None)
 
     @property
     def _held_bytes(self) -> int:

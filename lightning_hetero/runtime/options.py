@@ -16,7 +16,10 @@ from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import MIB, format_bytes
+
+_PROCESS_BYTES = 64 * MIB  # what torch, its threads, malloc and a planner take beyond what is counted, from the first batch on
+_BATCH_SHARE = 8  # of what is free, this part is for a batch's activations until they are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,17 @@ class StepRules:
     buckets: Constant = NOTHING
 
 
-def host_budget(options: SessionOptions, present_bytes: int) -> int:
-    """The budget of host memory in bytes: ``host_memory`` if it is given, else free memory plus what this run already holds.
+def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool = False) -> int:
+    """The budget of host memory in bytes.
+
+    It is ``host_memory`` if that is given. Else it is what this run already holds, plus the free memory, less a reserve: without
+    one, a run could fill its control group, and the kernel would kill it. The process gets 64 MiB, and a batch an eighth of the
+    free memory until a profiled batch has shown what it needs.
+
+    Args:
+        options: The user's choices.
+        present_bytes: What this run already holds of its budget.
+        profiled: Activations are known, and plans count them.
 
     Raises:
         ConfigError: ``host_memory`` is more than the machine, or the process's control group, has.
@@ -88,4 +100,8 @@ def host_budget(options: SessionOptions, present_bytes: int) -> int:
             f"host_memory={format_bytes(given)}; this machine, or the control group of this process, has {format_bytes(most)}. "
             f"Give at most that, or leave host_memory out: the budget is then the free memory."
         )
-    return available_memory_bytes() // options.sharers + present_bytes if given is None else given
+    if given is not None:
+        return given
+    free = available_memory_bytes() // options.sharers
+    reserve = _PROCESS_BYTES + (0 if profiled else free // _BATCH_SHARE)
+    return max(0, present_bytes + free - reserve)

@@ -172,7 +172,7 @@ class Placer:
         rules = replace(rules, keep_gradients=rules.keep_gradients or bool(rules.deferred))
         self._check_device(plan)
         rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
-        budget = host_budget(self._options, present_bytes)
+        budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
         needs = self.needs(plan, rules)
         if rules.speculates and least_bytes(needs) > budget:  # copies of weights until the verdict are a luxury
             rules = replace(rules, speculates=False)
