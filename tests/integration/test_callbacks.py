@@ -106,6 +106,39 @@ class Swapping(Exchanging):
             pl_module.losses += [p.detach().clone() for p in pl_module.parameters()]
 
 
+class Validating(pl.Callback):
+    """Validates with averages in place of the weights."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        new = {n: p.data.clone() for n, p in pl_module.named_parameters()}
+        old = getattr(self, "shadow", new)
+        self.shadow = {n: 0.5 * old[n] + 0.5 * new[n] for n in new}
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.backup = {n: p.data for n, p in pl_module.named_parameters()}
+        for n, p in pl_module.named_parameters():
+            p.data = self.shadow[n].clone()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for n, p in pl_module.named_parameters():
+            p.data = self.backup[n]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "resident", "device", "device_resident"])
+def test_averages_may_take_the_place_of_weights_in_validation(kind: str, tmp_path: Path) -> None:
+    def trained(strategy: Any) -> Outcome:
+        torch.manual_seed(7)
+        module = LitModel(Recipe())
+        trainer = quiet_trainer(
+            strategy=strategy, default_root_dir=tmp_path, max_epochs=2, val_check_interval=3, num_sanity_val_steps=0,
+            callbacks=[Validating()],
+        )  # fmt: skip
+        trainer.fit(module, data(), data(2, seed=1))
+        return outcome(trainer, module)
+
+    assert_same_as_plain(kind, trained)
+
+
 class Rewinding(pl.Callback):
     """Keeps ``.data`` over steps, whose updates it sees, and views of it, and assigns what is made of them."""
 

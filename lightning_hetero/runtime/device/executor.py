@@ -68,7 +68,7 @@ class DeviceExecutor(DeviceOps):
         self._updating = [end for end in self._updating if not end.settled()]
         self._events, self._ends, self._marked = {}, {}, (-1, All(()))
         self._at = None
-        self._in_batch = True
+        self._in_batch, self._evaluates = True, not training
         self._tries.clear()
         super().begin_step(training=training)
         self.activations.begin_batch()

@@ -35,7 +35,7 @@ class DeviceResidents(Executor):
         self.copies = self.weights = side.weights
         self._renewed: set[int] = set()  # blocks that no schedule has updated since their last use
         self._inside: set[int] = set()  # blocks that have their place on the device
-        self._in_batch = False
+        self._in_batch = self._evaluates = False
 
     # ---- places -------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,9 @@ class DeviceResidents(Executor):
         block.uses = max(0, block.uses - 1)
         if block.uses:
             return
-        if self.weights.changed(block) and block.plan.update is UpdateLane.CPU:
+        # An evaluation computes with weights that user code has put in their place for a while, as it left them.
+        stays = self._evaluates and not self.is_away(block)
+        if not stays and self.weights.changed(block) and block.plan.update is UpdateLane.CPU:
             self.lanes.drain()
             self._bring_to_host(block)
             self.weights.download(block)
@@ -125,7 +127,7 @@ class DeviceResidents(Executor):
 
     def end_batch(self) -> None:
         """As for :class:`Executor`."""
-        self._in_batch = False
+        self._in_batch = self._evaluates = False
         for block in self.blocks:
             if not block.uses and self.is_released(block):
                 self.hide(block)
