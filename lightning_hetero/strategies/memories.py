@@ -237,7 +237,7 @@ class _Object:
                 prints[key] = (type(v), 1, v)
             elif (items := _items(v)) is not None:
                 picked = [items[i] for i in range(0, len(items), max(1, len(items) // _SAMPLES))]
-                numbers = [p.item() if hasattr(p, "item") else p for p in picked]
+                numbers = [_number(p) for p in picked]
                 if all(type(n) in _PLAIN for n in numbers):
                     prints[key] = (type(v), len(items), numbers)
         return prints
@@ -252,6 +252,13 @@ def _items(value: Any) -> Any:
     if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biufU" and value.flags.c_contiguous:
         return value.reshape(-1)
     return None
+
+
+def _number(value: Any) -> Any:
+    """A tensor's or an array's one number; anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.generic, numpy.ndarray)
+    return value.item() if isinstance(value, arrays) and value.ndim == 0 else value
 
 
 def said_at_once(loaders: Iterable[Any]) -> list[str]:

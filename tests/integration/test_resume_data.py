@@ -110,6 +110,8 @@ CASES = {
     "a loader with a state": Case(lambda: Stateful()),
     "a loader with a state and no length": Case(lambda: Stateful(sized=False)),
     "one loader with a state": Case(lambda: [Stateful(), shuffled()]),
+    "a list of tensors": Case(lambda: shuffled([row(i) for i in range(SIZE)])),
+    "a list of arrays": Case(lambda: shuffled(Listed())),
     "no loader": Case(lambda: {"a": Batches()}),
 }
 
@@ -171,6 +173,17 @@ def test_batches_that_training_steps_take_by_themselves_are_counted(name: str, m
 def test_batches_that_a_training_step_keeps_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Case(shuffled, {"max_steps": 3}), offload(tmp_path), model=TakesAhead)
     assert "training_step has taken 3 batches of dataloader_iter in 2 calls" in caplog.text
+
+
+class Listed(Rows):
+    """Has its samples in a list of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = [row(i).numpy() for i in range(SIZE)]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.items[index])
 
 
 class Shifts(Sampler[int]):
