@@ -459,7 +459,7 @@ class Session(Budgets):
 
         Args:
             state: Takes the loop's state; see :meth:`KeptSteps.keep`.
-            last: Training ends with it.
+            last: Training may end with it.
         """
         self._check_process()
         if self.steps is not None and self.executor is not None:

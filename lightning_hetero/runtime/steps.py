@@ -240,7 +240,7 @@ class KeptSteps:
             executor: The executor.
             state: Takes the training state as the record has it, and puts into files what is too large for that; empty if it
                 cannot be kept.
-            last: Training ends with it, so it is kept in any case.
+            last: Training may end with it, so it is kept in any case.
         """
         self._count += 1
         whole = last or self._count % self._every == 0
@@ -266,6 +266,11 @@ class KeptSteps:
             elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
                 self._unpin()
+
+    @property
+    def left_out_last(self) -> bool:
+        """Whether the last step is one that ``keep_every`` leaves out."""
+        return self.kept and not self._state and self._why == _BETWEEN
 
     @property
     def last_kept(self) -> str:

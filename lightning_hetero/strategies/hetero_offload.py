@@ -64,7 +64,8 @@ class HeteroOffload(Lifecycle):
         io_threads: Threads of the ``"pool"`` back end.
         update_threads: Threads that run updates; default half of the processors that the process may use.
         durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
-        keep_every: Of a run that keeps its steps, keep one of so many: the others cost nothing, and at a crash as many are lost.
+        keep_every: Of a run that keeps its steps, keep one of so many, and those before a validation or at the end
+            of an epoch: the others cost nothing, and at a crash as many are lost.
         verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
             raises :class:`~lightning_hetero.errors.VerificationError`.
         verify_digests: Check digests of everything read from disk, not only of what a resume finds.

@@ -192,6 +192,13 @@ class Lifecycle(Steps, Reports):
             self._verdicts.close()
             self._verdicts = None
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        steps = None if self.session is None else self.session.steps
+        if trainer is not None and not self._failed and steps is not None and steps.left_out_last:
+            log.warning(
+                "Training has ended with step %d, which is not kept (keep_every=%d): it was stopped when the batch after that step "
+                "had begun. A resume goes on from the step that was kept before it. To lose none, pass keep_every=1, or save a "
+                "checkpoint.", trainer.global_step, self.options.keep_every,
+            )  # fmt: skip
         if trainer is not None and self._callback in trainer.callbacks:
             trainer.callbacks.remove(self._callback)
         self._verifier = None

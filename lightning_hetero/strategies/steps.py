@@ -156,7 +156,9 @@ class Steps(Checkpoints):
             self._step_ended = False
             if not self._is_trial:
                 bindings = self.session.bindings
-                self.session.keep_step(partial(self._state.take, lambda: [b.books() for b in bindings]), last=self._state.is_last)
+                self.session.keep_step(
+                    partial(self._state.take, lambda: [b.books() for b in bindings]), last=self._state.may_be_last
+                )
             self.make_links()
 
     def _plain_precision(self) -> AbstractContextManager[None]:

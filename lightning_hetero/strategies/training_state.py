@@ -78,12 +78,28 @@ class TrainingState:
         return bool(self._trainer.training)
 
     @property
-    def is_last(self) -> bool:
-        """Whether training ends with the batch whose hooks have just run."""
+    def may_be_last(self) -> bool:
+        """Whether no other step may follow the batch whose hooks have just run.
+
+        What runs before the next step can stop training: hooks of the validation that is due, and those at the end of the epoch.
+        Once they run it is too late to take the state that the step had.
+        """
         trainer = self._trainer
         steps = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
-        epochs = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-        return bool(trainer.should_stop or steps or (epochs and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
+        epoch_ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return bool(trainer.should_stop or steps or epoch_ends or self._validates_before_next_step)
+
+    @property
+    def _validates_before_next_step(self) -> bool:
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop
+        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+            return True
+        every, more = trainer.val_check_batch, trainer.accumulate_grad_batches - 1  # batches that do not step
+        if not more or not isinstance(every, int) or not loop._should_check_val_epoch():
+            return False
+        batch = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+        return bool((batch + 1) % every + more >= every)
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
 

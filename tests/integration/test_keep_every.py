@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.resuming import after
 
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.cli.verify import run as verify
@@ -124,3 +127,94 @@ def test_state_in_memory_is_kept_where_weights_leave_memory_before_that(cache: i
     rules = (BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.HOST), BlockPlan(name="*"))
     plan = Plan(name="p", blocks=rules, host_cache_bytes=cache)
     assert_same(train(tmp_path, HeteroOffloadStrategy(plan, disk_path=tmp_path / "store")), train(tmp_path, "auto"))
+
+
+class StopsIn(pl.Callback):
+    """Stops training in a hook, once step ``at`` has ended."""
+
+    def __init__(self, hook: str, at: int) -> None:
+        self.at = at
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= self.at:
+            trainer.should_stop = True
+
+
+class LogsWorse(pl.Callback):
+    """A metric that gets worse with every validation."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        module.log("metric", float(trainer.global_step))
+
+
+class Begins(pl.Callback):
+    """Sees after which step training goes on."""
+
+    step = -1
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+
+def stopped(folder: Path, strategy: Any, callbacks: list[Any], store: Path | None = None, **options: Any) -> Outcome:
+    """Trains three epochs of eight batches each, unless a callback stops it."""
+    torch.manual_seed(7)
+    module = LitModel(Recipe(shape=Shape(layers=2, dropout=0.1), schedule="step"))
+    torch.manual_seed(11)
+    defaults = {"max_epochs": 3, "limit_val_batches": 2, "default_root_dir": folder}
+    trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **{**defaults, **options})
+    trainer.fit(module, data(), data(2, seed=1), ckpt_path=None if store is None else str(store))
+    return outcome(trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("stops", "step", "options"),
+    [
+        (lambda: [LogsWorse(), EarlyStopping("metric", patience=1)], 16, {}),
+        (lambda: [StopsIn("on_validation_end", 3)], 3, {"val_check_interval": 3}),
+        (lambda: [StopsIn("on_validation_epoch_end", 6)], 6, {"val_check_interval": 3}),
+        (lambda: [StopsIn("on_validation_batch_end", 10)], 10, {"val_check_interval": 5, "check_val_every_n_epoch": None}),
+        (lambda: [StopsIn("on_train_epoch_end", 8)], 8, {"limit_val_batches": 0}),
+        (lambda: [StopsIn("on_validation_end", 1)], 1, {"val_check_interval": 5, "accumulate_grad_batches": 3}),
+    ],
+    ids=["early stopping", "validation end", "validation epoch end", "across epochs", "epoch end", "while gradients accumulate"],
+)
+def test_the_last_step_is_kept_wherever_training_is_stopped_after_its_batch(
+    stops: Any, step: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A resume does what the run would have done that nobody stops, as it does where every step is kept."""
+    expected = stopped(tmp_path, "auto", [], **options)
+    resumed = []
+    for every in (1, 50):
+        store = tmp_path / f"store-{every}"
+        strategy = HeteroOffloadStrategy(plan=MIXED, disk_path=store, keep_every=every, verify_digests=True)
+        stopped(tmp_path, strategy, stops(), **options)
+        begins = Begins()
+        strategy = HeteroOffloadStrategy(plan=MIXED, disk_path=store, keep_every=every, verify_digests=True)
+        got = stopped(tmp_path, strategy, [begins], store, **options)
+        assert begins.step == step
+        assert_same(got, after(expected, len(got.losses)))
+        resumed.append(len(got.losses))
+    assert resumed[0] == resumed[1] > 0
+
+
+class SkipsEpoch(pl.Callback):
+    """Has the model skip the rest of the epoch after a step."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        vars(module)["on_train_batch_start"] = lambda *_: -1 if trainer.global_step == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("ends", "options"),
+    [(SkipsEpoch(), {}), (StopsIn("on_before_backward", 1), {"accumulate_grad_batches": 3})],
+    ids=["skipped", "while gradients accumulate"],
+)
+def test_a_last_step_that_is_not_kept_is_named(
+    ends: Any, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes after the step has begun already, and a record could not say so."""
+    strategy = HeteroOffloadStrategy(plan="host", disk_path=tmp_path / "store", keep_every=2)
+    stopped(tmp_path, strategy, [ends], **options, max_epochs=1, limit_val_batches=0)
+    assert "Training has ended with step 1, which is not kept" in caplog.text
