@@ -370,7 +370,7 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     num_params = sum(len(p.params) for b in blocks for p in b.parts)
     num_parts = sum(len(b.parts) for b in blocks)
     if not kept:
-        return {"num_blocks": 8 * num_parts + 64, "user_bytes": 256}
+        return {"num_blocks": 8 * num_parts + 64, "user_bytes": record.USER_BYTES_WITHOUT_STATE}
     user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params  # first what `store.state_files` leaves in it
     return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 

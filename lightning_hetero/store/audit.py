@@ -261,6 +261,20 @@ class StoreFiles:
         return CommitRecord(sequence, step, blocks, payload[num_blocks * _ENTRY.size :])
 
 
+def step_of_slot(store: StoreFiles, name: str) -> int:
+    """The step whose rewrite of a slot file was the last to be finished, by the file's head alone; 0 where there was none.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    try:
+        with open(store.open(name), "rb", buffering=0) as file:
+            head = file.read(_STAMP.size)
+    except OSError as error:
+        raise StoreError(f"{str(store.path / name)!r} cannot be read: {error.strerror or error}.") from error
+    return int(_STAMP.unpack(head)[3]) if len(head) == _STAMP.size else 0
+
+
 class _CorruptSlotError(StoreCorruptError):
     def __init__(self, path: Path, fault: Fault) -> None:
         super().__init__(f"{path}/{fault}")

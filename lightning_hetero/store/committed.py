@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from lightning_hetero._native import U8
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.audit import CommittedBlock, StoreFiles
+from lightning_hetero.store.audit import CommittedBlock, StoreFiles, step_of_slot
 from lightning_hetero.store.blocks import own_memory
+from lightning_hetero.store.directory import STATE_FILE, slot_files
 from lightning_hetero.store.manifest import layout_of
 from lightning_hetero.store.partition import ALIGN_ELEMENTS
 from lightning_hetero.store.pins import pins
-from lightning_hetero.store.record import PartEntry, parse, state_of
+from lightning_hetero.store.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
 from lightning_hetero.units import round_up
 
 
@@ -66,6 +68,28 @@ def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
     if not found or (store.record is not None and parse(store.record.user).state):
         return store
     return opened.enter_context(StoreFiles(found[-1]))
+
+
+def has_lost_records(store: StoreFiles) -> bool:
+    """Whether the store has had commit records of steps, and none of them can be read.
+
+    The ring alone does not say that: it may be missing, blank, or of another size. A process that dies before its first record has
+    written its blocks with step 1 at most, has no state file, and leaves at most that one record torn.
+
+    Raises:
+        StoreError: A file cannot be read.
+    """
+    if store.record is not None:
+        return False
+    if len(store.notes) > 1 or pins(store.path):
+        return True
+    try:
+        if layout_of(store.path, store.manifest)["user_bytes"] <= USER_BYTES_WITHOUT_STATE:
+            return False  # a run that keeps no step
+    except ConfigError:
+        return False
+    names = os.listdir(store.path)
+    return any(map(STATE_FILE.fullmatch, names)) or any(step_of_slot(store, name) > 1 for name in slot_files(names))
 
 
 def block_names(store: StoreFiles) -> dict[int, str]:
@@ -126,12 +150,21 @@ def stored_buffers(store: StoreFiles) -> dict[str, Tensor]:
 
 def _parts(store: StoreFiles) -> list[tuple[list[str], PartEntry]]:
     if store.record is None:
-        raise ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")
+        raise _no_record(store)
     names = layout_of(store.path, store.manifest)["parts"]
     return list(zip(names, parse(store.record.user).parts, strict=False))
 
 
 def _state(store: StoreFiles, field: str) -> dict[str, Any]:
     if store.record is None:
-        raise ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")
+        raise _no_record(store)
     return state_of(parse(store.record.user), store.path, field)
+
+
+def _no_record(store: StoreFiles) -> ConfigError:
+    if has_lost_records(store):
+        return ConfigError(
+            f"store {str(store.path)!r} has no commit record that can be read: {'; '.join(map(str, store.notes))}. Its files are "
+            f"there, but not which of them count. Bring COMMIT back from a copy of the store, or use a checkpoint."
+        )
+    return ConfigError(f"store {str(store.path)!r} has no commit record: no step was written. Start without it.")

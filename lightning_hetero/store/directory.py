@@ -13,7 +13,7 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -36,6 +36,7 @@ STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
 
 # Without MANIFEST itself, which goes last.
 _OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")
+_SLOT = re.compile(r"block-[0-9]{5,}\.[ab]")
 _BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
 _LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # what checkpoints are written from, see runtime.frozen
 _INSIDE = re.compile(rf"\.?kept-[0-9]+(\.[0-9a-f]{{8}}\.partial)?|{_LINKS.pattern}")  # directories of links in a store
@@ -316,6 +317,11 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
+def slot_files(names: Iterable[str]) -> list[str]:
+    """Those of a store's file names that are slots of blocks."""
+    return [name for name in names if _SLOT.fullmatch(name)]
+
+
 def remove_store(path: Path) -> None:
     """Removes the files of a store whose lock the caller holds; the directory, and what is not the store's, stays."""
     directory_fd = os.open(path, _DIRECTORY)
@@ -467,7 +473,8 @@ def _names_in(place: str, directory_fd: int) -> list[str]:
 
 
 def _remove_files(directory_fd: int) -> None:
-    for name in _own_names(directory_fd):
+    # The ring goes last: until then it says that no step is kept.
+    for name in sorted(_own_names(directory_fd), key=lambda name: name == "COMMIT"):
         _unlink(directory_fd, name)
     _remove_links(directory_fd)
 

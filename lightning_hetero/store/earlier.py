@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, StoreError
 from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import last_kept
+from lightning_hetero.store.committed import has_lost_records, last_kept
 from lightning_hetero.store.directory import remove_store
 from lightning_hetero.store.manifest import MANIFEST
 from lightning_hetero.store.record import global_step_of
@@ -20,6 +20,7 @@ from lightning_hetero.store.snapshots import remove_unfinished, snapshot, sync
 
 log = logging.getLogger(__name__)
 
+_UNREADABLE = "commit records that cannot be read"
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 
 
@@ -54,24 +55,27 @@ def refusal(path: Path, kept: str) -> ConfigError:
         path: The store.
         kept: What it keeps; see :func:`what_is_kept`.
     """
+    if kept == _UNREADABLE:
+        go_on = "No run can go on from them: to do so, bring the file COMMIT back from a copy of the store."
+    else:
+        go_on = f"To go on from it, pass ckpt_path={str(path)!r} to trainer.fit."
     return ConfigError(
-        f"disk_path {str(path)!r} holds {kept} of an earlier run, which this run would write over. To go on from it, pass "
-        f"ckpt_path={str(path)!r} to trainer.fit. To begin anew, pass new_run=True to the strategy: the store is then renamed, "
-        f"and stays. Or choose another disk_path."
+        f"disk_path {str(path)!r} holds {kept} of an earlier run, which this run would write over. {go_on} To begin anew, pass "
+        f"new_run=True to the strategy: the store is then renamed, and stays. Or choose another disk_path."
     )
 
 
 def what_is_kept(store: StoreFiles) -> str:
     """What would be lost with a store, in words; empty where nothing would. Records that cannot be read count as kept steps."""
-    if store.record is None and len(store.notes) > 1:  # a process that dies while it writes its first record leaves one
-        return "commit records that cannot be read"
     try:
         with ExitStack() as opened:
             kept = last_kept(store, opened)
             step = None if kept.record is None else global_step_of(kept.record.user)
     except ConfigError:
         return "a commit record that cannot be read"
-    return "" if step is None else f"step {step}"
+    if step is not None:
+        return f"step {step}"
+    return _UNREADABLE if has_lost_records(store) else ""
 
 
 def aside(path: Path) -> Path:

@@ -27,6 +27,7 @@ from lightning_hetero.store.encoding import DTYPES, loads
 from lightning_hetero.store.state_files import read_value
 
 VERSION = 1
+USER_BYTES_WITHOUT_STATE = 256  # largest user blob of a record in a run that keeps no steps
 SCRATCH_KEYS = {"step"}  # of the user blob of runs that keep no steps
 _GEOMETRY_FIELDS = 8
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ from typing import Any
 import torch
 
 from lightning_hetero._native import Store
-from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.store import record, shapes
+from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.committed import has_lost_records
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.store.pins import pins
 from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
+
+log = logging.getLogger(__name__)
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -45,7 +51,9 @@ def check_use(module: Any, path: Path, disk_path: Path | None, namespace: str) -
 
 
 def last_kept(path: Path) -> Path:
-    """Where a store's last kept step is: there, or in its newest pin, where its last record is that of a step that is not kept.
+    """Where a store's last kept step is: there, or in its newest pin, where its last record is not that of a kept step.
+
+    Where no record can be read, the pin is the last step that is known to be whole, and a warning says so.
 
     Raises:
         ConfigError: As :func:`read_state`; likewise the others.
@@ -54,7 +62,16 @@ def last_kept(path: Path) -> Path:
         StoreError: A file cannot be read.
     """
     found = pins(path)
-    return found[-1] if found and not _last_record(path).state else path
+    if not found:
+        return path
+    try:
+        return path if _last_record(path).state else found[-1]
+    except StoreCorruptError as error:
+        log.warning(
+            "%s. Training goes on from the last step that was pinned, %r; what was kept after it is lost.",
+            str(error).rstrip("."), str(found[-1]),
+        )  # fmt: skip
+        return found[-1]
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -69,7 +86,15 @@ def read_state(path: Path) -> dict[str, Any]:
         StoreCorruptError: It has no valid record.
         StoreError: A file cannot be read.
     """
-    state = record.state_of(_last_record(path), str(path))
+    try:
+        last = _last_record(path)
+    except StoreCorruptError as error:
+        raise StoreCorruptError(
+            f"{str(error).rstrip('.')}. The store cannot be resumed from. Bring the file COMMIT back from a copy of it, or go on "
+            f"from a checkpoint. To begin anew, leave ckpt_path out and pass new_run=True to the strategy: the store is then "
+            f"renamed, and stays."
+        ) from error
+    state = record.state_of(last, str(path))
     record.check_state(state, path, shapes.Fields(record.STATE))
     return state
 
@@ -82,8 +107,14 @@ def _last_record(path: Path) -> record.Record:
         os.close(manifest_fd)
     layout = layout_of(path, manifest)
     ring = path / "COMMIT"
-    if not ring.exists() or ring.stat().st_size == 0:  # the process died while it laid the store out
-        raise _no_step(path)
+    if not ring.exists() or ring.stat().st_size == 0:  # the process died while it laid the store out, or the file was lost
+        raise _no_record(path)
+    if (names := ring.stat().st_nlink) > 1:
+        old, own = shlex.quote(str(ring)), shlex.quote(f"{path}/COMMIT.own")
+        raise ConfigError(
+            f"{str(ring)!r} has {names} names; allowed: one. Hard links, as cp -al makes them, would mix the records of two runs. "
+            f"Make it a file of its own: cp {old} {own} && mv {own} {old}. Or remove the other name."
+        )
     with Store(
         path, uuid=identity_of(path, manifest).bytes, create=False, direct_io=False, durability=1, verify_digests=False,
         num_blocks=layout["num_blocks"], user_bytes=layout["user_bytes"],
@@ -92,12 +123,16 @@ def _last_record(path: Path) -> record.Record:
             _, blob = store.recover()
         except HeteroError as error:
             if type(error) is HeteroError:  # no record at all
-                raise _no_step(path) from error
+                raise _no_record(path) from error
             raise
     return record.parse(blob)
 
 
-def _no_step(path: Path) -> ConfigError:
+def _no_record(path: Path) -> HeteroError:
+    with StoreFiles(path) as store:
+        if has_lost_records(store):
+            what = "; ".join(map(str, store.notes))
+            return StoreCorruptError(f"store {str(path)!r} has had commit records, and none can be read ({what}).")
     return ConfigError(f"store {str(path)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
 
 

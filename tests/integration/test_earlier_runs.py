@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,8 +20,8 @@ from support.models import Outcome, Recipe, Shape, assert_same, data, quiet_trai
 from support.resuming import Model, after, train
 
 from lightning_hetero import HeteroOffloadStrategy
-from lightning_hetero.errors import ConfigError, StoreBusyError, StoreError
-from lightning_hetero.store import earlier
+from lightning_hetero.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreError
+from lightning_hetero.store import directory, earlier
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.pins import pins
 
@@ -219,6 +221,122 @@ def test_records_that_cannot_be_read_may_be_kept_steps(store: Path, tmp_path: Pa
         fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path)
     fit(HeteroOffloadStrategy("disk", disk_path=store, new_run=True), tmp_path)
     assert (tmp_path / "store.earlier-1" / "COMMIT").is_file()
+
+
+def remove(ring: Path) -> None:
+    ring.unlink()
+
+
+def empty(ring: Path) -> None:
+    ring.write_bytes(b"")
+
+
+def blank(ring: Path) -> None:
+    ring.write_bytes(bytes(ring.stat().st_size))
+
+
+def halve(ring: Path) -> None:
+    ring.write_bytes(ring.read_bytes()[: ring.stat().st_size // 2])
+
+
+def shorten(ring: Path) -> None:
+    ring.write_bytes(ring.read_bytes()[:-1])
+
+
+def tear(ring: Path) -> None:
+    content = bytearray(ring.read_bytes())
+    for place in range(0, len(content), len(content) // 16):
+        content[place + 52] ^= content[place] > 0  # a bit of the checksum where a record is
+    ring.write_bytes(content)
+
+
+LOST: list[Callable[[Path], None]] = [remove, empty, blank, halve, shorten, tear]
+
+
+@pytest.mark.parametrize(("plan", "stop"), [("disk", 3), ("host", 1)])
+@pytest.mark.parametrize("lose", LOST)
+def test_a_store_whose_records_are_lost_is_not_written_over(
+    lose: Callable[[Path], None], stop: int, plan: str, plain: Outcome, tmp_path: Path
+) -> None:
+    """Blocks that a step has written say that there were records: a ring that says nothing is not that of a first record."""
+    store = tmp_path / "store"
+    train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE, stop=stop)
+    lose(store / "COMMIT")
+    before = contents(store)
+    with pytest.raises(ConfigError, match=r"holds commit records that cannot be read of an earlier run.*new_run=True") as refused:
+        fit(HeteroOffloadStrategy(plan, disk_path=store), tmp_path)
+    assert "ckpt_path=" not in str(refused.value), "a remedy that does not help"
+    with pytest.raises(StoreCorruptError, match=r"COMMIT.*The store cannot be resumed from.*a copy.*new_run=True") as refused_too:
+        train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE, store=store)
+    assert "no step has been committed" not in str(refused_too.value)
+    assert contents(store) == before
+    assert_same(train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store, new_run=True), RECIPE), plain)
+    assert contents(tmp_path / "store.earlier-1") == before
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+@pytest.mark.parametrize("lose", [remove, blank, tear])
+def test_a_store_that_died_before_its_first_step_is_in_nobodys_way(
+    lose: Callable[[Path], None], plan: str, plain: Outcome, tmp_path: Path
+) -> None:
+    """Its blocks have been written once: that is what a process leaves that dies before, or while, it writes its first record."""
+    store = tmp_path / "store"
+    train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE, stop=0)
+    lose(store / "COMMIT")
+    assert_same(train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE), plain)
+    assert not (tmp_path / "store.earlier-1").exists()
+
+
+@pytest.mark.parametrize(("lose", "elsewhere"), [*((lose, False) for lose in LOST), (blank, True)])
+def test_a_store_whose_records_are_lost_goes_on_from_its_pin(
+    lose: Callable[[Path], None], elsewhere: bool, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    own = tmp_path / "own" if elsewhere else store
+
+    def strategy() -> Any:
+        return HeteroOffloadStrategy("disk", disk_path=own, keep_every=2, verify_digests=True)
+
+    train(tmp_path, HeteroOffloadStrategy("disk", disk_path=store, keep_every=2), RECIPE, stop=3)
+    (pinned,) = pins(store)
+    lose(store / "COMMIT")
+    with pytest.raises(ConfigError, match=f"holds step 2 of an earlier run.*ckpt_path='{store}'"):
+        fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path)
+    got = train(tmp_path, strategy(), RECIPE, store=store)
+    assert_same(got, after(plain, RECIPE.steps - 2))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum(f"Training goes on from the last step that was pinned, {str(pinned)!r}" in text for text in said) == 1
+
+
+def test_the_ring_of_a_store_that_is_taken_over_goes_last(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies between two files leaves a ring that says whether a step is kept."""
+    removed: list[str] = []
+    unlink = os.unlink
+
+    def note(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        removed.append(os.fspath(path))
+
+    monkeypatch.setattr(directory.os, "unlink", note)
+    directory.remove_store(store)
+    assert removed[-2:] == ["COMMIT", "MANIFEST"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_ring_with_two_names_is_refused_with_a_remedy_that_helps(gone: bool, store: Path, plain: Outcome, tmp_path: Path) -> None:
+    """``cp -al`` makes a second name of every file."""
+    clone = tmp_path / "my clone"
+    subprocess.run(["cp", "-al", store, clone], check=True)
+    for path in (store, clone):
+        with pytest.raises(ConfigError, match=r"has 2 names; allowed: one.*cp -al.*Or remove the other name") as refused:
+            train(tmp_path, HeteroOffloadStrategy("disk", disk_path=path), RECIPE, store=path)
+    command = str(refused.value).split("of its own: ")[1].split(". Or")[0]
+    subprocess.run(command, shell=True, check=True)
+    if gone:
+        shutil.rmtree(store)
+    for path in (clone,) if gone else (clone, store):
+        got = train(tmp_path, HeteroOffloadStrategy("disk", disk_path=path, verify_digests=True), RECIPE, store=path)
+        assert_same(got, after(plain, RECIPE.steps - KEPT))
 
 
 def test_a_store_that_cannot_be_renamed_stays_and_is_named(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

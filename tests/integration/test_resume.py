@@ -352,7 +352,7 @@ def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 0, "zeros"])
 def test_a_process_that_died_before_its_first_record_has_left_nothing_to_resume(tmp_path: Path, size: Any) -> None:
-    train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, stop=1)
+    train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, stop=0)  # its one record stands for no step
     ring = tmp_path / "store" / "COMMIT"
     length = ring.stat().st_size
     ring.unlink() if size is None else ring.write_bytes(bytes(length if size else 0))
