@@ -275,7 +275,7 @@ def test_the_machine_is_given_by_profile_file_or_environment(tmp_path: Path, mon
     run(Recipe(steps=5), strategy, tmp_path)
     machine = strategy.autoplan.machine
     assert machine.name == "mine"
-    assert machine.disk_capacity_bytes == 5 * 2**30
+    assert 0 < 5 * 2**30 - machine.disk_capacity_bytes < 5 * 2**20  # what a store takes whatever the plan
     profile = strategy.model_profile
     on_top = profile.constant_host_bytes + sum(b.activation_bytes for b in profile.blocks)
     assert machine.host_memory_bytes == pytest.approx(2 * 2**30 + on_top, rel=1e-3)
