@@ -10,13 +10,15 @@ optimizers, the record counts.
 [Note: As made]
 A record also says how model and optimizers were made: classes, options that choose another algorithm, and which parameters are
 where in which group. Step counts and options are kept by the numbers of parameters, so another order would give them to others.
-Numbers such as learning rates may differ: those of the record count, as in every resume.
+Numbers such as learning rates may differ: those of the record count, as in every resume. Schedulers need the same classes in the
+same order, since their state means nothing to others. When they step is said by the code alone, so a difference is only a warning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _MODES = ("training", "track_running_stats")  # the second is what a frozen batch norm has off
 
@@ -41,9 +45,12 @@ class Changes:
         module: The model, as the fit begins.
         optimizers: Its optimizers, as they were made.
         found: The training state that the fit goes on from.
+        schedulers: Lightning's configurations of the learning rate schedulers.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any] | None) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any] | None, schedulers: Sequence[Any] = ()
+    ) -> None:
         self._params = list(module.parameters())
         self._numbers = {id(param): number for number, param in enumerate(self._params)}
         self._modules = dict(module.named_modules())
@@ -53,6 +60,7 @@ class Changes:
         self._groups = self._groups_now()
         described = [_described(*row) for row in zip(optimizers, self._groups, strict=True)]
         self._made_as: dict[str, Any] = {"model": _digest(module), "optimizers": described}
+        self._made_as["schedulers"] = [_scheduled(config) for config in schedulers]
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # stores of before have none
 
@@ -76,7 +84,7 @@ class Changes:
         return changes
 
     def check(self) -> None:
-        """Refuses to go on with other optimizers than training began with. Another model is refused as its store is opened.
+        """Refuses other optimizers or schedulers than training began with. Another model is refused as its store is opened.
 
         Raises:
             ConfigError: Names the first difference.
@@ -90,6 +98,23 @@ class Changes:
         for mine, kept in zip(ours, theirs, strict=True):
             if difference := self._difference(mine, kept):
                 raise ConfigError(f"{difference}. Resume with the optimizer that training began with.")
+        if (schedulers := made.get("schedulers")) is not None:  # stores of before have none
+            self._check_schedulers(schedulers)
+
+    def _check_schedulers(self, kept: list[dict[str, Any]]) -> None:
+        ours = self._made_as["schedulers"]
+        mine, theirs = (", ".join(row["name"] for row in rows) or "none" for rows in (ours, kept))
+        if mine != theirs:
+            raise ConfigError(
+                f"the model has other learning rate schedulers: {mine} (the store's: {theirs}). Resume with the schedulers that "
+                f"training began with."
+            )
+        for now, before in zip(ours, kept, strict=True):
+            for key in (key for key in now if now[key] != before.get(key)):
+                log.warning(
+                    "%s has %s=%s, in the store %s=%s: from now on it steps as this model says.",
+                    now["name"], key, now[key], key, before.get(key),
+                )  # fmt: skip
 
     def _difference(self, mine: dict[str, Any], kept: dict[str, Any]) -> str:
         name = mine["name"]
@@ -210,6 +235,18 @@ def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
         flags = {key: value for key, value in known.items() if isinstance(value, bool)}
         options.append(flags | {key: "a tensor" for key, value in known.items() if isinstance(value, Tensor)})
     return {"name": name, "options": options, "params": groups}
+
+
+def _scheduled(config: Any) -> dict[str, Any]:
+    """What makes a scheduler another one, and when Lightning steps it."""
+    said = {"interval": str(config.interval), "frequency": int(config.frequency), "monitor": config.monitor}
+    return {"name": _scheduler_name(config.scheduler), **said}
+
+
+def _scheduler_name(scheduler: Any) -> str:
+    inner = getattr(scheduler, "_schedulers", None)  # of SequentialLR and ChainedScheduler
+    names = f"({', '.join(map(_scheduler_name, inner))})" if isinstance(inner, list | tuple) else ""
+    return type(scheduler).__qualname__ + names
 
 
 def _digest(module: nn.Module) -> str:

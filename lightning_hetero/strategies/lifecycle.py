@@ -99,7 +99,7 @@ class Lifecycle(Steps, Reports):
         if fitting:
             self.setup_optimizers(trainer)
             optimizers = session.cut(self.optimizers)
-            changes = Changes(self.lightning_module, optimizers, self._resumed)
+            changes = Changes(self.lightning_module, optimizers, self._resumed, self.lr_scheduler_configs)
             changes.check()
             changes.to_model()
             rules = self._rules(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.properties import examples
 from support.resuming import Ends, EndsAt, after, train
-from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop, lr_scheduler
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError
@@ -66,6 +67,66 @@ def refused(match: str, optimizer: Make, store: Path, **options: Any) -> None:
 )  # fmt: skip
 def test_another_optimizer_is_refused_and_the_difference_named(first: Make, second: Make, said: str, tmp_path: Path) -> None:
     refused(said, second, begun(first, tmp_path))
+
+
+class Scheduled(LitModel):
+    """Has the schedulers that ``make`` gives for its optimizer."""
+
+    make: Callable[[torch.optim.Optimizer], Any]
+    interval = "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=3e-3)
+        return [optimizer], [{"scheduler": self.make(optimizer), "interval": self.interval}] if self.make(optimizer) else []
+
+
+def scheduled(folder: Path, make: Any, *callbacks: Any, store: Path | None = None, interval: str = "step") -> Any:
+    torch.manual_seed(7)
+    module = Scheduled(Recipe(shape=SHAPE))
+    module.make, module.interval = make, interval
+    strategy = HeteroOffloadStrategy("disk", disk_path=folder / "store")
+    trainer = quiet_trainer(strategy=strategy, max_steps=5, limit_val_batches=0, default_root_dir=folder, callbacks=list(callbacks))
+    trainer.fit(module, data(), ckpt_path=store)
+    return outcome(trainer, module)
+
+
+SCHEDULES: dict[str, Any] = {
+    "none": lambda optimizer: None,
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "SequentialLR(ConstantLR, StepLR)": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)], [2]
+    ),
+    "SequentialLR(ConstantLR, ExponentialLR)": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("OneCycleLR", "none"), ("OneCycleLR", "StepLR"), ("none", "OneCycleLR"), ("none", "StepLR"), ("StepLR", "ExponentialLR"),
+        ("SequentialLR(ConstantLR, StepLR)", "SequentialLR(ConstantLR, ExponentialLR)"),
+    ],
+)  # fmt: skip
+def test_other_schedulers_are_refused_by_name(first: str, second: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with pytest.raises(Ends):
+        scheduled(tmp_path, SCHEDULES[first], EndsAt(3))
+    before = {path.name: path.read_bytes() for path in store.iterdir()}
+    with pytest.raises(ConfigError, match=re.escape(f"learning rate schedulers: {second} (the store's: {first}).")):
+        scheduled(tmp_path, SCHEDULES[second], store=store)
+    assert {path.name: path.read_bytes() for path in store.iterdir()} == before, "it can be gone on from"
+    assert len(scheduled(tmp_path, SCHEDULES[first], store=store).losses) == 2
+
+
+def test_a_scheduler_that_steps_at_other_times_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Ends):
+        scheduled(tmp_path, SCHEDULES["StepLR"], EndsAt(3))
+    scheduled(tmp_path, SCHEDULES["StepLR"], store=tmp_path / "store", interval="epoch")
+    assert "StepLR has interval=epoch, in the store interval=step" in caplog.text
 
 
 def test_groups_that_have_changed_places_are_refused(tmp_path: Path) -> None:
