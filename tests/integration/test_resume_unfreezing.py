@@ -170,7 +170,7 @@ def test_other_groups_than_those_that_training_began_with_are_refused(tmp_path: 
 
     store = tmp_path / "store"
     fit(tmp_path, keeping("disk", store), Unfreezing, stop=4)
-    with pytest.raises(ConfigError, match=r"were made with groups of \[\[2, 8\]\] parameters, those of the store with \[\[10\]\]"):
+    with pytest.raises(ConfigError, match=r"has groups of \[2, 8\] parameters, the store's optimizer \[10\]"):
         fit(tmp_path, keeping("disk", store), Unfreezing, replace(ADAMW, groups=True), store=store)
     with pytest.raises(ConfigError, match="a hook has given AdamW 2 parameters that it had not"):
         fit(tmp_path, keeping("disk", store), Unfreezing, store=store, more=(Adds(),))
