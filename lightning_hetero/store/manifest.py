@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import stat
 import uuid
 from pathlib import Path
@@ -178,22 +179,30 @@ def write_manifest(
 
 
 def check_same_store(path: Path, manifest: dict[str, Any], geometry: dict[str, Any]) -> None:
-    """Refuses a manifest of other contents.
+    """Refuses a manifest of other contents. The name of the model's class may be another one: it says nothing of its weights.
 
     Raises:
         ConfigError: Another version, or another geometry: names the first difference.
     """
     version = manifest.get("version")
-    if version == VERSION and manifest.get("fingerprint") == _fingerprint(geometry):
-        return
     if version == VERSION:
-        difference = _difference(manifest.get("geometry"), geometry) or "its fingerprint does not match its contents"
+        old = manifest.get("geometry")
+        whole = isinstance(old, dict) and manifest.get("fingerprint") == _fingerprint(old)
+        difference = _difference(_without_name(old), _without_name(geometry))
+        if whole and not difference:
+            return
+        difference = difference or "its fingerprint does not match its contents"
     else:
         difference = f"version: {version!r} in the store, {VERSION} now"
     raise ConfigError(
         f"disk_path {str(path)!r}: changed model under an old store. First difference: {difference}. Choose another "
-        f"disk_path, or remove this one."
+        f"disk_path, or remove this one. For the weights of its last step alone: "
+        f"lightning-hetero export {shlex.quote(str(path))} DIRECTORY."
     )
+
+
+def _without_name(geometry: Any) -> Any:
+    return {k: v for k, v in geometry.items() if k != "model"} if isinstance(geometry, dict) else geometry
 
 
 def _difference(old: Any, new: Any, where: str = "") -> str:

@@ -60,9 +60,6 @@ class Tuned(Model):
         return torch.utils.data.DataLoader(data().dataset, batch_size=self.batch_size)
 
 
-Tuned.__name__ = Model.__name__  # a store knows the model's name
-
-
 def fit(strategy: Any, root: Path, *, module: Any = Model, recipe: Recipe = RECIPE, ckpt_path: Any = None, **options: Any) -> Any:
     trainer = quiet_trainer(**{"max_steps": 2, "limit_val_batches": 0, "strategy": strategy, "default_root_dir": root, **options})
     trainer.fit(module(recipe), data(), ckpt_path=ckpt_path)
@@ -356,6 +353,18 @@ def test_a_store_in_use_is_not_renamed(store: Path, tmp_path: Path) -> None:
     with StoreFiles(store), pytest.raises(StoreBusyError, match=f"in use by process {os.getpid()}"):
         fit(HeteroOffloadStrategy("disk", disk_path=store, new_run=True), tmp_path)
     assert store.exists()
+
+
+class Renamed(Model):
+    """The same model under another name."""
+
+
+def test_a_model_whose_class_has_another_name_goes_on(store: Path, tmp_path: Path) -> None:
+    trainer = fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path, module=Renamed, ckpt_path=store, max_steps=RECIPE.steps)
+    assert trainer.global_step == RECIPE.steps
+    recipe = replace(RECIPE, shape=Shape(layers=3))
+    with pytest.raises(ConfigError, match=r"changed model under an old store.*lightning-hetero export .*store DIRECTORY"):
+        fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path, recipe=recipe, ckpt_path=store)
 
 
 # ---- another store as ckpt_path -------------------------------------------------------------------------------------------------

@@ -280,8 +280,18 @@ def test_a_changed_model_under_an_old_store_is_refused_with_the_first_difference
         r"world_size: None in the store, 2 now": {"world_size": 2},
     }
     for message, changes in cases.items():
-        _refused(f"changed model under an old store. First difference: {message}", path, root, manifest=MODEL | changes)
+        said = rf"changed model under an old store. First difference: {message}.*lightning-hetero export {path} DIRECTORY"
+        _refused(said, path, root, manifest={"model": "Other"} | MODEL | changes)
     assert (path / "block-00000.a").exists()
+
+
+def test_the_name_of_the_models_class_may_change(root: Path) -> None:
+    path = root / "mine"
+    for name in ("LV", "Boom", "LV"):
+        _open(path, root, manifest=MODEL | {"model": name}).close()
+    manifest = json.loads((path / "MANIFEST").read_text())
+    (path / "MANIFEST").write_text(json.dumps(manifest | {"fingerprint": "0"}))
+    _refused("its fingerprint does not match its contents", path, root, manifest=MODEL | {"model": "Boom"})
 
 
 def test_another_version_is_refused(root: Path) -> None:
