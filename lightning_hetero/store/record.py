@@ -141,7 +141,7 @@ STATE: dict[str, Any] = {
     "precision": dict,
     "buffers": shapes.DictOf(torch.Tensor),
     "random": shapes.DictOf(dict),
-    "data": shapes.Fields(_DATA),
+    "data": shapes.Fields(_DATA, {"loaders": shapes.ListOf(shapes.DictOf(shapes.Either((None, bool, int, float, str))))}),
     "validation": shapes.Either((None, shapes.Fields({"generators": shapes.DictOf(object), "started": shapes.ListOf(bool)}))),
     "callbacks": shapes.DictOf(object),
     "datamodule": shapes.Either((None, shapes.Row((str, object)))),

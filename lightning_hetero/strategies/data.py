@@ -33,7 +33,14 @@ from torch.utils.data import BatchSampler
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import memories
-from lightning_hetero.strategies.memories import Memories, generators, has_persistent_workers, set_generators, take_generators
+from lightning_hetero.strategies.memories import (
+    Memories,
+    described,
+    generators,
+    has_persistent_workers,
+    set_generators,
+    take_generators,
+)
 
 _MOMENTS = 16
 _BEGIN = -1  # where a moment stands that is before the iterator is made
@@ -109,6 +116,7 @@ class TrainingData:
         self._memories = Memories(())
         self._memory: dict[str, Any] = {}
         self._generators: dict[str, Any] = {}
+        self._loaders: list[dict[str, Any]] = []
         self._samplers_know_epoch = False
         self._drawn = self._calls = 0
         self._is_lost = False
@@ -146,6 +154,7 @@ class TrainingData:
         if not isinstance(followed, _Followed):
             followed = fetcher._combined_loader = _Followed(followed, self)
         fetcher.iterator = followed
+        self._loaders = described(followed.loader.flattened)
         self._started = self._moments[0] if any(map(has_persistent_workers, followed.loader.flattened)) else None
         self._look(followed.loader)
         self._settle(followed.loader)
@@ -283,6 +292,7 @@ class TrainingData:
             "held": held,
             "done": fetcher.done,
             "is_lost": self._is_lost,
+            "loaders": self._loaders,
             "reloaded": [_epoch(loop._last_train_dl_reload_epoch), _epoch(loop.epoch_loop.val_loop._last_val_dl_reload_epoch)],
         }
 
@@ -315,6 +325,8 @@ class TrainingData:
             raise ConfigError(f"{_MISSING} (it lacks {error}). Go on with the version that wrote it.") from error
         loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = map(_from_epoch, reloaded)
         fetcher, combined = loop._data_fetcher, loop._combined_loader
+        if "loaders" in data and not loop.epoch_loop.batch_progress.is_last_batch:  # stores of before have none
+            self._compare(data["loaders"], described(combined.flattened))
         self._made = []
         if self._is_lost:
             self._warn(
@@ -334,6 +346,19 @@ class TrainingData:
         self._follow(fetcher)
         if started is not None:
             self._started = started
+
+    def _compare(self, kept: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+        """Warns of an epoch that goes on with other data than it began with."""
+        changed = [f"number of dataloaders {len(kept)} -> {len(now)}"] if len(kept) != len(now) else []
+        for number, (before, after) in enumerate(zip(kept, now, strict=False)):
+            where = f"dataloader {number}: " if len(kept) > 1 else ""
+            changed += [f"{where}{key} {before[key]} -> {after[key]}" for key in after if before.get(key) != after[key]]
+        if changed:
+            self._warn(
+                f"the training data has changed in the middle of an epoch (in the store -> now): {'; '.join(changed)}. As many "
+                f"batches as had been used are left out, so samples of this epoch may be seen twice or never; the next epoch is "
+                f"whole. To finish the epoch as it began, resume with the data of the store"
+            )
 
     def _replay(self, combined: Any, moments: list[_Moment], started: _Moment | None, drawn: int, held: int) -> list[Any]:
         shut_down = importlib.import_module(f"{self._namespace}.utilities.combined_loader")._shutdown_workers_and_reset_iterator

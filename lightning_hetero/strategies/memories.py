@@ -34,6 +34,43 @@ _EPOCHS = ("epoch", "_epoch")
 _NOT_LOOKED_INTO = ("builtins", "torch", "numpy", "lightning", "pytorch_lightning", "logging", "threading")
 
 
+# ---- what describes a dataloader ----------------------------------------------------------------------------------------------
+
+
+def described(loaders: Iterable[Any]) -> list[dict[str, Any]]:
+    """What decides which samples the batches of an epoch have, for each dataloader; ``None`` where it does not say."""
+    rows = []
+    for loader in loaders:
+        dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None)
+        rows.append(
+            {
+                "dataset length": _length(dataset),
+                "number of batches": _length(loader),
+                "batch_size": _plain(getattr(batches, "batch_size", None) if size is None else size),
+                "drop_last": _plain(getattr(loader, "drop_last", None) or getattr(batches, "drop_last", None) or False),
+                "sampler": _class_name(getattr(batches, "sampler", None) or getattr(loader, "sampler", None)),
+                "batch sampler": _class_name(batches),
+            }
+        )
+    return rows
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, _PLAIN) else str(value)
+
+
+def _class_name(value: Any) -> str | None:
+    return None if value is None else type(value).__qualname__
+
+
 # ---- generators ---------------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ MOMENT = {"at": -1, "random": {}, "generators": {"dataloader 0: generator": torc
 DATA = {
     "started": None, "samplers_know_epoch": False, "moments": [MOMENT], "memory": {"states": {}, "attributes": {"s": {"epoch": 1}}},
     "generators": {}, "drawn": 2, "calls": 2, "fetched": 2, "held": 0, "done": False, "is_lost": False, "reloaded": [0, None],
+    "loaders": [{"batch_size": 2, "drop_last": False, "dataset length": None, "sampler": "RandomSampler"}],
 }  # fmt: skip
 STATE: dict[str, Any] = {
     "version": "2.6", "epoch": 1, "global_step": 4, "fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 1}}},
@@ -76,6 +77,8 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
         ("datamodule", ["Data", 3], r"datamodule\[1\] is int"), ("datamodule", 3, "datamodule is int"),
         ("optimizers", 3, "optimizers is int"), ("lr_schedulers", {"a": 1}, "lr_schedulers is dict"),
         ("random", [1], "random is list"), ("data", {**DATA, "drawn": "x"}, r"data\.drawn is str"),
+        ("data", {**DATA, "loaders": [{"batch_size": [2]}]}, r"data\.loaders\[0\]\.batch_size is list"),
+        ("data", {**DATA, "loaders": [2]}, r"loaders\[0\] is int"),
         ("data", {**DATA, "moments": 3}, r"data\.moments is int"), ("validation", [1], "validation is list"),
         ("validation", {"generators": {}, "started": [3]}, r"started\[0\] is int"),
         ("buffers", {"b": 1}, r"buffers\.b is int"),

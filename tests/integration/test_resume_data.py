@@ -42,10 +42,13 @@ from support.loading import (
 )
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -252,3 +255,41 @@ def test_other_generators_are_refused(tmp_path: Path) -> None:
     fit(tmp_path, CASES["python's generator"], offload(tmp_path), stop=3)
     with pytest.raises(ConfigError, match=r"dataloader 0: generator; those of the store: dataloader 0: sampler\.rng"):
         fit(tmp_path, CASES["persistent, with a generator"], offload(tmp_path), ckpt_path=tmp_path / "store")
+
+
+class Pairs(BatchSampler):
+    """A class of its own."""
+
+
+def pairs() -> DataLoader[Tensor]:
+    return DataLoader(Rows(), batch_sampler=Pairs(SequentialSampler(Rows()), 2, drop_last=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DataLoader(Rows(), batch_size=1, shuffle=True), ["number of batches 5 -> 10", "batch_size 2 -> 1"]),
+        (lambda: shuffled(Rows(size=14)), ["dataset length 10 -> 14", "number of batches 5 -> 7"]),
+        (lambda: loader(), ["sampler RandomSampler -> SequentialSampler"]),
+        (lambda: shuffled(drop_last=True), ["drop_last False -> True"]),
+        (lambda: [shuffled(), shuffled()], ["number of dataloaders 1 -> 2"]),
+        (pairs, ["batch sampler BatchSampler -> Pairs", "sampler RandomSampler -> SequentialSampler"]),
+        (lambda: loader(Stream(random.randrange)), ["dataset length 10 -> None"]),
+        (lambda: shuffled(), []),
+    ],
+    ids=["batch_size", "length", "shuffle", "drop_last", "number", "batch sampler", "stream", "same"],
+)
+def test_data_that_has_changed_in_the_middle_of_an_epoch_is_named(
+    make: Callable[[], Any], said: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, Case(lambda: shuffled()), offload(tmp_path), stop=2)
+    fit(tmp_path, Case(make), offload(tmp_path), ckpt_path=tmp_path / "store")
+    changed = [r.message for r in caplog.records if "the training data has changed in the middle of an epoch" in r.message]
+    assert len(changed) == bool(said)
+    assert all(what in text for text in changed for what in said)
+
+
+def test_an_epoch_that_begins_may_have_other_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Case(lambda: shuffled()), offload(tmp_path), stop=5)
+    fit(tmp_path, Case(lambda: loader(Rows(size=20))), offload(tmp_path), ckpt_path=tmp_path / "store")
+    assert "has changed" not in caplog.text
