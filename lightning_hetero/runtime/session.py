@@ -45,6 +45,7 @@ from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
 from lightning_hetero.store.earlier import aside, refusal
+from lightning_hetero.store.loans import Loans
 from lightning_hetero.store.snapshots import check_room, snapshot
 from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
@@ -543,6 +544,7 @@ class Session(Budgets):
             self._final_report = self.memory_report()
             self.recorder.close()
             store, self.store = self.store, None
+            store.loans.room = Loans().room  # which has asked this session
             store.close(self.blocks, remove=None if self._started or self._resumes else True)
         if not self._started:
             self._arrival.undo()
@@ -552,6 +554,7 @@ class Session(Budgets):
         if self.executor is not None:
             self.executor.let_go()
         self.blocks, self.bindings, self.executor, self.steps = [], [], None, None
+        self._last_steps = None
 
 
 def _by_tier(tiers: Iterable[Tier], of_device: str) -> str:

@@ -155,5 +155,5 @@ def test_a_plan_that_needs_more_disk_than_allowed_is_refused(tmp_path: Path) -> 
             if batch_idx == 2:
                 session.replan(half)
 
-    got = run(recipe, HeteroOffloadStrategy("host", disk_capacity=200_000), tmp_path, callbacks=[Tries()])
+    got = run(recipe, HeteroOffloadStrategy("host", disk_capacity=250_000), tmp_path, callbacks=[Tries()])
     assert_same(got, run(recipe, "auto", tmp_path))
