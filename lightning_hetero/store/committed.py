@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import U8
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.store.audit import CommittedBlock, StoreFiles, step_of_slot
 from lightning_hetero.store.blocks import own_memory
 from lightning_hetero.store.directory import STATE_FILE, slot_files
@@ -24,7 +24,7 @@ from lightning_hetero.units import round_up
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One parameter as the last record has it.
+    """One parameter as the last record has it; handles read it as their source.
 
     Attributes:
         store: Its store, which stays open while this is read.
@@ -44,6 +44,11 @@ class StoredWeight:
     stride: tuple[int, ...]
     first: int
 
+    @property
+    def address(self) -> None:
+        """It is not in memory."""
+        return
+
     def read(self) -> Tensor:
         """A fresh tensor with the content.
 
@@ -55,6 +60,16 @@ class StoredWeight:
             opaque = slot.geometry.weight_dtype == U8  # the run as bytes
             slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)
         return out.as_strided(self.shape, self.stride).contiguous()
+
+    def write(self, value: Tensor) -> None:
+        """Refuses: a store that nobody trains with is only read.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"{self.name!r} is in the store {str(self.store.path)!r}, which is read only. Change a .clone() of it."
+        )
 
 
 def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:

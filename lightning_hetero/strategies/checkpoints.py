@@ -20,7 +20,16 @@ from lightning_hetero.store.earlier import bring, comes_from, make_way
 from lightning_hetero.store.pins import roll_back
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
-from lightning_hetero.strategies.resume import as_checkpoint, check_loops, check_use, is_store, last_kept, read_state
+from lightning_hetero.strategies.resume import (
+    as_checkpoint,
+    check_loops,
+    check_use,
+    is_fit,
+    is_store,
+    last_kept,
+    read_for_evaluation,
+    read_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +116,17 @@ class Checkpoints(Core):
             )  # fmt: skip
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """A checkpoint file, or a store, whose weights and state stay where they are until :meth:`setup` takes them over."""
+        """A checkpoint file, or a store: a fit goes on in it, :meth:`setup` takes over what is there; else its weights are read."""
         self._resumed = None
+        self._evaluated.close()
         self._tunes &= not _is_of_tuner(checkpoint_path)
         if not is_store(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path, own = Path(checkpoint_path).resolve(), self.options.disk_path
-        check_use(self.lightning_module, path, own, self.namespace)
+        assert self.lightning_module is not None
+        if not is_fit(self.lightning_module, self.namespace):
+            return read_for_evaluation(path, self.lightning_module, self.precision_plugin, self._evaluated)
+        check_use(path, own)
         assert own is not None
         self._drop_session()  # a parked model's: the store's weights count now, and nobody else may have it open
         own = own.absolute()
@@ -180,6 +193,7 @@ class Checkpoints(Core):
         for value in checkpoint["state_dict"].values():
             if isinstance(value, torch.Tensor):
                 release_pages(value)
+        self._evaluated.close()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State goes to the tier that the plan chose; nothing is moved to a device."""

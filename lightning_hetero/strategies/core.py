@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class Core(Base):
         self._stepped = self._step_ended = False
         self._state: TrainingState | None = None  # takes it for every step that is kept
         self._resumed: dict[str, Any] | None = None  # the training state of the store that ckpt_path is
+        self._evaluated = ExitStack()  # the files of a store whose weights are evaluated, until these are loaded
         self._waiting_checkpoint: tuple[Mapping[str, Any], bool] | None = None
         # Checkpoints by links that are made, or removed, when the batch has ended: path, action, whether it saves.
         self._links: list[tuple[Path, Callable[[], object], bool]] = []

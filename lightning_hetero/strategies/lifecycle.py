@@ -6,7 +6,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +188,7 @@ class Lifecycle(Steps, Reports):
         if self._state is not None:
             self._state.detach()
         self._state = self._resumed = None
+        self._evaluated.close()
         if self._verdicts is not None:
             self._verdicts.close()
             self._verdicts = None
@@ -223,4 +224,4 @@ class Lifecycle(Steps, Reports):
 
     def __getstate__(self) -> dict[str, Any]:
         absent = dict.fromkeys(("session", "_recovery", "_imported", "_verifier", "_built"))
-        return {**super().__getstate__(), **absent}
+        return {**super().__getstate__(), **absent, "_evaluated": ExitStack()}

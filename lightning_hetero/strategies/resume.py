@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from lightning_hetero._native import Store
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
-from lightning_hetero.store import record, shapes
+from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.store import committed, record, shapes
 from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.committed import has_lost_records
 from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
@@ -31,18 +33,18 @@ def is_store(path: Any) -> bool:
     return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
 
 
-def check_use(module: Any, path: Path, disk_path: Path | None, namespace: str) -> None:
-    """Refuses a store as ``ckpt_path`` where it cannot be one.
+def is_fit(module: Any, namespace: str) -> bool:
+    """Whether the module's Trainer fits, and does not validate, test or predict."""
+    fitting = importlib.import_module(f"{namespace}.trainer.states").TrainerFn.FITTING
+    return bool(module.trainer.state.fn == fitting)
+
+
+def check_use(path: Path, disk_path: Path | None) -> None:
+    """Refuses a store as ``ckpt_path`` of a fit that has no store of its own to go on in.
 
     Raises:
-        ConfigError: It is not a fit, or the run has no store of its own to go on in.
+        ConfigError: ``disk_path`` is missing.
     """
-    fitting = importlib.import_module(f"{namespace}.trainer.states").TrainerFn.FITTING
-    if module is None or module.trainer.state.fn != fitting:
-        raise ConfigError(
-            f"ckpt_path {str(path)!r} is a store, which only trainer.fit goes on from. To evaluate it, save a checkpoint at the "
-            f"end of a fit, and pass that."
-        )
     if disk_path is None:
         raise ConfigError(
             f"ckpt_path {str(path)!r} is a store, and this run has none of its own to go on in. Pass the same path as disk_path, "
@@ -94,9 +96,42 @@ def read_state(path: Path) -> dict[str, Any]:
             f"from a checkpoint. To begin anew, leave ckpt_path out and pass new_run=True to the strategy: the store is then "
             f"renamed, and stays."
         ) from error
+    return _checked_state(last, path)
+
+
+def _checked_state(last: record.Record, path: Path) -> dict[str, Any]:
     state = record.state_of(last, str(path))
     record.check_state(state, path, shapes.Fields(record.STATE))
     return state
+
+
+def read_for_evaluation(path: Path, module: Any, precision: Any, opened: ExitStack) -> dict[str, Any]:
+    """The last kept step of a store in the form of a Lightning checkpoint that is evaluated; nothing is written.
+
+    Args:
+        path: The store; no living process uses it.
+        module: The LightningModule, which says under which names tied weights are wanted.
+        precision: The Trainer's precision plugin.
+        opened: Keeps the files open; weights are lazy tensors, which can be read until it is closed.
+
+    Raises:
+        ConfigError: It is no store of this version, its last record stands for no step, or it has not all weights.
+        StoreBusyError: A process uses it.
+        StoreCorruptError: A file is not what the record names.
+    """
+    store = committed.last_kept(opened.enter_context(StoreFiles(path)), opened)
+    if store.record is None:
+        opened.close()  # the store is opened once more, to say why
+        raise _no_record(path)
+    state = _checked_state(record.parse(store.record.user), store.path)
+    weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in committed.stored_weights(store)}
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in weights and first[parameter] in weights:
+            weights[name] = weights[first[parameter]]
+    checkpoint = as_checkpoint(state, precision)
+    del checkpoint["loops"]  # an evaluation begins with its first batch
+    return {**checkpoint, "state_dict": weights | state["buffers"]}
 
 
 def _last_record(path: Path) -> record.Record:

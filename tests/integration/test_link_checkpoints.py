@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.models import Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.resuming import BATCHES, Ends, Model, after, train
 
 from lightning_hetero.errors import ConfigError, StoreBusyError
@@ -177,3 +177,64 @@ def test_what_a_save_replaces_is_removed_after_the_save(tmp_path: Path) -> None:
         trainer.fit(Model2(RECIPE), data(BATCHES))
     assert fails.seen == ["step=1.ckpt"]
     assert [path.name for path in checkpoints(folder)] == ["step=1.ckpt"]
+
+
+def evaluated(
+    root: Path, strategy: Any, shape: Shape, path: Any = None, *, empty: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
+    """Trains, then validates, tests and predicts with the best checkpoint, and once more in another Trainer."""
+    recipe = Recipe(shape=shape, precision="bf16-mixed" if shape.tied else "32-true")
+    torch.manual_seed(7)
+    module = Evaluates(recipe)
+    torch.manual_seed(11)
+    saves = ModelCheckpoint(dirpath=root / "saves", filename="{step}", monitor="falls", save_top_k=1, every_n_train_steps=1)
+    options: dict[str, Any] = {
+        "default_root_dir": root,
+        "precision": recipe.precision,
+        "max_steps": 3,
+        "enable_checkpointing": True,
+    }
+    trainer = quiet_trainer(strategy=strategy(root / "store"), limit_val_batches=0, callbacks=[saves], **options)
+    trainer.fit(module, data(BATCHES))
+    assert Path(saves.best_model_path).name == "step=2.ckpt"
+    loader = data(2, seed=1)
+    found: list[Any] = [trainer.validate(module, loader, ckpt_path="best", verbose=False)]
+    again = quiet_trainer(strategy=strategy(root / "other"), **options)
+    with again.init_module():
+        other = Evaluates(recipe)
+    found += [again.test(other, loader, ckpt_path=saves.best_model_path, verbose=False)]
+    found += again.predict(other, loader, ckpt_path=saves.best_model_path)
+    return found, {name: value.clone() for name, value in other.state_dict().items()}
+
+
+class Evaluates(LitModel):
+    """Its best step is the second one; weights are tested and predicted with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("falls", float((self.global_step - 1) ** 2))
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0][:, :-1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.predict_step(batch, batch_idx).float().mean())
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape"),
+    [("disk", Shape(layers=2)), ("disk", Shape(layers=2, tied=True, half_frozen=True)), ("host", Shape(layers=2))],
+)
+def test_the_best_step_is_evaluated_as_plain_lightning_does(tmp_path: Path, plan: str, shape: Shape) -> None:
+    expected, weights = evaluated(tmp_path / "plain", lambda _: "auto", shape)
+
+    def strategy(store: Path) -> Any:
+        return HeteroOffloadStrategy(plan, disk_path=store, link_checkpoints=True)
+
+    got, ours = evaluated(tmp_path / "ours", strategy, shape)
+    assert step_of(tmp_path / "ours" / "saves" / "step=2.ckpt") == 3  # the first record stands for no step
+    assert ours.keys() == weights.keys()
+    assert all(torch.equal(ours[name], value) for name, value in weights.items())
+    assert str(got) == str(expected)
