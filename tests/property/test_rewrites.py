@@ -13,7 +13,7 @@ from support.models import Outcome, Recipe, Shape, assert_same
 from support.properties import examples
 from support.recipes import adam, adamw, few_layers, fitting, plans
 from support.resuming import Ends
-from support.twofold import BATCHES, Twofold, train_twofold
+from support.twofold import BATCHES, Twofold, kept_before, train_twofold
 
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -58,6 +58,6 @@ def test_a_batch_that_breaks_off_anywhere_is_done_again(
         breaks.clear()
         begun: list[int] = []
         got = train(second, store=folder / "store", begins=begun.append)
-        assert begun[0] == over // every * every
+        assert begun[0] == kept_before(over, every)
         expected.losses = expected.losses[2 * begun[0] :]
         assert_same(got, expected)

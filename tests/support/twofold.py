@@ -74,6 +74,11 @@ class AtBatch(pl.Callback):
             trainer.optimizers[self.joins].add_param_group({"params": fresh})
 
 
+def kept_before(batches: int, every: int) -> int:
+    """After which batch the last step was kept when so many have ended: every so many steps, and as each epoch ends."""
+    return max(batches // every * every, batches // BATCHES * BATCHES)
+
+
 def train_twofold(
     root: Path,
     strategy: Any,
