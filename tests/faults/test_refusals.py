@@ -521,6 +521,7 @@ def test_values_out_of_range_are_refused_when_the_strategy_is_made(option: str, 
 def test_more_memory_than_the_emulated_device_has_is_refused() -> None:
     device = EmulatedDevice(memory="4MiB")
     HeteroOffloadStrategy(device=device, device_memory="4MiB")
+    assert EmulatedDevice("4MiB") == device
     with pytest.raises(ConfigError, match=r"device_memory=5\.0 MiB of an emulated device that has 4\.0 MiB; allowed: at most that"):
         HeteroOffloadStrategy(device=device, device_memory="5MiB")
 

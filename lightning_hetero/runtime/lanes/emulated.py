@@ -19,7 +19,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ _LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine 
 _DELAY_S = 2e-3  # the longest random delay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """A device with memory of its own, made of CPU memory.
+    """A device with memory of its own, made of CPU memory, such as ``EmulatedDevice("64MiB", h2d_bytes_per_s=12e9)``.
 
     Attributes:
         memory: Its size, such as ``"64MiB"``, or bytes.
@@ -59,6 +59,7 @@ class EmulatedDevice:
     """
 
     memory: str | int
+    _: KW_ONLY
     h2d_bytes_per_s: float | None = None
     h2d_pageable_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
