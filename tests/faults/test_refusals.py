@@ -663,12 +663,12 @@ def test_files_are_private_whatever_the_umask(root: Path, own: bool, umask: int)
 def test_links_in_a_store_that_is_taken_over_are_not_followed(root: Path) -> None:
     store, precious = root / "store", root / "precious"
     recipe = Recipe(steps=1)
-    fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_path=store))
+    fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_path=store, durability="none"))
     precious.write_text("mine")
     (store / "block-00000.a").unlink()
     (store / "block-00000.a").symlink_to(precious)
     (store / "COMMIT").unlink()
     (store / "COMMIT").symlink_to(precious)
-    fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_path=store))
+    fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_path=store, durability="none"))
     assert precious.read_text() == "mine"
     assert stat.S_ISREG((store / "block-00000.a").lstat().st_mode)
