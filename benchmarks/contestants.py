@@ -11,16 +11,20 @@ under way any more.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import re
+import sys
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 from scratch import process_context
-
-from lightning_hetero.store.capacity import peak_resident_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +100,43 @@ def interval(values: list[float]) -> list[float]:
     return [ordered[left_out], ordered[n - 1 - left_out]]
 
 
+def unpacked(wheel: Path, directory: Path) -> Path:
+    """A directory from which the build in ``wheel`` can be imported; a directory is taken as it is."""
+    if wheel.is_dir():
+        return wheel
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(directory)
+    return directory
+
+
+@contextmanager
+def _first_on_path(build: Path | None) -> Iterator[None]:
+    """Inside, a spawned process gets a ``sys.path`` that begins with ``build``."""
+    if build is None:
+        yield
+        return
+    sys.path.insert(0, str(build.resolve()))
+    try:
+        yield
+    finally:
+        del sys.path[0]
+
+
 class Contestant:
     """The referee's end: one process.
 
     Args:
         target: What the process runs: ``target(baton, *arguments)``; its result comes out of :meth:`finish`.
         arguments: Of ``target``; pickled.
+        build: A directory with another build of the package, which the process imports.
     """
 
-    def __init__(self, target: Callable[..., object], *arguments: object) -> None:
-        context = process_context()
+    def __init__(self, target: Callable[..., object], *arguments: object, build: Path | None = None) -> None:
+        context = process_context() if build is None else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, target, arguments), daemon=False)
-        self._process.start()
+        with _first_on_path(build):
+            self._process.start()
         theirs.close()
         self._receive()
 
@@ -150,5 +178,6 @@ def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[ob
         result = target(Baton(connection), *arguments)
     except EOFError:  # the referee has given up; its error is the one to read
         return
-    peak = peak_resident_bytes()
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    peak = int(found[1]) * 1024 if found else 0
     connection.send({**(result or {}), "peak_rss_bytes": peak})

@@ -4,8 +4,10 @@
 * ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under ``HeteroOffloadStrategy``.
 * ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host, with links without limit;
   ``device_offload``: the plan ``zero_offload`` there, with an op on some lane for whatever moves.
+* ``kept``: the plan ``disk`` with a ``disk_path``, so that every step is kept.
 * ``traced``, ``device_traced``: the plans ``host`` and, on that device, ``zero_offload`` with ``trace=True``.
 * ``io``: the update's transfers through the engine in the same directory, with nothing to compute: the bandwidth at hand.
+* with ``--against WHEEL``: every plan under that build of the package as well, as ``<plan>_before``.
 * with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer (see deepspeed_peer.py).
 
 Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round; ``intervals`` has for each
@@ -16,6 +18,7 @@ the bounds between which the median of many more rounds lies, 19 times of 20:
 * ``traced_vs_host``, ``device_traced_vs_offload``: what recording costs; so small that machines drift by more. So the recorder's
   functions are timed as well: ``recording_share`` is their share of a step, with a trace and without.
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
+* ``<plan>_vs_before``: step time / that of the build given by ``--against``; below 1, this build is faster.
 * ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
 
     python benchmarks/step.py --model gpt2-124m --dir /path/on/the/disk
@@ -28,6 +31,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -38,19 +42,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contestants import Baton, Contestant, Turn, interval
+from contestants import Baton, Contestant, Turn, interval, unpacked
 from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
 
+import lightning_hetero
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
 from lightning_hetero.ir.stalls import blame, op_of_block, stalls
 from lightning_hetero.ir.trace import Trace
-from lightning_hetero.runtime import recorder
-from lightning_hetero.runtime.lanes import EmulatedLanes
 
-PLANS = ("resident", "host", "disk", "device", "traced", "device_offload", "device_traced")
-OF = {"device": "resident", "traced": "host", "device_offload": "zero_offload", "device_traced": "zero_offload"}  # what they run
+PLANS = ("resident", "host", "disk", "device", "traced", "device_offload", "device_traced", "kept")
+OF = {  # what they run
+    "kept": "disk",
+    "device": "resident",
+    "traced": "host",
+    "device_offload": "zero_offload",
+    "device_traced": "zero_offload",
+}
 TRACED = ("traced", "device_traced")
 RATIOS = {
     "resident_vs_plain": ("resident", "plain"),
@@ -63,6 +72,7 @@ RATIOS = {
     "disk_speedup_vs_deepspeed": ("deepspeed_nvme", "disk"),
     "host_speedup_vs_deepspeed": ("deepspeed_cpu", "host"),
 }
+RATIOS |= {f"{plan}_vs_before": (plan, f"{plan}_before") for plan in PLANS}
 PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
 
 
@@ -104,6 +114,9 @@ def plain(baton: Baton, args: argparse.Namespace, module_cls: type[GPT2]) -> Non
 
 def time_recording() -> Callable[[], float]:
     """Times all that the recorder does in this process; says how many seconds that have been."""
+    from lightning_hetero.runtime import recorder
+    from lightning_hetero.runtime.lanes import EmulatedLanes
+
     total_s, inside = 0.0, False
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,11 +146,13 @@ def time_recording() -> Callable[[], float]:
 def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, Any]:
     """Lightning under a plan."""
     torch.manual_seed(0)
-    recording_s = time_recording()
+    # Names inside the package may differ between two builds, so a comparison does without this.
+    recording_s = time_recording() if args.against is None else None
     strategy = HeteroOffloadStrategy(
         plan=OF.get(plan, plan),
         device=EmulatedDevice(memory=args.device_memory) if plan.startswith("device") else None,
-        host_memory=args.host_memory if plan == "disk" else None,
+        disk_path=args.directory / f"store-{os.getpid()}" if plan == "kept" else None,
+        host_memory=args.host_memory if OF.get(plan, plan) == "disk" else None,
         io_backend=args.io_backend,
         io_threads=args.io_threads,
         update_threads=args.update_threads,
@@ -160,7 +175,10 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
     fit(trainer, GPT2(args.size), batch=args.batch, length=args.seq)
     if args.trace is not None:
         show_trace(strategy.trace, args.trace.with_stem(f"{args.trace.stem}-{plan}"), plan)
-    return {"report": strategy.memory_report(), "recording_s": recording_s() / trainer.global_step}
+    result: dict[str, Any] = {"package": lightning_hetero.__file__, "report": strategy.memory_report()}
+    if recording_s is not None:
+        result["recording_s"] = recording_s() / trainer.global_step
+    return result
 
 
 def show_trace(trace: Trace, path: Path, plan: str) -> None:
@@ -194,6 +212,8 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """What each process runs, by name."""
     named: dict[str, tuple[Any, ...]] = {"plain": (plain, args, GPT2)}
     named |= {name: (offloaded, args, name) for name in args.plans}
+    if args.against is not None:
+        named |= {f"{name}_before": (offloaded, args, name) for name in args.plans}
     if "disk" in args.plans:
         named |= {"compute": (plain, args, ComputeOnly), "io": (transfers, args)}
     if args.peer and importlib.util.find_spec("deepspeed") is None:
@@ -209,7 +229,10 @@ def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, 
     """Every contestant's turns, one per round, and what each says in the end; the first round fills caches and does not count."""
     turns: dict[str, list[Turn]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
-        processes = {name: stack.enter_context(Contestant(*what)) for name, what in contestants(args).items()}
+        processes = {
+            name: stack.enter_context(Contestant(*what, build=args.against if name.endswith("_before") else None))
+            for name, what in contestants(args).items()
+        }
         for number in range(args.rounds + 1):
             for name in list(processes) if number % 2 else reversed(processes):  # drift cancels
                 turn = processes[name].turn(args.steps if number else 2)
@@ -217,6 +240,8 @@ def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, 
                     turns[name].append(turn)
                     print(f"round {number}, {name}: {statistics.median(turn.seconds):.4f} s/step", flush=True)
         results = {name: process.finish() for name, process in processes.items()}
+    for name in args.plans if args.against else ():
+        assert results[name]["package"] != results[f"{name}_before"]["package"], "both ran the same build"
     return turns, results
 
 
@@ -259,6 +284,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
     parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
     parser.add_argument("--plans", type=plans, default=PLANS[:5], help=f"comma-separated, of {', '.join(PLANS)}")
+    parser.add_argument("--against", type=Path, metavar="WHEEL", help="another build of the package: a wheel, or where it lies")
     parser.add_argument("--peer", choices=("deepspeed",))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
     parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")
@@ -279,6 +305,8 @@ def main() -> None:
     # Files as large as training's: smaller ones may be cached below the file system.
     args.io_blocks = args.io_blocks or -(-num_params(args.size) // (args.io_chunks * CHUNK_ELEMENTS))
     with scratch(args.dir) as args.directory:
+        if args.against is not None:
+            args.against = unpacked(args.against, args.directory / "before")
         turns, results = compete(args)
     result = {
         "benchmark": "step",
@@ -290,6 +318,9 @@ def main() -> None:
             if "recording_s" in of_name
         },
         "parameters": num_params(args.size),
+        "bytes_per_step_of": {
+            name: round(statistics.median(turn.num_bytes for turn in of_name)) for name, of_name in turns.items()
+        },
         "peak_rss_bytes": {name: of_name["peak_rss_bytes"] for name, of_name in results.items()},
         "batch": args.batch,
         "seq": args.seq,

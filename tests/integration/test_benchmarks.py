@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from larger_than_ram import check_space
 from scratch import Log
 from support.scripts import output_of, result_of
 
+import lightning_hetero
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
@@ -68,6 +70,16 @@ def test_step_compares_the_plans_and_says_what_is_missing(tmp_path: Path) -> Non
     assert result["host_speedup_vs_deepspeed"] is None
     assert DEEPSPEED_INSTALLED or "deepspeed is not installed" in output
     assert list(disk.iterdir()) == []
+
+
+def test_step_compares_two_builds_of_the_package(tmp_path: Path) -> None:
+    build = tmp_path / "other"
+    shutil.copytree(Path(lightning_hetero.__file__).parent, build / "lightning_hetero")
+    result, _ = run("step.py", *TINY_STEP, "--plans", "host,kept", "--against", build, "--dir", tmp_path, cwd=tmp_path)
+    assert result["seconds_per_step"].keys() == {"plain", "host", "kept", "host_before", "kept_before"}
+    for plan in ("host", "kept"):
+        assert result[f"{plan}_vs_before"] > 0
+        assert result["bytes_per_step_of"][plan] == result["bytes_per_step_of"][f"{plan}_before"]
 
 
 def test_clipping_clips_as_often_as_it_says(tmp_path: Path) -> None:
