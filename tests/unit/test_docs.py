@@ -16,6 +16,7 @@ from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+WRAPPED = sorted({*PAGES, *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "tests").rglob("README.md")})
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 LIGHTNINGS_OWN = {"self", "accelerator", "checkpoint_io", "precision_plugin"}
 
@@ -52,3 +53,31 @@ def test_python_in_the_documentation_compiles_and_links_lead_somewhere(page: Pat
         compile(source, page.name, "exec")
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert "://" in link or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_sections_that_links_name_exist(page: Path) -> None:
+    for link, section in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in link:
+            target = page.parent / link if link else page
+            assert section in sections(target), f"{link}#{section}"
+
+
+def sections(page: Path) -> set[str]:
+    """The anchors of a page's headings, by GitHub's rule."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_markdown_is_wrapped_at_100_columns(page: Path) -> None:
+    """Tables and code blocks are not wrapped. Nothing is broken inside inline code or a link's address."""
+    fenced = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("|"):
+            text = re.sub(r"^\s*([-*]|\d+\.) ", "", line)
+            words = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda m: m[0].replace(" ", "_"), text).split()
+            assert len(line) <= 100 or len(words) == 1, f"line {number} has {len(line)} columns: {line}"
