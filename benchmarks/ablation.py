@@ -54,7 +54,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.stalls import blame, op_of_block, stalls
-from lightning_hetero.planners.judge import simulation
+from lightning_hetero.planners.evaluation import simulation
 from lightning_hetero.profiling.presets import model as preset_model
 from lightning_hetero.profiling.presets import paper_machine
 

@@ -18,7 +18,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 
 MOST_PLANS = 20_000
 RATES = ("cpu_update_params_per_s", "device_update_params_per_s", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s")
@@ -135,7 +135,7 @@ def fastest(case: SmallCase) -> Fastest:
             break
         for priority in (True, False):
             try:
-                found = judged(Plan(name="brute force", blocks=rows, priority=priority), model, hardware, updates=case.updates)
+                found = evaluated(Plan(name="brute force", blocks=rows, priority=priority), model, hardware, updates=case.updates)
             except (ConfigError, PlanError):
                 continue
             simulated += 1

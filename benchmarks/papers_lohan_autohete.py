@@ -21,7 +21,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.planners import autohete, baselines, lohan, lohan_formulas
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.profiling.presets import machine, model, paper_machine
 from lightning_hetero.units import GIB
 
@@ -169,7 +169,7 @@ def against_baselines() -> list[list[Cell]]:
             for batch in BATCHES:
                 plan, profile = lohan_plan("lohan-13b", batch, hardware)
                 try:
-                    other = judged(baselines.zero_infinity(profile.shape(), tier), profile, hardware).predicted
+                    other = evaluated(baselines.zero_infinity(profile.shape(), tier), profile, hardware).predicted
                 except PlanError:
                     other = None
                 gains.append(other.iteration_s / plan.predicted.iteration_s if plan and plan.predicted and other else None)
@@ -250,7 +250,7 @@ def largest(hardware: HardwareProfile, batch: int, make: Callable[[ModelProfile,
     for size in reversed(LOHAN_SIZES):
         profile = model(f"lohan-{size}", batch=batch, sequence=SEQUENCE, hardware=hardware)
         try:
-            judged(make(profile, hardware), profile, hardware)
+            evaluated(make(profile, hardware), profile, hardware)
         except PlanError:
             continue
         return size.upper()

@@ -2,7 +2,7 @@
 
 Every pair of a model and a plan gets a process. There the strategy profiles the model in its first batches, as ``plan="auto"``
 does, and the plan is simulated with that profile and this machine's, which was measured just before. Then rounds follow: batches
-are timed again and the plan judged anew (``strategy.replan()``), and steps are measured. Prediction and measurement of a round are
+are timed again and the plan evaluated again (``strategy.replan()``), and steps are measured. Prediction and measurement of a round are
 seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated, up
 to as many times as there are rounds.
 
@@ -53,7 +53,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.profiling import hardware
 from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.strategies.autoplan import Stage
@@ -189,7 +189,7 @@ def strategy_for(plan: str, machine: HardwareProfile) -> HeteroOffloadStrategy:
     """Profiles the model, and then goes on with one of ``PLANS``."""
 
     def planner(model: ModelProfile, hardware: HardwareProfile, **options: Any) -> Plan:
-        return judged(replace(PLANS[plan](model.shape()), name=plan), model, hardware, **options)
+        return evaluated(replace(PLANS[plan](model.shape()), name=plan), model, hardware, **options)
 
     PLANNERS["benchmark"] = planner
     return HeteroOffloadStrategy(plan="benchmark", hardware_profile=machine, replan_drift=None)

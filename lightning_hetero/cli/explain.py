@@ -33,7 +33,7 @@ class Explanation:
     """Everything that is said of a plan.
 
     Attributes:
-        plan: The resolved plan, judged anew.
+        plan: The resolved plan, evaluated again.
         model: The model, at the batch of a step.
         part: The model at the batch of one forward.
         hardware: The machine.
@@ -58,7 +58,7 @@ class Explanation:
 
     @property
     def predicted(self) -> Prediction:
-        """The plan's step, as :func:`judged` found it."""
+        """The plan's step, as :func:`evaluated` found it."""
         assert self.plan.predicted is not None
         return self.plan.predicted
 
@@ -89,7 +89,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
         ConfigError: The request is wrong.
         PlanError: The plan does not fit the machine.
     """
-    from lightning_hetero.planners.judge import judged, simulation
+    from lightning_hetero.planners.evaluation import evaluated, simulation
 
     model, hardware = request.profiles()
     part = planning.micro_batch(model, plan)
@@ -97,7 +97,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
     planner = plan.name if plan.name in planners else planning.DEFAULT
     options = planning.stored_options(plan) if plan.name in planners else {}
     with working("simulating"):
-        plan = judged(plan, part, hardware)
+        plan = evaluated(plan, part, hardware)
         simulated = simulation(plan, part, hardware, keep_trace=True)
         influences = reasons.influences(plan, part, hardware)
         alternatives = reasons.alternatives(plan, part, hardware)
@@ -127,10 +127,10 @@ def explain(plan: Plan, request: Request) -> Explanation:
 
 def best_of_both(scenario: reasons.Scenario, plan: Plan, found: Outcome) -> Outcome:
     """What a planner found for a scenario, or the plan at hand if that is faster there: a search need not come upon it again."""
-    from lightning_hetero.planners.judge import judged
+    from lightning_hetero.planners.evaluation import evaluated
 
     try:
-        kept = judged(plan, planning.micro_batch(scenario.model, plan), scenario.hardware)
+        kept = evaluated(plan, planning.micro_batch(scenario.model, plan), scenario.hardware)
     except (PlanError, ConfigError):  # it does not fit, or the machine cannot do it
         return found
     return min(Outcome(planner=plan.name, plan=kept, kept=True), found, key=lambda outcome: outcome.iteration_s)

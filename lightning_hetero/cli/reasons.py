@@ -81,7 +81,7 @@ class Alternative:
 
 def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Alternative]:
     """What it would cost to place one block of each group otherwise; changes that no plan may make are left out."""
-    from lightning_hetero.planners.judge import judged
+    from lightning_hetero.planners.evaluation import evaluated
 
     out, shape, on_device = [], model.shape(), not hardware.shared_memory
     plan = fitted(plan, shape, device=on_device)
@@ -94,7 +94,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
                 changed = replace(plan, blocks=(*plan.blocks[:index], placed, *plan.blocks[index + 1 :]))
                 if fitted(changed, shape, device=on_device) == plan:
                     continue  # the block is pinned
-                predicted = judged(changed, model, hardware).predicted
+                predicted = evaluated(changed, model, hardware).predicted
             except RateError:
                 continue  # the machine cannot do that work
             except PlanError as error:
@@ -139,7 +139,7 @@ class Influence:
 
 def influences(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Influence]:
     """The same plan on machines on which one resource is a tenth faster; the most influential first."""
-    from lightning_hetero.planners.judge import simulation
+    from lightning_hetero.planners.evaluation import simulation
 
     before = simulation(plan, model, hardware).prediction.iteration_s
     found = []

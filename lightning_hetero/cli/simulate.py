@@ -26,7 +26,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
         ConfigError: The plan or the request is wrong.
         PlanError: The plan does not fit the machine.
     """
-    from lightning_hetero.planners.judge import simulation as simulated
+    from lightning_hetero.planners.evaluation import simulation as simulated
 
     plan, request = load_plan(path, request)
     model, hardware = request.profiles()

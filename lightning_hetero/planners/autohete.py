@@ -17,7 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted, rooms
 from lightning_hetero.planners.autohete_formulas import Costs, Counts, PerBlock, costs, device_bytes, host_bytes, iteration_s
-from lightning_hetero.planners.judge import beside_optimum, judged
+from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
 from lightning_hetero.units import format_bytes
 
 Method = Literal["exact", "milp"]
@@ -197,7 +197,7 @@ def plan(
             f"Measure or give the rates that are 0: an update on the device, or one on the CPU and the links to it."
         )
     if hardware.shared_memory:
-        return judged(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
+        return evaluated(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
     refusal = first_refusal = optimum = None
     for slots in (2, 1):  # weights on their way: one block's while another's are in use, or if that does not fit no prefetches
         tight = k
@@ -210,7 +210,7 @@ def plan(
             emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=not hardware.shared_memory)
             try:
                 _check_slots(emitted, slots, model, hardware)
-                return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
+                return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)
             except PlanError as error:
                 if error.tier not in (Tier.DEVICE, Tier.HOST):
                     raise
@@ -241,7 +241,7 @@ def _in_place(k: Costs) -> Counts:
 
 
 def _emit(model: ModelProfile, k: Costs, n: Counts, *, priority: bool) -> Plan:
-    """The counts as a plan, before it is judged."""
+    """The counts as a plan, before it is evaluated."""
     first = k.num_blocks - n.offload_optimizer
     rows = []
     for index, block in enumerate(model.blocks):

@@ -1,7 +1,7 @@
 """The plans that need no search: the resident one, the two plain offloads, and those that the papers compare with.
 
 Each is a function of the blocks alone, so the strategy may use it before anything is measured. :data:`BASELINES` are planners made
-of them: of a system's variants the first one that fits the machine, judged by the simulator. Variants come in the order in which a
+of them: of a system's variants the first one that fits the machine, evaluated by the simulator. Variants come in the order in which a
 user would turn the switches: activations stay on the device as long as they fit, then all are recomputed.
 
 The papers give no formula for these systems, so ``objective_s`` is the simulator's iteration.
@@ -19,7 +19,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 
 
 def resident(model: ModelShape) -> Plan:
@@ -120,7 +120,7 @@ _VARIANTS: dict[str, Callable[[ModelShape, bool], tuple[Plan, ...]]] = {
 
 
 def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan, ...]:
-    """A baseline's plans before they are judged, the one that a user would try first first.
+    """A baseline's plans before they are evaluated, the one that a user would try first first.
 
     Args:
         name: A name in :data:`BASELINES`.
@@ -151,7 +151,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updat
     )
     for variant in variants(baseline, model.shape(), shared_memory=hardware.shared_memory):
         try:
-            found = judged(variant, model, hardware, updates=updates)
+            found = evaluated(variant, model, hardware, updates=updates)
         except PlanError as error:
             refusal = error
             continue

@@ -22,7 +22,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import rooms
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,12 +243,12 @@ def _most_residents(model: ModelProfile, hardware: HardwareProfile, *, stride: i
 def _with_most_residents(
     model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, saved: Saved, updates: Updates
 ) -> Plan:
-    """The judged plan with as many static residents as fit."""
+    """The evaluated plan with as many static residents as fit."""
     residents = _most_residents(model, hardware, stride=stride, saved=saved, updates=updates)
     while True:
         try:
             placed = emit(model, hardware, stride=stride, static_residents=residents, saved=saved)
-            return judged(placed, model, hardware, updates=updates)
+            return evaluated(placed, model, hardware, updates=updates)
         except PlanError as error:
             if error.tier != Tier.DEVICE or not residents:
                 raise
@@ -264,7 +264,7 @@ def _fits_device(unjudged: Plan, model: ModelProfile, hardware: HardwareProfile,
 
 
 def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, static_residents: int, saved: Saved) -> Plan:
-    """The decisions as a plan, before it is judged.
+    """The decisions as a plan, before it is evaluated.
 
     Args:
         model: The model.

@@ -26,9 +26,9 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
+from lightning_hetero.planners.evaluation import proved
 from lightning_hetero.planners.floors import Floors
 from lightning_hetero.planners.frontier import NAME, Frontier
-from lightning_hetero.planners.judge import proved
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Relaxation, load_solver
@@ -155,12 +155,12 @@ class _Joint:
             referee.admit(resident, proved=False, anyway=True)
 
     def _baseline(self, name: str) -> None:
-        """Has the plans of a baseline judged."""
+        """Evaluates the plans of a baseline."""
         for variant in variants(name, self.referee.model.shape(), shared_memory=self.referee.hardware.shared_memory):
             self.referee.seconds(replace(variant, micro_batches=self.parts), always=True)
 
     def _other(self, name: str) -> None:
-        """Has another planner's plan judged, unless it has none, or none that could be the fastest."""
+        """Evaluates another planner's plan, unless it has none, or none that could be the fastest."""
         referee = self.referee
         if self._floor_s(name) >= referee.best_s:
             return

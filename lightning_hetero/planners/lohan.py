@@ -20,7 +20,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import needs_of
-from lightning_hetero.planners.judge import beside_optimum, judged
+from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
 from lightning_hetero.planners.lohan_formulas import InterBlock, Layer, Quantities, iteration_s, quantities, swap_order
 
 Method = Literal["walk", "convex"]
@@ -198,7 +198,7 @@ def plan(
     _check_rates(hardware)
     placed, layers = _placed(model, update_order), swap_order(model)
     if hardware.shared_memory:
-        return judged(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
+        return evaluated(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
     first_refusal = optimum = None
     for depth in (placed.prefetch_depth, 1):  # what is on its way takes memory: a step behind, if that is what it needs to fit
         placed = replace(placed, prefetch_depth=depth)
@@ -208,7 +208,7 @@ def plan(
             emitted = _swapping(placed, model, q, swap)
             optimum = optimum or emitted
             try:
-                return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
+                return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)
             except PlanError as error:
                 refusal, first_refusal = error, first_refusal or error
             # The runtime needs more than the formulas know of: keep less on the host, or have less on its way on the device.

@@ -17,7 +17,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import protrain_formulas as formulas
-from lightning_hetero.planners.judge import beside_optimum, judged
+from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
 from lightning_hetero.planners.protrain_search import search
 from lightning_hetero.planners.protrain_space import Configuration, Space
 from lightning_hetero.units import format_bytes
@@ -57,7 +57,7 @@ def plan(
         emitted = emit(space, config)
         optimum = optimum or emitted
         try:
-            return beside_optimum(judged(emitted, model, hardware, updates=updates), optimum, first_refusal)
+            return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)
         except PlanError as error:  # the runtime needs more than the estimators know of: search again with that much less
             if hardware.shared_memory or not error.tier:  # every configuration needs the same, or a rate is missing
                 raise
@@ -96,7 +96,7 @@ def space_of(
 
 
 def emit(space: Space, config: Configuration) -> Plan:
-    """The configuration as a plan, before it is judged."""
+    """The configuration as a plan, before it is evaluated."""
     model = space.model
     kinds = dict(zip(space.layers, space.kinds(config), strict=True))
     persistent = {block for chunk in space.chunks[: config.persistent_chunks] for block in chunk}

@@ -13,7 +13,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted, rooms
-from lightning_hetero.planners.judge import simulation
+from lightning_hetero.planners.evaluation import simulation
 
 _REFUSAL = 0.1  # of the time of a simulation
 
@@ -75,7 +75,7 @@ class Referee:
         return self._most - self.spent
 
     @property
-    def judged(self) -> tuple[tuple[Plan, float], ...]:
+    def evaluated(self) -> tuple[tuple[Plan, float], ...]:
         """All plans that fit, with their steps."""
         return tuple(self._judged)
 

@@ -7,7 +7,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.ir.speculation import StepSeconds
-from lightning_hetero.planners.judge import simulation
+from lightning_hetero.planners.evaluation import simulation
 
 
 def speculation(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> StepSeconds:

@@ -24,7 +24,7 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanErr
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine
@@ -42,7 +42,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch, plans: list[str]) -> list[int]:
     def plan(model: Any, hardware: HardwareProfile, **_: Any) -> Plan:
         name = plans[min(len(asked), len(plans) - 1)]
         asked.append(hardware.host_memory_bytes)
-        return judged(planners.BUILTIN_PLANS[name](model.shape()), model, hardware)
+        return evaluated(planners.BUILTIN_PLANS[name](model.shape()), model, hardware)
 
     monkeypatch.setitem(planners.PLANNERS, "holistic", plan)
     return asked
@@ -229,7 +229,7 @@ def test_a_plan_beyond_the_budget_is_asked_for_again_with_less(tmp_path: Path, m
         asked.append(hardware.host_memory_bytes)
         name = "host" if len(asked) == 1 else "disk"
         plan = planners.BUILTIN_PLANS[name](model.shape())
-        return replace(plan.resolve(b.name for b in model.blocks), predicted=judged(plan, model, HARDWARE).predicted)
+        return replace(plan.resolve(b.name for b in model.blocks), predicted=evaluated(plan, model, HARDWARE).predicted)
 
     monkeypatch.setitem(planners.PLANNERS, "holistic", greedy)
     assert_same(run(recipe, HeteroOffloadStrategy(host_memory=budget), tmp_path), run(recipe, "auto", tmp_path))
@@ -429,7 +429,7 @@ def test_random_numbers_are_the_trainings_own(tmp_path: Path, monkeypatch: pytes
 
     def draws(model: Any, hardware: HardwareProfile, **_: Any) -> Plan:
         torch.rand(7)
-        return judged(planners.BUILTIN_PLANS["disk"](model.shape()), model, hardware)
+        return evaluated(planners.BUILTIN_PLANS["disk"](model.shape()), model, hardware)
 
     monkeypatch.setitem(planners.PLANNERS, "holistic", draws)
     recipe = Recipe(shape=Shape(dropout=0.4), steps=7)

@@ -17,7 +17,7 @@ import lightning_hetero
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.planners.judge import simulation
+from lightning_hetero.planners.evaluation import simulation
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

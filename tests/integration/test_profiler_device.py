@@ -18,7 +18,7 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanErr
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Prediction, Saved
 from lightning_hetero.planners import PLANNERS
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.profiling import operators
 from lightning_hetero.profiling.model import check_activations
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
@@ -140,7 +140,7 @@ def test_what_blocks_save_is_the_same_under_any_plan(
     resident = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
     def planner(model: ModelProfile, hardware: Any, **options: Any) -> Plan:
-        return judged(Plan(name="test", blocks=(rules, resident)), model, hardware, **options)
+        return evaluated(Plan(name="test", blocks=(rules, resident)), model, hardware, **options)
 
     monkeypatch.setitem(PLANNERS, "test", planner)
     records, recipe = Records(), Recipe(shape=shape, steps=10)

@@ -20,7 +20,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.lowering import needs_of
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import PLANNERS
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.store.blocks import PAGE
@@ -50,7 +50,7 @@ class Peaks(pl.Callback):
 @given(plan=device_plans())
 def test_memory_is_as_predicted(plan: Plan) -> None:
     def planner(model: ModelProfile, hardware: HardwareProfile, **options: Any) -> Plan:
-        return judged(replace(plan, name="random"), model, hardware, **options)
+        return evaluated(replace(plan, name="random"), model, hardware, **options)
 
     peaks = Peaks()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

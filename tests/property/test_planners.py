@@ -17,9 +17,9 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Saved, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.floors import Floors
 from lightning_hetero.planners.holistic import plan
-from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.relaxation import Relaxation
 
@@ -35,7 +35,7 @@ def test_no_plan_is_faster_than_the_bound(
 ) -> None:
     placed = data.draw(plans(model, hardware))
     try:
-        found = judged(placed, model, hardware, updates=updates)
+        found = evaluated(placed, model, hardware, updates=updates)
     except PlanError:
         assume(False)
     assert found.predicted is not None
@@ -92,4 +92,4 @@ def test_a_split_batch_is_never_worse_than_a_whole_one(model: ModelProfile, hard
     assert either.objective_s is not None
     assert either.objective_s <= whole.objective_s * TIE
     part = split(model, either.micro_batches)
-    assert judged(either, part, hardware).predicted == either.predicted
+    assert evaluated(either, part, hardware).predicted == either.predicted

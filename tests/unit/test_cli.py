@@ -28,7 +28,7 @@ from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.ir.stalls import op_of_block
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.planners import PLANNERS
-from lightning_hetero.planners.judge import simulation
+from lightning_hetero.planners.evaluation import simulation
 from lightning_hetero.units import GIB, MIB
 
 PRESET = ["--preset-model", "gpt:layers=6,hidden=2048,heads=16", "--batch", "8", "--sequence", "512"]
@@ -472,13 +472,13 @@ def test_what_does_not_fit_says_how_much_is_missing(profiles: list[str]) -> None
 
 def _least_device_memory(plan: Plan) -> int:
     """The least memory, by bisection, in which the plan fits."""
-    from lightning_hetero.planners.judge import judged
+    from lightning_hetero.planners.evaluation import evaluated
 
     low, high = 0, HARDWARE.device_memory_bytes
     while high - low > MIB:
         middle = (low + high) // 2
         try:
-            judged(plan, MODEL, replace(HARDWARE, device_memory_bytes=middle))
+            evaluated(plan, MODEL, replace(HARDWARE, device_memory_bytes=middle))
             high = middle
         except PlanError:
             low = middle

@@ -22,7 +22,7 @@ from lightning_hetero.planners.deep_optimizer_states import (
     update_ratio,
     update_s,
 )
-from lightning_hetero.planners.judge import judged
+from lightning_hetero.planners.evaluation import evaluated
 
 CPU, DEVICE = UpdateLane.CPU, UpdateLane.DEVICE
 GIB = 2**30
@@ -202,7 +202,7 @@ def test_one_resident_more_would_not_fit() -> None:
     model, hardware = _model(), _hardware()
     plan = deep_optimizer_states.plan(model, hardware)
     with pytest.raises(PlanError) as caught:
-        judged(
+        evaluated(
             emit(
                 model,
                 hardware,
@@ -223,7 +223,7 @@ def _by_stride(model: ModelProfile, hardware: HardwareProfile, saved: Saved) -> 
         for residents in range(len(model.blocks), -1, -1):
             try:
                 placed = emit(model, hardware, stride=stride, static_residents=residents, saved=saved)
-                found[stride] = judged(placed, model, hardware).predicted.iteration_s  # type: ignore[union-attr]
+                found[stride] = evaluated(placed, model, hardware).predicted.iteration_s  # type: ignore[union-attr]
                 break
             except PlanError:
                 continue
@@ -254,7 +254,7 @@ def test_no_stride_and_no_updates_without_one_are_faster_by_simulation(changes: 
     rank, machine = one_rank(model, hardware)
     every = _by_stride(rank, machine, plan.blocks[1].saved)
     assert plan.predicted.iteration_s == pytest.approx(min(every.values()))
-    assert plan.predicted == judged(plan, rank, machine).predicted
+    assert plan.predicted == evaluated(plan, rank, machine).predicted
 
 
 def test_a_stride_of_the_paper_that_is_slower_than_none_is_not_taken() -> None:

@@ -20,8 +20,8 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS, holistic
 from lightning_hetero.planners.bounds import Matrices, Room, Use, rows, uses
 from lightning_hetero.planners.choices import INPUT, placements, policies
+from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.holistic import plan
-from lightning_hetero.planners.judge import judged
 from lightning_hetero.planners.micro_batches import split
 from lightning_hetero.planners.referee import Referee
 from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
@@ -425,10 +425,10 @@ def test_where_updates_wait_for_all_gradients_every_planner_predicts_that(hardwa
             found = planner(MODEL, hardware, updates=Updates.AFTER_VERDICT)
         except PlanError:
             continue
-        assert found.predicted == judged(found, MODEL, hardware, updates=Updates.AFTER_VERDICT).predicted, name
+        assert found.predicted == evaluated(found, MODEL, hardware, updates=Updates.AFTER_VERDICT).predicted, name
         assert ours.predicted.iteration_s <= found.predicted.iteration_s * (1 + 1e-9), name
         with suppress(PlanError):
-            waiting += found.predicted.iteration_s > judged(found, MODEL, hardware).predicted.iteration_s
+            waiting += found.predicted.iteration_s > evaluated(found, MODEL, hardware).predicted.iteration_s
     assert waiting >= 2  # of plans whose updates overlap backward otherwise
 
 

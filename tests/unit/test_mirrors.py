@@ -15,7 +15,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates, urgency
 from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.planners import PLANNERS, disk, host, resident
-from lightning_hetero.planners.judge import judged, simulation
+from lightning_hetero.planners.evaluation import evaluated, simulation
 from lightning_hetero.sim.simulate import disk_bytes
 from lightning_hetero.store.keeping import write_mirrors
 from lightning_hetero.store.mirrors import STATE, WEIGHTS
@@ -122,15 +122,15 @@ def test_a_step_in_so_many_costs_a_share_and_a_third_slot() -> None:
     assert on_disk.iteration_s == simulation(disk(FREE.shape()), FREE, OWN_CPU).prediction.iteration_s
     small = replace(OWN_CPU, disk_capacity_bytes=2 * kept.disk_bytes // 3)
     with pytest.raises(PlanError, match="copies of what lives in memory"):
-        judged(plan, model, small)
-    judged(plan, KEPT, small)
+        evaluated(plan, model, small)
+    evaluated(plan, KEPT, small)
 
 
 def test_a_disk_without_room_for_them_is_named() -> None:
     small = replace(OWN_CPU, disk_capacity_bytes=20 * PARAMS * LAYERS)
-    judged(host(FREE.shape()), FREE, small)
+    evaluated(host(FREE.shape()), FREE, small)
     with pytest.raises(PlanError, match="copies of what lives in memory") as refusal:
-        judged(host(KEPT.shape()), KEPT, small)
+        evaluated(host(KEPT.shape()), KEPT, small)
     assert 'durability="none"' in str(refusal.value)
 
 
@@ -234,7 +234,7 @@ def test_the_simulator_and_the_disk_s_account_see_a_device_s_mirrors(name: str) 
         assert kept.prediction.iteration_s >= (free.prediction.iteration_s + written + down / 2) * (1 - 1e-3)
     assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
     with pytest.raises(PlanError, match="copies of what lives in memory"):
-        judged(plan, KEPT, replace(GPU, disk_capacity_bytes=20 * PARAMS * LAYERS))
+        evaluated(plan, KEPT, replace(GPU, disk_capacity_bytes=20 * PARAMS * LAYERS))
     seldom = simulation(plan, replace(KEPT, kept_every=10), GPU).prediction
     assert seldom.iteration_s - free.prediction.iteration_s == pytest.approx(
         (written + lent * PARAMS * LAYERS / GPU.link_d2h_bytes_per_s) / 10

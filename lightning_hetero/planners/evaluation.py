@@ -1,4 +1,4 @@
-"""What a plan is worth on a machine: lowered as the runtime lowers it, checked, and simulated."""
+"""Evaluates a plan for a machine: lowers it as the runtime does, checks its schedules, and simulates them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check(plan: Plan, model: ModelProfile, space: Rooms, schedules: Sequence[Sc
         check(schedule, plan, model.shape(), capacity_bytes=space.host_cache_bytes, device_capacity_bytes=space.device_cache_bytes)
 
 
-def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
+def evaluated(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
     """The resolved plan with its prediction, after every invariant of its schedules has been proved.
 
     Raises:
@@ -85,15 +85,15 @@ def judged(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
     return replace(fitted(plan, model.shape(), device=not hardware.shared_memory), predicted=predicted)
 
 
-def beside_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:
-    """A planner's plan and, where it is not the optimum of the paper's own equations, that one and why it was not taken.
+def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:
+    """Adds the optimum of the paper's own equations to a plan that differs from it, and why it was not taken.
 
     ``decisions["paper_optimum"]`` then has the optimum's ``objective_s``, its decisions, and the ``reason``.
 
     Args:
         found: The plan.
-        optimum: The optimum of the equations, as a plan before it is judged.
-        refusal: What the judge, or the runtime's needs, said to it; ``None``: nothing.
+        optimum: The optimum of the equations, as a plan before it is evaluated.
+        refusal: Why it was refused; ``None``: it was not.
     """
     if optimum is None or refusal is None:
         return found
