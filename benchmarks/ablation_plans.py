@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.planners import deep_optimizer_states, lohan, lohan_formulas
+from lightning_hetero.planners import deep_optimizer_states
+from lightning_hetero.planners.lohan import formulas as lohan_formulas
+from lightning_hetero.planners.lohan.search import walk
 from lightning_hetero.planners.protrain_formulas import interleave
 
 Build = Callable[[ModelProfile, HardwareProfile, Tier], Plan]
@@ -105,7 +107,7 @@ def _by_traffic(*, holistic: bool) -> Build:
         elif state is not Tier.DISK:
             q = replace(q, read_bytes=0.0, written_bytes=0.0)
         order = lohan_formulas.swap_order(model)
-        chosen = {(layer.block, layer.operator) for layer in lohan.walk(q, order).layers}
+        chosen = {(layer.block, layer.operator) for layer in walk(q, order).layers}
         names = [b.name for b in model.blocks if not b.pinned]
 
         def rule(index: int, count: int) -> BlockPlan:

@@ -20,8 +20,10 @@ from lightning_hetero.ir.activations import recomputed_share
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.planners import autohete, baselines, lohan, lohan_formulas
+from lightning_hetero.planners import autohete, baselines, lohan
 from lightning_hetero.planners.evaluation import evaluated
+from lightning_hetero.planners.lohan import formulas as lohan_formulas
+from lightning_hetero.planners.lohan.search import walk
 from lightning_hetero.profiling.presets import machine, model, paper_machine
 from lightning_hetero.units import GIB
 
@@ -102,7 +104,7 @@ def swap_of_13b() -> list[list[Cell]]:
         rows.append([f"ours, 34 GB given, {reading}", "", 34.0, share, None, None])
         for title, hardware in (("12 x datasheet", sheet), ("the paper's 13 s for 2 x 182 GB", measured)):
             q = lohan_formulas.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-            swap = lohan.walk(q, lohan_formulas.swap_order(profile))
+            swap = walk(q, lohan_formulas.swap_order(profile))
             again = lohan_formulas.recomputed_flop(q, swap.layers, swap.swapped_bytes)
             rows.append(
                 [
@@ -119,7 +121,7 @@ def swap_of_13b() -> list[list[Cell]]:
         slower = replace(measured, disk_read_bytes_per_s=(q.read_bytes + q.written_bytes) / floor)
         slower = replace(slower, disk_write_bytes_per_s=slower.disk_read_bytes_per_s)
         q = lohan_formulas.quantities(profile, slower, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-        swap = lohan.walk(q, lohan_formulas.swap_order(profile))
+        swap = walk(q, lohan_formulas.swap_order(profile))
         again = lohan_formulas.recomputed_flop(q, swap.layers, swap.swapped_bytes)
         rows.append(
             [
@@ -204,7 +206,7 @@ def figure_9() -> tuple[list[list[Cell]], list[list[Cell]]]:
         row: list[Cell] = [batch, theirs]
         for reading in ("first", "amount"):
             q = lohan_formulas.quantities(profile, hardware, host_bytes=600 * GIB, inter_block=reading)  # type: ignore[arg-type]
-            swap = lohan.walk(q, lohan_formulas.swap_order(profile))
+            swap = walk(q, lohan_formulas.swap_order(profile))
             row += [swap.case, swap.swapped_bytes / 1e9]
         cases.append(row)
     return memories, cases

@@ -21,8 +21,8 @@ from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.lowering import rooms, steady
 from lightning_hetero.planners import lohan
-from lightning_hetero.planners import lohan_formulas as formulas
-from lightning_hetero.planners.lohan_formulas import Layer, Quantities
+from lightning_hetero.planners.lohan import formulas, planner, search
+from lightning_hetero.planners.lohan.formulas import Layer, Quantities
 from lightning_hetero.units import GIB, MIB
 
 # One step: F/THP = 10 s. 2P = 20 B: 2 s on the link, 4 s read. 14P = 140 B: 28 s read + 35 s written.
@@ -181,13 +181,13 @@ def test_layers_come_in_the_order_of_flop_per_byte() -> None:
 
 
 def test_a_bound_disk_swaps_no_more_than_it_must() -> None:
-    swap = lohan.walk(replace(Q, boundary_bytes=10.0), LAYERS)
+    swap = search.walk(replace(Q, boundary_bytes=10.0), LAYERS)
     assert (swap.case, swap.swapped_bytes, [layer.operator for layer in swap.layers]) == (1, 10, ["x"])
-    assert lohan.walk(Q, LAYERS).swapped_bytes == 0
+    assert search.walk(Q, LAYERS).swapped_bytes == 0
 
 
 def test_a_bound_device_swaps_everything() -> None:
-    swap = lohan.walk(FAST_DISK, LAYERS)
+    swap = search.walk(FAST_DISK, LAYERS)
     assert (swap.case, swap.swapped_bytes) == (2, 30)
     assert swap.iteration_s == pytest.approx(10.0 + 23.0)
 
@@ -196,10 +196,10 @@ def test_the_walk_ends_before_the_layer_that_does_not_improve() -> None:
     # Backward: 30 s, then 26 s with x; the disk takes 25 s whatever is swapped, so y gains 1 s; a third layer nothing.
     q = replace(Q, disk_read_bytes_per_s=math.inf, disk_write_bytes_per_s=140 / 25)
     layers = (*LAYERS, Layer(block="b", operator="z", flop=100, num_bytes=20))
-    swap = lohan.walk(q, layers)
+    swap = search.walk(q, layers)
     assert (swap.case, [layer.operator for layer in swap.layers]) == (3, ["x", "y"])
     assert swap.iteration_s == pytest.approx(35.0)
-    swapped, seconds = lohan.relaxed(q, layers)
+    swapped, seconds = search.relaxed(q, layers)
     assert swapped == pytest.approx(10 + 20 / 3, rel=1e-4)  # F_r = 500: 400 FLOP of x and a third of y's 300
     assert seconds == pytest.approx(35.0)
 
@@ -208,7 +208,7 @@ def test_inputs_of_blocks_can_come_first_and_spare_nothing() -> None:
     model, hardware = gpt(4), machine(disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
     boundary = 4 * model.blocks[0].boundary_bytes
     amount, first = (
-        lohan.walk(formulas.quantities(model, hardware, host_bytes=1e12, inter_block=reading), formulas.swap_order(model))
+        search.walk(formulas.quantities(model, hardware, host_bytes=1e12, inter_block=reading), formulas.swap_order(model))
         for reading in ("amount", "first")
     )
     assert first.swapped_bytes == boundary + sum(layer.num_bytes for layer in first.layers)
@@ -265,7 +265,7 @@ def swapped_bytes(q: Quantities, layers: tuple[Layer, ...], count: int) -> float
 @given(problem=problems())
 def test_no_shorter_or_longer_walk_is_faster(problem: tuple[Quantities, tuple[Layer, ...]]) -> None:
     q, layers = problem
-    swap = lohan.walk(q, layers)
+    swap = search.walk(q, layers)
     every = [(swapped_bytes(q, layers, n), n) for n in range(len(layers) + 1)]
     enough = [n for a, n in every if a >= q.boundary_bytes] or [len(layers)]
     times = {n: formulas.iteration_s(q, a, formulas.recomputed_flop(q, layers, a)) for a, n in every}
@@ -277,8 +277,8 @@ def test_no_shorter_or_longer_walk_is_faster(problem: tuple[Quantities, tuple[La
 @examples(20)
 def test_walk_and_convex_programme_agree_within_one_layer(problem: tuple[Quantities, tuple[Layer, ...]]) -> None:
     q, layers = problem
-    walked, rounded = lohan.walk(q, layers), lohan.convex(q, layers)
-    swapped, seconds = lohan.relaxed(q, layers)
+    walked, rounded = search.walk(q, layers), search.convex(q, layers)
+    swapped, seconds = search.relaxed(q, layers)
     count, slack = len(walked.layers), 1e-4 * max(1.0, swapped_bytes(q, layers, len(layers)))
     assert swapped >= swapped_bytes(q, layers, max(0, count - 1)) - slack
     assert swapped <= swapped_bytes(q, layers, min(len(layers), count + 1)) + slack
@@ -312,7 +312,7 @@ def test_a_plan_keeps_weights_and_state_on_disk_and_says_what_it_swaps() -> None
     assert plan.update_order is UpdateOrder.OVERLAPPED
     assert not plan.priority
     q = formulas.quantities(model, hardware, host_bytes=200 * GIB)
-    assert plan.objective_s == pytest.approx(lohan.walk(q, formulas.swap_order(model)).iteration_s)
+    assert plan.objective_s == pytest.approx(search.walk(q, formulas.swap_order(model)).iteration_s)
     assert plan.name == "lohan"
     assert plan.predicted is not None
 
@@ -333,7 +333,7 @@ CASE_RATES = {1: SLOW, 2: FREE | FREE_LINK | {"cpu_update_params_per_s": 1e12}, 
 @pytest.mark.parametrize("host_gib", [8, 256])
 @pytest.mark.parametrize("case", [1, 2, 3])
 @pytest.mark.parametrize("reading", ["amount", "first"])
-def test_swapped_bytes_are_the_bytes_that_leave_the_device(reading: lohan.InterBlock, case: int, host_gib: int) -> None:
+def test_swapped_bytes_are_the_bytes_that_leave_the_device(reading: formulas.InterBlock, case: int, host_gib: int) -> None:
     model = gpt(24, tokens=32 * 1024)
     model = replace(model, blocks=(replace(model.blocks[0], pinned=True), *model.blocks[1:]))
     hardware = machine(host_memory_bytes=host_gib * GIB, **CASE_RATES[case])
@@ -386,13 +386,13 @@ def test_less_is_swapped_where_the_device_cannot_hold_what_is_on_its_way() -> No
 def test_the_optimum_of_the_formulas_stands_beside_a_plan_that_is_another_with_the_reason(
     model: ModelProfile, machines: list[HardwareProfile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walked: list[lohan.Swap] = []
+    walked: list[search.SwapChoice] = []
 
-    def walk(q: Quantities, layers: Sequence[Layer]) -> lohan.Swap:
-        walked.append(lohan.walk(q, layers))
+    def walk(q: Quantities, layers: Sequence[Layer]) -> search.SwapChoice:
+        walked.append(search.walk(q, layers))
         return walked[-1]
 
-    monkeypatch.setattr(lohan, "METHODS", {"walk": walk})
+    monkeypatch.setattr(planner, "METHODS", {"walk": walk})
     others = 0
     for hardware in machines:
         walked.clear()
@@ -473,6 +473,6 @@ def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
 def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     model, hardware = gpt(100), machine()
     q, layers = formulas.quantities(model, hardware, host_bytes=1e11), formulas.swap_order(model)
-    assert python_calls(lambda: lohan.walk(q, layers)) < 20_000
-    swap = lohan.walk(q, layers)
-    assert swap.iteration_s == pytest.approx(lohan.convex(q, layers).iteration_s, rel=1e-6)
+    assert python_calls(lambda: search.walk(q, layers)) < 20_000
+    swap = search.walk(q, layers)
+    assert swap.iteration_s == pytest.approx(search.convex(q, layers).iteration_s, rel=1e-6)
