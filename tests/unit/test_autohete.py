@@ -18,8 +18,8 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved, Tier, UpdateLane
 from lightning_hetero.lowering import rooms
 from lightning_hetero.planners import autohete
-from lightning_hetero.planners import autohete_formulas as formulas
-from lightning_hetero.planners.autohete_formulas import Costs, Counts, PerBlock
+from lightning_hetero.planners.autohete import formulas, search
+from lightning_hetero.planners.autohete.formulas import Costs, Counts, PerBlock
 from lightning_hetero.units import GIB, MIB
 
 
@@ -227,7 +227,7 @@ def problems(draw: st.DrawFn) -> Costs:
 
 
 def optimum(k: Costs, method: str) -> float | None:
-    found = autohete.METHODS[method](k)
+    found = search.METHODS[method](k)
     if found is None:
         return None
     assert found.offload_params <= found.offload_optimizer <= k.num_blocks
@@ -253,31 +253,31 @@ def test_the_integer_programme_finds_what_enumeration_finds(k: Costs) -> None:
 
 
 def test_nothing_is_offloaded_where_all_fits() -> None:
-    assert autohete.exact(alike(device_update_s=0.0)) == counts(0, 0, 0)
+    assert search.exact(alike(device_update_s=0.0)) == counts(0, 0, 0)
 
 
 def test_updates_that_the_cpu_hides_are_offloaded_even_where_all_fits() -> None:
     # Equation 5: one CPU update ends 9 s into a backward of 10 s, and spares the device half a second.
-    assert autohete.exact(alike()) == counts(0, 0, 1)
+    assert search.exact(alike()) == counts(0, 0, 1)
 
 
 def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     m = model(100)
     k = formulas.costs(m, machine())
-    found = autohete.exact(k)
+    found = search.exact(k)
     assert found is not None
-    assert python_calls(lambda: autohete.exact(k)) + python_calls(lambda: autohete.prefetch_depth(k, found)) < 150_000
-    milp = autohete.milp(k)
+    assert python_calls(lambda: search.exact(k)) + python_calls(lambda: search.prefetch_depth(k, found)) < 150_000
+    milp = search.milp(k)
     assert milp is not None
     assert formulas.iteration_s(k, found) == pytest.approx(formulas.iteration_s(k, milp), rel=1e-6)
 
 
 def test_weights_that_cost_nothing_to_offload_make_room_for_prefetches_where_any_are_offloaded() -> None:
     k = alike(upload_s=1.5)  # shorter than backward: no waiting
-    assert autohete.relieved(k, counts(0, 2, 4)) == counts(0, 4, 4)
-    assert autohete.relieved(k, counts(0, 0, 4)) == counts(0, 0, 4)
+    assert search.relieved(k, counts(0, 2, 4)) == counts(0, 4, 4)
+    assert search.relieved(k, counts(0, 0, 4)) == counts(0, 0, 4)
     slow = alike(upload_s=3.5, cpu_update_s=0.0, download_s=0.0)  # backward waits for every block
-    assert autohete.relieved(slow, counts(0, 2, 4)) == counts(0, 2, 4)
+    assert search.relieved(slow, counts(0, 2, 4)) == counts(0, 2, 4)
 
 
 # ---- prefetches -----------------------------------------------------------------------------------------------------------
@@ -287,29 +287,29 @@ def test_prefetches_start_earlier_as_backward_frees_memory() -> None:
     # Five blocks with activations of 30, weights of 20 offloaded from all.
     k = alike(activation_bytes=30, boundary_bytes=7, device_memory_bytes=10_000)
     n = counts(0, 5, 5)
-    assert autohete.prefetch_leads(k, n) == (0, 1, 2, 3, 4)  # all with the beginning of backward
-    assert autohete.prefetch_depth(k, n) == 4
+    assert search.prefetch_leads(k, n) == (0, 1, 2, 3, 4)  # all with the beginning of backward
+    assert search.prefetch_depth(k, n) == 4
     held = 150 + 30 + 3  # activations and slot and constants, as backward begins; then 30 less a block
     tight = replace(k, device_memory_bytes=held + 40)  # two blocks' weights
     # Steps 0 to 4 leave 40, 70, 100, 130, 160 for weights: 2, 3, 5, 6, 8 blocks.
-    assert autohete.prefetch_leads(tight, n) == (0, 1, 1, 2, 2)
-    assert autohete.prefetch_depth(tight, n) == 1
+    assert search.prefetch_leads(tight, n) == (0, 1, 1, 2, 2)
+    assert search.prefetch_depth(tight, n) == 1
 
 
 def test_only_the_prefetch_that_equation_1_makes_room_for_is_advanced_without_memory() -> None:
     n = counts(0, 3, 5)
     k = alike(activation_bytes=1, boundary_bytes=1)
     full = replace(k, device_memory_bytes=formulas.device_bytes(k, n))
-    assert autohete.prefetch_leads(full, n) == (2, 1, 1)
-    assert autohete.prefetch_depth(full, n) == 1
+    assert search.prefetch_leads(full, n) == (2, 1, 1)
+    assert search.prefetch_depth(full, n) == 1
 
 
 @given(k=problems())
 def test_advanced_prefetches_fit_and_keep_their_order(k: Costs) -> None:
-    n = autohete.exact(k)
+    n = search.exact(k)
     if n is None:
         return
-    leads = autohete.prefetch_leads(k, n)
+    leads = search.prefetch_leads(k, n)
     last, first = k.num_blocks, k.num_blocks - n.offload_optimizer
     blocks = list(range(first + n.offload_params - 1, first - 1, -1))
     launches = [last - 1 - block - lead for block, lead in zip(blocks, leads, strict=True)]
@@ -388,7 +388,7 @@ def test_the_optimum_of_the_equations_stands_beside_a_plan_that_is_another_with_
     for size in range(8, 40):
         hardware = machine(device_memory_bytes=size * GIB // 4)
         k = formulas.costs(m, hardware)
-        optimum = autohete.exact(k)
+        optimum = search.exact(k)
         try:
             plan = autohete.plan(m, hardware)
         except PlanError:
@@ -412,8 +412,8 @@ def test_too_little_host_memory_names_tier_shortfall_and_remedy() -> None:
         autohete.plan(m, machine(host_memory_bytes=4 * GIB, device_memory_bytes=24 * GIB))
     assert caught.value.tier == "host"
     k = formulas.costs(m, machine(device_memory_bytes=24 * GIB, host_memory_bytes=4 * GIB + caught.value.shortfall_bytes))
-    assert autohete.exact(k) is not None
-    assert autohete.exact(replace(k, host_memory_bytes=k.host_memory_bytes - 1)) is None
+    assert search.exact(k) is not None
+    assert search.exact(replace(k, host_memory_bytes=k.host_memory_bytes - 1)) is None
 
 
 def test_too_little_device_memory_names_tier_and_shortfall() -> None:
@@ -422,8 +422,8 @@ def test_too_little_device_memory_names_tier_and_shortfall() -> None:
         autohete.plan(m, machine(device_memory_bytes=24 * GIB))
     assert caught.value.tier == "device"
     k = formulas.costs(m, machine(device_memory_bytes=24 * GIB + caught.value.shortfall_bytes))
-    assert autohete.exact(k) is not None
-    assert autohete.exact(replace(k, device_memory_bytes=k.device_memory_bytes - 1)) is None
+    assert search.exact(k) is not None
+    assert search.exact(replace(k, device_memory_bytes=k.device_memory_bytes - 1)) is None
 
 
 def test_a_machine_that_cannot_update_is_refused_by_its_rates() -> None:

@@ -1,4 +1,4 @@
-"""LoHan: activations to the host and to the SSD, by the paper's cost model."""
+"""LoHan: weights and state on disk; activations swapped as long as that saves time."""
 
 from lightning_hetero.planners.lohan.planner import plan
 
