@@ -11,7 +11,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.planners import deep_optimizer_states
 from lightning_hetero.planners.lohan import formulas as lohan_formulas
 from lightning_hetero.planners.lohan.search import walk
-from lightning_hetero.planners.protrain_formulas import interleave
+from lightning_hetero.planners.protrain.formulas import interleave
 
 Build = Callable[[ModelProfile, HardwareProfile, Tier], Plan]
 Rule = Callable[[int, int], BlockPlan]  # of a repeated block: its number, and how many there are; the name is filled in

@@ -22,9 +22,9 @@ from lightning_hetero.ir.plan import Saved
 from lightning_hetero.planners import deep_optimizer_states as dos
 from lightning_hetero.planners import protrain
 from lightning_hetero.planners.evaluation import evaluated
-from lightning_hetero.planners.protrain import space_of
-from lightning_hetero.planners.protrain_search import search
-from lightning_hetero.planners.protrain_space import Configuration, Space
+from lightning_hetero.planners.protrain.planner import space_of
+from lightning_hetero.planners.protrain.search import search
+from lightning_hetero.planners.protrain.search_space import Configuration, Space
 from lightning_hetero.profiling.presets import gpt, machine, model, paper_machine
 from lightning_hetero.units import GIB
 

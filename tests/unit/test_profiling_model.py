@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import Phase
-from lightning_hetero.planners.protrain_formulas import backward_operators, peak_base_bytes
+from lightning_hetero.planners.protrain.formulas import backward_operators, peak_base_bytes
 from lightning_hetero.profiling.memory import Memory, Observed, kept_bytes, measures
 from lightning_hetero.profiling.model import model_profile
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in

@@ -15,7 +15,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BackwardOperator, BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane
 from lightning_hetero.planners import protrain
-from lightning_hetero.planners.protrain_formulas import (
+from lightning_hetero.planners.protrain.formulas import (
     ChunkTimes,
     OperatorMemory,
     backward_operators,
@@ -33,8 +33,9 @@ from lightning_hetero.planners.protrain_formulas import (
     swap_interval,
     wasted_params,
 )
-from lightning_hetero.planners.protrain_search import search
-from lightning_hetero.planners.protrain_space import Configuration, Space
+from lightning_hetero.planners.protrain.planner import space_of
+from lightning_hetero.planners.protrain.search import search
+from lightning_hetero.planners.protrain.search_space import Configuration, Space
 
 KEEP, RECOMPUTE, SWAP = Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST
 GIB = 2**30
@@ -458,7 +459,7 @@ def test_the_optimum_of_the_estimators_stands_beside_a_plan_that_is_another_with
     sizes = [43.5, 44, 45, 46.5, 47]
     for size in sizes:
         hardware = _gpu(device_memory_bytes=int(size * GIB))
-        plan, space = protrain.plan(model, hardware), protrain.space_of(model, hardware)
+        plan, space = protrain.plan(model, hardware), space_of(model, hardware)
         optimum = search(space)
         assert optimum is not None
         assert plan.objective_s is not None

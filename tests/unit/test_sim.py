@@ -15,7 +15,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import lower, rooms, steady
-from lightning_hetero.planners.protrain_formulas import ChunkTimes, backward_s
+from lightning_hetero.planners.protrain.formulas import ChunkTimes, backward_s
 from lightning_hetero.sim import Simulation, simulate
 
 MIB = 2**20

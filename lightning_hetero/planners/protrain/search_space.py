@@ -1,6 +1,6 @@
 """ProTrain's configurations: what each costs, and which are allowed (section 3.1.2).
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; see [Note: Chunks] in ``protrain_formulas.py``.
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; see [Note: Chunks] in ``formulas.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.planners import protrain_formulas as formulas
-from lightning_hetero.planners.protrain_formulas import ChunkTimes
+from lightning_hetero.planners.protrain import formulas
+from lightning_hetero.planners.protrain.formulas import ChunkTimes
 
 LEAST_BUFFERS = 3  # one chunk computes, the next arrives, the gradients of the last leave: eq. 5, Table 4 [inferred]
 LEAST_GRADIENTS = 4  # blocks whose gradients may wait on the host for their update; more where there is room

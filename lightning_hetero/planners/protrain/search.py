@@ -1,6 +1,6 @@
 """ProTrain's search for the best configuration (section 3.1.2).
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; the configurations are in ``protrain_space.py``.
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; the configurations are in ``search_space.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_hetero.planners.protrain_formulas import ChunkTimes
-from lightning_hetero.planners.protrain_space import Configuration, Space
+from lightning_hetero.planners.protrain.formulas import ChunkTimes
+from lightning_hetero.planners.protrain.search_space import Configuration, Space
 
 _TIE = 1e-9  # times that differ by less, relatively, are equal: the smaller configuration is kept
 

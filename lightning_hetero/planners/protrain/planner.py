@@ -1,7 +1,7 @@
 """ProTrain: persistent chunks, chunk buffers and an interleaved activation policy, by exhaustive search over four counts.
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management". The formulas are in ``protrain_formulas.py``, the
-configurations in ``protrain_space.py``, the search in ``protrain_search.py``; what the paper leaves open is marked [inferred] there
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management". The formulas are in ``formulas.py``, the
+configurations in ``search_space.py``, the search in ``search.py``; what the paper leaves open is marked [inferred] there
 and discussed in docs/planners/protrain.md.
 """
 
@@ -16,10 +16,10 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners import protrain_formulas as formulas
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
-from lightning_hetero.planners.protrain_search import search
-from lightning_hetero.planners.protrain_space import Configuration, Space
+from lightning_hetero.planners.protrain import formulas
+from lightning_hetero.planners.protrain.search import search
+from lightning_hetero.planners.protrain.search_space import Configuration, Space
 from lightning_hetero.units import format_bytes
 
 _JUDGEMENTS = 8  # refusals of the simulator that lead to another search
