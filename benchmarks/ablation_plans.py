@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.planners import deep_optimizer_states
+from lightning_hetero.planners.deep_optimizer_states.search import emit
 from lightning_hetero.planners.lohan import formulas as lohan_formulas
 from lightning_hetero.planners.lohan.search import walk
 from lightning_hetero.planners.protrain.formulas import interleave
@@ -189,7 +189,7 @@ def _protrain(*, dual: bool = True, interleaved: bool = True, overlapped: bool =
 def _stride(stride: int | None) -> Build:
     def build(model: ModelProfile, hardware: HardwareProfile, state: Tier) -> Plan:
         return replace(
-            deep_optimizer_states.emit(model, hardware, stride=stride, static_residents=0, saved=Saved.RECOMPUTE),
+            emit(model, hardware, stride=stride, static_residents=0, saved=Saved.RECOMPUTE),
             name="ablation",
             gradient_depth=_ALL,
         )

@@ -19,8 +19,9 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.planners import deep_optimizer_states as dos
 from lightning_hetero.planners import protrain
+from lightning_hetero.planners.deep_optimizer_states import formulas as dos
+from lightning_hetero.planners.deep_optimizer_states.search import emit
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.protrain.planner import space_of
 from lightning_hetero.planners.protrain.search import search
@@ -317,7 +318,7 @@ def throughput(what: str, num_params: float, hardware: HardwareProfile, measured
     compute_s = sum(b.forward_s + b.backward_s for b in profile.blocks)
     rows = []
     for stride in (1, 2, 3, 4, 5, None):
-        plan = evaluated(dos.emit(profile, hardware, stride=stride, static_residents=0, saved=Saved.KEEP), profile, hardware)
+        plan = evaluated(emit(profile, hardware, stride=stride, static_residents=0, saved=Saved.KEEP), profile, hardware)
         assert plan.predicted is not None
         phase_s = dos.update_s(rates, sizes, stride=stride, static_residents=0)
         rows.append(
@@ -347,7 +348,7 @@ def throughput(what: str, num_params: float, hardware: HardwareProfile, measured
 def step(profile: ModelProfile, hardware: HardwareProfile, *, stride: int | None, static_share: float = 0.0) -> tuple[float, float]:
     """Seconds of one simulated step of a rank, and of its update phase: what the step takes beyond compute."""
     residents = round(static_share * len(profile.blocks))
-    placed = dos.emit(profile, hardware, stride=stride, static_residents=residents, saved=Saved.KEEP)
+    placed = emit(profile, hardware, stride=stride, static_residents=residents, saved=Saved.KEEP)
     plan = evaluated(placed, profile, hardware)
     assert plan.predicted is not None
     return plan.predicted.iteration_s, plan.predicted.iteration_s - sum(b.forward_s + b.backward_s for b in profile.blocks)

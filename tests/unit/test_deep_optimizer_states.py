@@ -12,9 +12,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.planners import deep_optimizer_states
-from lightning_hetero.planners.deep_optimizer_states import (
+from lightning_hetero.planners.deep_optimizer_states.formulas import (
     UpdateRates,
-    emit,
     lanes,
     one_rank,
     strides,
@@ -22,6 +21,7 @@ from lightning_hetero.planners.deep_optimizer_states import (
     update_ratio,
     update_s,
 )
+from lightning_hetero.planners.deep_optimizer_states.search import emit
 from lightning_hetero.planners.evaluation import evaluated
 
 CPU, DEVICE = UpdateLane.CPU, UpdateLane.DEVICE
