@@ -143,7 +143,7 @@ def run_one(
 ) -> Outcome:
     """Runs one planner. Only what the request cannot have is an outcome; anything else is a fault and goes up."""
     if name == DEFAULT:
-        from lightning_hetero.planners.relaxation import load_solver
+        from lightning_hetero.planners.holistic.relaxation import load_solver
 
         load_solver()
     start = time.perf_counter()

@@ -18,10 +18,10 @@ from lightning_hetero.ir.plan import Saved, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
-from lightning_hetero.planners.floors import Floors
 from lightning_hetero.planners.holistic import plan
+from lightning_hetero.planners.holistic.plan_bounds import Floors
+from lightning_hetero.planners.holistic.relaxation import Relaxation
 from lightning_hetero.planners.micro_batches import split
-from lightning_hetero.planners.relaxation import Relaxation
 
 TIE = 1 + 1e-9
 EVALUATIONS = 12  # that a search may use here: what is promised does not depend on how long it looks

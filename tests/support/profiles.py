@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, UpdateOrder
-from lightning_hetero.planners.choices import placements, policies
+from lightning_hetero.planners.holistic.block_choices import placements, policies
 
 MB = 10**6
 

@@ -17,16 +17,16 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners import PLANNERS, holistic
-from lightning_hetero.planners.bounds import Matrices, Room, Use, rows, uses
-from lightning_hetero.planners.choices import INPUT, placements, policies
+from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.holistic import plan
+from lightning_hetero.planners.holistic.block_choices import INPUT, placements, policies
+from lightning_hetero.planners.holistic.bounds import Matrices, Room, Use, rows, uses
+from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
+from lightning_hetero.planners.holistic.rounding import Demotion, rounded, rule
+from lightning_hetero.planners.holistic.segments import segments
 from lightning_hetero.planners.micro_batches import split
-from lightning_hetero.planners.referee import Referee
-from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
-from lightning_hetero.planners.rounding import Demotion, rounded, rule
-from lightning_hetero.planners.segments import segments
 
 MB, GB = 10**6, 10**9
 DEVICE = (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
@@ -382,7 +382,7 @@ def test_resident_is_preferred_within_the_margin_and_not_beyond_it(monkeypatch: 
     assert gain > 0
     for margin, chosen in ((1.01 * gain, True), (0.99 * gain, False)):
         assert (plan(MODEL, ROOMY, prefer_resident=margin).decisions["start"] == "resident") is chosen
-        monkeypatch.setattr(holistic, "_MARGIN", margin)
+        monkeypatch.setattr("lightning_hetero.planners.holistic.planner._MARGIN", margin)
         assert (plan(MODEL, ROOMY).decisions["start"] == "resident") is chosen
     assert plan(MODEL, ROOMY, prefer_resident=math.inf).decisions["start"] == "resident"
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan
-from lightning_hetero.planners.bounds import Room, Use, Vector, uses
-from lightning_hetero.planners.relaxation import Relaxation
+from lightning_hetero.planners.holistic.bounds import Room, Use, Vector, uses
+from lightning_hetero.planners.holistic.relaxation import Relaxation
 
 
 class Floors:

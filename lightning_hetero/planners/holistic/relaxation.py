@@ -1,6 +1,6 @@
 """The joint space of placements and activation policies as a linear programme: a lower bound of every plan, and where to start.
 
-Its variables are shares of a segment's blocks ([Note: Segments] in :mod:`.segments`) that make each choice (:mod:`.choices`).
+Its variables are shares of a segment's blocks ([Note: Segments] in :mod:`.segments`) that make each choice (:mod:`.block_choices`).
 Every plan is a point of this space, its step takes what the rows of :mod:`.bounds` say or longer, and its memory at the moments
 looked at here is at least what the rows say; so no plan is faster than the programme's optimum.
 
@@ -25,9 +25,9 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.staging import least_staging, read_ahead
-from lightning_hetero.planners.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows
-from lightning_hetero.planners.choices import Choice, Column, columns
-from lightning_hetero.planners.segments import places, segments
+from lightning_hetero.planners.holistic.block_choices import Choice, Column, columns
+from lightning_hetero.planners.holistic.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows
+from lightning_hetero.planners.holistic.segments import places, segments
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
 STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")  # all resources but compute

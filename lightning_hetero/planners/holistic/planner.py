@@ -27,13 +27,13 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.evaluation import proved
-from lightning_hetero.planners.floors import Floors
-from lightning_hetero.planners.frontier import NAME, Frontier
+from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.frontier import NAME, Frontier
+from lightning_hetero.planners.holistic.plan_bounds import Floors
+from lightning_hetero.planners.holistic.relaxation import Relaxation, load_solver
+from lightning_hetero.planners.holistic.remedies import Request, check_rates, infeasible
+from lightning_hetero.planners.holistic.search import Search
 from lightning_hetero.planners.micro_batches import split
-from lightning_hetero.planners.referee import Referee
-from lightning_hetero.planners.relaxation import Relaxation, load_solver
-from lightning_hetero.planners.remedies import Request, check_rates, infeasible
-from lightning_hetero.planners.search import Search
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
@@ -164,7 +164,7 @@ class _Joint:
         referee = self.referee
         if self._floor_s(name) >= referee.best_s:
             return
-        planner: Callable[..., Plan] = importlib.import_module(f"{__package__}.{name}").plan
+        planner: Callable[..., Plan] = importlib.import_module(f"lightning_hetero.planners.{name}").plan
         with suppress(PlanError):
             found = planner(referee.model, referee.hardware, updates=referee.updates)
             if self.parts == 1 and referee.hardware.world_size == 1:  # else it may have been judged for one rank

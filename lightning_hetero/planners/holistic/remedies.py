@@ -10,11 +10,11 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.choices import placements
+from lightning_hetero.planners.holistic.block_choices import placements
+from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.relaxation import Relaxation
+from lightning_hetero.planners.holistic.search import Search, Start
 from lightning_hetero.planners.micro_batches import split
-from lightning_hetero.planners.referee import Referee
-from lightning_hetero.planners.relaxation import Relaxation
-from lightning_hetero.planners.search import Search, Start
 from lightning_hetero.units import MIB, format_bytes
 
 _CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}

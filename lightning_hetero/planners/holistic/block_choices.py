@@ -11,8 +11,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.lowering.needs import DEVICE_STATES
-from lightning_hetero.planners.bounds import Vector, unit_s, uses
-from lightning_hetero.planners.segments import Segment
+from lightning_hetero.planners.holistic.bounds import Vector, unit_s, uses
+from lightning_hetero.planners.holistic.segments import Segment
 
 REST = ""  # stands for what a block saves beside its input and its operators' outputs
 INPUT = "\0"  # stands for its input

@@ -17,11 +17,11 @@ from typing import Any
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
 from lightning_hetero.lowering.needs import needs_of, total_bytes
-from lightning_hetero.planners.choices import placements, policies
-from lightning_hetero.planners.frontier import NAME, knobs
-from lightning_hetero.planners.referee import Referee
-from lightning_hetero.planners.relaxation import Practice, Relaxation, Relaxed
-from lightning_hetero.planners.rounding import Chosen, Demotion, rounded, rule
+from lightning_hetero.planners.holistic.block_choices import placements, policies
+from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.frontier import NAME, knobs
+from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
+from lightning_hetero.planners.holistic.rounding import Chosen, Demotion, rounded, rule
 
 _NEAR = 3e-3  # of the bound: nobody can gain more
 _REPAIRS = 24  # times that something of a start is demoted because it does not fit

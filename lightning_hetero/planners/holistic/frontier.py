@@ -25,9 +25,9 @@ import numpy as np
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, UpdateOrder
-from lightning_hetero.planners.choices import placements, policies
-from lightning_hetero.planners.floors import Floors
-from lightning_hetero.planners.referee import Referee
+from lightning_hetero.planners.holistic.block_choices import placements, policies
+from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.plan_bounds import Floors
 
 _FEW = 6  # blocks of a model for which a neighbour may change all of a block's rule at once
 _PRODUCT = 70_000  # plans of a model that are all tried: three blocks with every choice

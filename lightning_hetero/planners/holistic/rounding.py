@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
-from lightning_hetero.planners.bounds import Vector
-from lightning_hetero.planners.choices import INPUT, REST, Choice
-from lightning_hetero.planners.relaxation import Relaxation, Relaxed
-from lightning_hetero.planners.segments import Segment
+from lightning_hetero.planners.holistic.block_choices import INPUT, REST, Choice
+from lightning_hetero.planners.holistic.bounds import Vector
+from lightning_hetero.planners.holistic.relaxation import Relaxation, Relaxed
+from lightning_hetero.planners.holistic.segments import Segment
 
 Indices = NDArray[np.intp]
 Chosen = list[dict[str | None, Choice]]  # for each block its placement, and the policies of what it saves
