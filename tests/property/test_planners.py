@@ -19,7 +19,7 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.holistic import plan
-from lightning_hetero.planners.holistic.plan_bounds import Floors
+from lightning_hetero.planners.holistic.plan_bounds import PlanBounds
 from lightning_hetero.planners.holistic.relaxation import Relaxation
 from lightning_hetero.planners.micro_batches import split
 
@@ -43,7 +43,7 @@ def test_no_plan_is_faster_than_the_bound(
     bound = relaxation.bound_s()
     assert bound is not None, "a plan fits and the relaxation does not"
     assert bound <= found.predicted.iteration_s * SOLVED
-    assert Floors(relaxation).seconds(found) <= found.predicted.iteration_s * TIE
+    assert PlanBounds(relaxation).seconds(found) <= found.predicted.iteration_s * TIE
 
 
 @examples(40)

@@ -22,7 +22,7 @@ from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.holistic import plan
 from lightning_hetero.planners.holistic.block_choices import INPUT, placements, policies
 from lightning_hetero.planners.holistic.bounds import Matrices, Room, Use, rows, uses
-from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.holistic.rounding import Demotion, rounded, rule
 from lightning_hetero.planners.holistic.segments import segments
@@ -336,15 +336,15 @@ def _held(relaxation: Relaxation, chosen: list[dict[str | None, object]]) -> dic
     return held
 
 
-def test_a_referee_simulates_each_plan_once_and_no_more_than_allowed() -> None:
-    referee = Referee(MODEL, ROOMY, updates=Updates.IN_BACKWARD, evaluations=1)
+def test_an_evaluator_simulates_each_plan_once_and_no_more_than_allowed() -> None:
+    evaluator = Evaluator(MODEL, ROOMY, updates=Updates.IN_BACKWARD, evaluations=1)
     first = PLANNERS["host"](MODEL, ROOMY)
-    assert referee.seconds(first) == referee.seconds(replace(first, name="another name")) == first.objective_s
-    assert referee.evaluations == 1
+    assert evaluator.seconds(first) == evaluator.seconds(replace(first, name="another name")) == first.objective_s
+    assert evaluator.evaluations == 1
     other = replace(first, gradient_depth=1)
-    assert referee.exhausted
-    assert referee.seconds(other) == float("inf")
-    assert referee.seconds(other, always=True) < float("inf")
+    assert evaluator.exhausted
+    assert evaluator.seconds(other) == float("inf")
+    assert evaluator.seconds(other, always=True) < float("inf")
 
 
 # ---- the planner -------------------------------------------------------------------------------------------------------------

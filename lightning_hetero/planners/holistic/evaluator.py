@@ -1,4 +1,4 @@
-"""Who judges the plans of one search: by the simulator, each plan once, and none that cannot win."""
+"""Evaluates the plans of one search by simulation: each plan once, and none that cannot be the fastest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hetero.planners.evaluation import simulation
 _REFUSAL = 0.1  # of the time of a simulation
 
 
-class Referee:
+class Evaluator:
     """Simulates plans of one model on one machine, each once, and keeps the fastest.
 
     Args:
@@ -26,7 +26,7 @@ class Referee:
         hardware: The machine.
         updates: When updates may run.
         evaluations: How many simulations are allowed.
-        floor_s: What a plan takes at least: one that cannot be faster than the best is not simulated.
+        bound_s: A lower bound of a plan's step, seconds. A plan whose bound is above the best step is not simulated.
         deadline_s: Monotonic time after which none is allowed any more.
 
     Attributes:
@@ -44,7 +44,7 @@ class Referee:
         *,
         updates: Updates,
         evaluations: int,
-        floor_s: Callable[[Plan], float] = lambda plan: 0.0,
+        bound_s: Callable[[Plan], float] = lambda plan: 0.0,
         deadline_s: float = math.inf,
     ) -> None:
         self.model, self.hardware, self.updates = model, hardware, updates
@@ -53,9 +53,9 @@ class Referee:
         self.best_s = math.inf
         self.proved = False
         self.refusal: PlanError | None = None
-        self._most, self._floor_s, self._deadline_s = evaluations, floor_s, deadline_s
+        self._most, self._bound_s, self._deadline_s = evaluations, bound_s, deadline_s
         self._known: dict[object, float] = {}
-        self._judged: list[tuple[Plan, float]] = []
+        self._evaluated: list[tuple[Plan, float]] = []
         self._refused = 0
         self._charged = 0.0
 
@@ -77,14 +77,14 @@ class Referee:
     @property
     def evaluated(self) -> tuple[tuple[Plan, float], ...]:
         """All plans that fit, with their steps."""
-        return tuple(self._judged)
+        return tuple(self._evaluated)
 
     def charge(self, simulations: float) -> None:
         """Counts other work as so many simulations."""
         self._charged += simulations
 
     def knows(self, plan: Plan) -> bool:
-        """Whether a resolved plan has been judged, or refused."""
+        """Whether a resolved plan has been evaluated, or refused."""
         return _key(self._fitted(plan)) in self._known
 
     def shortfall(self, plan: Plan) -> PlanError | None:
@@ -99,7 +99,7 @@ class Referee:
     def admit(self, plan: Plan, *, proved: bool, anyway: bool = False) -> None:
         """Takes a plan with its prediction, which may have been proved, if it is the fastest, or ``anyway``."""
         assert plan.predicted is not None
-        self._judged.append((plan, plan.predicted.iteration_s))
+        self._evaluated.append((plan, plan.predicted.iteration_s))
         if anyway or plan.predicted.iteration_s < self.best_s:
             self.best, self.best_s, self.proved = plan, plan.predicted.iteration_s, proved
 
@@ -114,7 +114,7 @@ class Referee:
         if key not in self._known:
             if self.exhausted and not always:
                 return math.inf
-            predicted = self._simulated(plan) if self._floor_s(plan) < self.best_s else None
+            predicted = self._simulated(plan) if self._bound_s(plan) < self.best_s else None
             self._known[key] = math.inf if predicted is None else predicted.iteration_s
             if predicted is not None:
                 self.admit(replace(plan, predicted=predicted), proved=False)

@@ -1,8 +1,8 @@
-"""From the plans that have been judged to others like them, the most promising first, for as long as one may be faster.
+"""Best-first search from evaluated plans to their neighbours, until none may be faster.
 
 [Note: Frontier]
-What has been judged is expanded, the fastest plan first: into plans that differ in the rule of one block, of several equal ones, or
-of two that change places, or in one of the plan's other decisions. Such a plan is expected to take as much longer than its own
+Evaluated plans are expanded, the fastest first: into plans that differ in the rule of one block, of several equal ones, or of
+two that change places, or in one of the plan's other decisions. Such a plan is expected to take as much longer than its own
 bound as the plan that it comes from. The one that is expected to be the fastest is simulated next, unless its bound says that it
 is not faster than the best, or its weights, state and activations alone are too large. So the search ends where nothing is left
 that may be faster.
@@ -26,8 +26,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, UpdateOrder
 from lightning_hetero.planners.holistic.block_choices import placements, policies
-from lightning_hetero.planners.holistic.evaluator import Referee
-from lightning_hetero.planners.holistic.plan_bounds import Floors
+from lightning_hetero.planners.holistic.evaluator import Evaluator
+from lightning_hetero.planners.holistic.plan_bounds import PlanBounds
 
 _FEW = 6  # blocks of a model for which a neighbour may change all of a block's rule at once
 _PRODUCT = 70_000  # plans of a model that are all tried: three blocks with every choice
@@ -59,25 +59,25 @@ def _whole(block: BlockProfile, hardware: HardwareProfile) -> list[tuple[Saved, 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A plan that has been judged, and its bound."""
+    """A plan that has been evaluated, and its bound."""
 
     plan: Plan
     seconds: float
-    floor_s: float
+    bound_s: float
 
 
 class Frontier:
     """The search of [Note: Frontier].
 
     Args:
-        referee: Who judges; what it has judged is where the search begins.
-        floors: What plans take at least.
+        evaluator: Evaluates plans. The search begins with the plans that it has evaluated.
+        plan_bounds: Lower bounds of plans.
         done: Whether enough is found, or nothing is left to try with.
     """
 
-    def __init__(self, referee: Referee, floors: Floors, done: Callable[[], bool]) -> None:
-        self._referee, self._floors, self._done = referee, floors, done
-        self._blocks, self._hardware = referee.model.blocks, referee.hardware
+    def __init__(self, evaluator: Evaluator, plan_bounds: PlanBounds, done: Callable[[], bool]) -> None:
+        self._evaluator, self._plan_bounds, self._done = evaluator, plan_bounds, done
+        self._blocks, self._hardware = evaluator.model.blocks, evaluator.hardware
         self._rules = [whole_rules(b, self._hardware) for b in self._blocks]
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._far: list[tuple[float, int, _Node, _Change]] = []
@@ -86,14 +86,14 @@ class Frontier:
 
     def run(self) -> None:
         """Searches until all that may be faster has been tried, or ``done``."""
-        for plan, seconds in self._referee.judged:
-            self._judged(plan, seconds)
+        for plan, seconds in self._evaluator.evaluated:
+            self._evaluated(plan, seconds)
         if not self._heap:  # nothing fits so far: what takes least memory is where to look further
             ahead, waiting = _DEPTHS[1]
             least = self._plan(tuple(rules[-1] for rules in self._rules), priority=True, ahead=ahead, waiting=waiting)
             heapq.heappush(self._far, (0.0, next(self._number), _Node(least, 0.0, 0.0), ()))
         few = math.prod(len(rules) for rules in self._rules) <= _PRODUCT
-        half = self._referee.spent + (self._referee.left / 2 if few else self._referee.left)
+        half = self._evaluator.spent + (self._evaluator.left / 2 if few else self._evaluator.left)
         self._follow(half)
         if few:
             self._try_all()
@@ -104,55 +104,55 @@ class Frontier:
 
     def _look_further(self) -> None:
         """Expands the plan of the least bound that does not fit, or was not worth simulating: two changes may help together."""
-        floor_s, _, node, change = heapq.heappop(self._far)
+        bound_s, _, node, change = heapq.heappop(self._far)
         plan = self._changed(node.plan, change)
         if self._new(plan):
-            self._referee.charge(1.0)
-            self._expand(_Node(plan, floor_s, floor_s))
+            self._evaluator.charge(1.0)
+            self._expand(_Node(plan, bound_s, bound_s))
 
     def _follow(self, until: float) -> None:
-        while self._heap and not self._done() and self._referee.spent < until:
+        while self._heap and not self._done() and self._evaluator.spent < until:
             expected_s, _, act = heapq.heappop(self._heap)
             if expected_s < math.inf:
                 act()
 
-    # ---- plans that have been judged ------------------------------------------------------------------------------------------
+    # ---- evaluated plans ------------------------------------------------------------------------------------------------------
 
-    def _judged(self, plan: Plan, seconds: float) -> None:
+    def _evaluated(self, plan: Plan, seconds: float) -> None:
         if math.isinf(seconds):
             return
-        node = _Node(plan, seconds, self._floors.seconds(plan))
+        node = _Node(plan, seconds, self._plan_bounds.seconds(plan))
         self._push(seconds, partial(self._expand, node))
 
     def _push(self, expected_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (expected_s, next(self._number), act))
 
     def _expand(self, node: _Node) -> None:
-        for plan in knobs(node.plan) if node.seconds > node.floor_s else ():
+        for plan in knobs(node.plan) if node.seconds > node.bound_s else ():
             self._push(node.seconds, partial(self._simulate, plan))
         changes = list(self._changes(node.plan.blocks))
         if not changes:
             return
-        base = self._floors.taken(node.plan)
+        base = self._plan_bounds.taken(node.plan)
         taken = np.repeat(base[None], len(changes), axis=0)
         for index, change in enumerate(changes):
             for block, rule in change:
-                taken[index, block] = self._floors.taken_of(block, rule)
-        fit, floors_s = self._floors.may_fit(taken), self._floors.of(taken, priority=node.plan.priority)
-        slack_s = max(0.0, node.seconds - node.floor_s)
-        for change, fits, floor_s in zip(changes, fit.tolist(), floors_s.tolist(), strict=True):
-            if fits and floor_s < self._most_s:
-                self._push(floor_s + slack_s, partial(self._take, node, change, floor_s))
-            elif floor_s < _FAR * self._referee.best_s:
-                heapq.heappush(self._far, (floor_s, next(self._number), node, change))
+                taken[index, block] = self._plan_bounds.taken_of(block, rule)
+        fit, bounds_s = self._plan_bounds.may_fit(taken), self._plan_bounds.of(taken, priority=node.plan.priority)
+        slack_s = max(0.0, node.seconds - node.bound_s)
+        for change, fits, bound_s in zip(changes, fit.tolist(), bounds_s.tolist(), strict=True):
+            if fits and bound_s < self._most_s:
+                self._push(bound_s + slack_s, partial(self._take, node, change, bound_s))
+            elif bound_s < _FAR * self._evaluator.best_s:
+                heapq.heappush(self._far, (bound_s, next(self._number), node, change))
 
     @property
     def _most_s(self) -> float:
-        return self._referee.best_s * (1 - _TOLERANCE)
+        return self._evaluator.best_s * (1 - _TOLERANCE)
 
-    def _take(self, node: _Node, change: _Change, floor_s: float) -> None:
+    def _take(self, node: _Node, change: _Change, bound_s: float) -> None:
         plan = self._changed(node.plan, change)
-        if floor_s < self._most_s and self._new(plan):
+        if bound_s < self._most_s and self._new(plan):
             self._simulate(plan)
 
     @staticmethod
@@ -172,10 +172,10 @@ class Frontier:
     def _simulate(self, plan: Plan) -> None:
         for depths in dict.fromkeys(((plan.prefetch_depth, plan.gradient_depth), *_DEPTHS[1:])):
             tried = replace(plan, prefetch_depth=depths[0], gradient_depth=depths[1])
-            if not self._referee.knows(tried):
-                seconds = self._referee.seconds(tried)
+            if not self._evaluator.knows(tried):
+                seconds = self._evaluator.seconds(tried)
                 if seconds < math.inf:
-                    self._judged(tried, seconds)
+                    self._evaluated(tried, seconds)
                     break
 
     # ---- plans that differ in a little ----------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Frontier:
         """Other rules for one block of each group of equal ones, for half of it, and for all."""
         groups: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault((self._floors.kinds[index], _key(row)), []).append(index)
+            groups.setdefault((self._plan_bounds.kinds[index], _key(row)), []).append(index)
         for members in groups.values():
             first = members[0]
             others = {_key(rule): rule for rule in self._others(first, rows[first])}
@@ -236,14 +236,14 @@ class Frontier:
         """Every plan of the product of all blocks' rules, in the order of their bounds."""
         sizes = [len(rules) for rules in self._rules]
         chosen = np.unravel_index(np.arange(math.prod(sizes)), sizes)
-        tables = [np.array([self._floors.taken_of(i, rule) for rule in rules]) for i, rules in enumerate(self._rules)]
+        tables = [np.array([self._plan_bounds.taken_of(i, rule) for rule in rules]) for i, rules in enumerate(self._rules)]
         taken = np.stack([table[picks] for table, picks in zip(tables, chosen, strict=True)], axis=1)
-        floors_s = np.where(self._floors.may_fit(taken), self._floors.of(taken, priority=True), math.inf)
+        bounds_s = np.where(self._plan_bounds.may_fit(taken), self._plan_bounds.of(taken, priority=True), math.inf)
         ahead, waiting = _DEPTHS[0]
-        for place in np.argsort(floors_s, kind="stable").tolist():
+        for place in np.argsort(bounds_s, kind="stable").tolist():
             rows = tuple(rules[int(picks[place])] for rules, picks in zip(self._rules, chosen, strict=True))
             for priority in (True, False):
-                if floors_s[place] >= self._most_s or self._done():
+                if bounds_s[place] >= self._most_s or self._done():
                     return
                 self._simulate(self._plan(rows, priority=priority, ahead=ahead, waiting=waiting))
 
@@ -254,7 +254,7 @@ class Frontier:
             prefetch_depth=ahead,
             gradient_depth=waiting,
             priority=priority,
-            micro_batches=self._floors.micro_batches,
+            micro_batches=self._plan_bounds.micro_batches,
         )
 
 

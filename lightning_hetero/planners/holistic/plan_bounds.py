@@ -1,4 +1,4 @@
-"""What a given plan takes at least, in a thousandth of the time that simulating it takes."""
+"""Lower bounds of one plan's step, about a thousand times faster than simulating it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hetero.planners.holistic.bounds import Room, Use, Vector, uses
 from lightning_hetero.planners.holistic.relaxation import Relaxation
 
 
-class Floors:
+class PlanBounds:
     """The bounds of [Note: Bound] in :mod:`.bounds`, of one plan each.
 
     Args:

@@ -1,4 +1,4 @@
-"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; the simulator judges a search.
+"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; a search evaluates plans by simulation.
 
 What is decided together: for each block the tiers of its weights and state, the lane of its update, and what becomes of each
 operator's output and of its input; for the plan the depths of prefetching and of waiting gradients, and how a batch is split.
@@ -27,9 +27,9 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
 from lightning_hetero.planners.evaluation import proved
-from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.frontier import NAME, Frontier
-from lightning_hetero.planners.holistic.plan_bounds import Floors
+from lightning_hetero.planners.holistic.plan_bounds import PlanBounds
 from lightning_hetero.planners.holistic.relaxation import Relaxation, load_solver
 from lightning_hetero.planners.holistic.remedies import Request, check_rates, infeasible
 from lightning_hetero.planners.holistic.search import Search
@@ -89,12 +89,14 @@ def plan(
     for parts in _splits(micro_batches, model, hardware):
         part = split(model, parts)
         relaxation = Relaxation(part, hardware, micro_batches=parts, updates=updates)
-        floors = Floors(relaxation)
-        referee = Referee(part, hardware, updates=updates, evaluations=budget, floor_s=floors.seconds, deadline_s=deadline_s)
-        found.append(_Joint(relaxation, referee, floors, margin=margin))
-        found[-1].run(min((j.referee.best_s for j in found[:-1]), default=math.inf))
-    best = min(found, key=lambda j: j.referee.best_s)
-    if best.referee.best is None:
+        plan_bounds = PlanBounds(relaxation)
+        evaluator = Evaluator(
+            part, hardware, updates=updates, evaluations=budget, bound_s=plan_bounds.seconds, deadline_s=deadline_s
+        )
+        found.append(_Joint(relaxation, evaluator, plan_bounds, margin=margin))
+        found[-1].run(min((j.evaluator.best_s for j in found[:-1]), default=math.inf))
+    best = min(found, key=lambda j: j.evaluator.best_s)
+    if best.evaluator.best is None:
         raise infeasible(Request(model=model, hardware=hardware, parts=found[-1].parts, updates=updates))
     return best.described()
 
@@ -120,13 +122,13 @@ class _Joint:
 
     Args:
         relaxation: The programme, of one micro-batch.
-        referee: Who judges.
-        floors: What plans take at least.
+        evaluator: Evaluates plans.
+        plan_bounds: Lower bounds of plans.
         margin: As ``prefer_resident`` of :func:`plan`.
     """
 
-    def __init__(self, relaxation: Relaxation, referee: Referee, floors: Floors, *, margin: float) -> None:
-        self.relaxation, self.referee, self.floors, self.margin = relaxation, referee, floors, margin
+    def __init__(self, relaxation: Relaxation, evaluator: Evaluator, plan_bounds: PlanBounds, *, margin: float) -> None:
+        self.relaxation, self.evaluator, self.plan_bounds, self.margin = relaxation, evaluator, plan_bounds, margin
         self.parts = relaxation.micro_batches
         self.bound_s = relaxation.bound_s()
         self.ended = "bound"
@@ -135,61 +137,61 @@ class _Joint:
         """Looks for the fastest plan, unless there is none, or none that can be faster than ``rival_s``."""
         if self.bound_s is None or self.bound_s >= rival_s:
             return
-        referee = self.referee
+        evaluator = self.evaluator
         self._baseline("resident")
-        resident, resident_s = referee.best, referee.best_s
+        resident, resident_s = evaluator.best, evaluator.best_s
         if resident_s <= self.bound_s * (1 + self.margin):
             return
         bound_s = self.bound_s
-        search = Search(relaxation=self.relaxation, referee=referee, bound_s=bound_s)
+        search = Search(relaxation=self.relaxation, evaluator=evaluator, bound_s=bound_s)
         search.first()
         for name in BASELINES:
             self._baseline(name)
         for name in OTHERS:
             self._other(name)
         search.run()
-        Frontier(referee, self.floors, lambda: referee.exhausted or referee.best_s <= bound_s * (1 + _GOOD)).run()
-        if referee.best_s > bound_s * (1 + _GOOD):
-            self.ended = "time" if referee.exhausted else "all tried"
-        if resident is not None and resident_s <= referee.best_s * (1 + self.margin + _TIE):
-            referee.admit(resident, proved=False, anyway=True)
+        Frontier(evaluator, self.plan_bounds, lambda: evaluator.exhausted or evaluator.best_s <= bound_s * (1 + _GOOD)).run()
+        if evaluator.best_s > bound_s * (1 + _GOOD):
+            self.ended = "time" if evaluator.exhausted else "all tried"
+        if resident is not None and resident_s <= evaluator.best_s * (1 + self.margin + _TIE):
+            evaluator.admit(resident, proved=False, anyway=True)
 
     def _baseline(self, name: str) -> None:
         """Evaluates the plans of a baseline."""
-        for variant in variants(name, self.referee.model.shape(), shared_memory=self.referee.hardware.shared_memory):
-            self.referee.seconds(replace(variant, micro_batches=self.parts), always=True)
+        for variant in variants(name, self.evaluator.model.shape(), shared_memory=self.evaluator.hardware.shared_memory):
+            self.evaluator.seconds(replace(variant, micro_batches=self.parts), always=True)
 
     def _other(self, name: str) -> None:
         """Evaluates another planner's plan, unless it has none, or none that could be the fastest."""
-        referee = self.referee
-        if self._floor_s(name) >= referee.best_s:
+        evaluator = self.evaluator
+        if self._least_s(name) >= evaluator.best_s:
             return
         planner: Callable[..., Plan] = importlib.import_module(f"lightning_hetero.planners.{name}").plan
         with suppress(PlanError):
-            found = planner(referee.model, referee.hardware, updates=referee.updates)
-            if self.parts == 1 and referee.hardware.world_size == 1:  # else it may have been judged for one rank
-                referee.admit(found, proved=True)
+            found = planner(evaluator.model, evaluator.hardware, updates=evaluator.updates)
+            if self.parts == 1 and evaluator.hardware.world_size == 1:  # else it may have been evaluated for one rank
+                evaluator.admit(found, proved=True)
             else:
-                referee.seconds(replace(found, micro_batches=self.parts), always=True)
+                evaluator.seconds(replace(found, micro_batches=self.parts), always=True)
 
-    def _floor_s(self, name: str) -> float:
+    def _least_s(self, name: str) -> float:
         """What another planner's plan takes at least, as far as it is known before it plans; infinite if it cannot have one."""
-        h, shape = self.referee.hardware, self.referee.model.shape()
+        h, shape = self.evaluator.hardware, self.evaluator.model.shape()
         if name in _WITHOUT_DISK:
             memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
             return math.inf if sum(b.weight_bytes + b.state_bytes for b in shape.blocks) > memory else 0.0
         # LoHan places weights and state as disk does, and whatever becomes of activations takes longer than keeping them.
         plan = replace(disk(shape), priority=False, micro_batches=self.parts)
-        return self.floors.seconds(fitted(plan, shape, device=not h.shared_memory))
+        return self.plan_bounds.seconds(fitted(plan, shape, device=not h.shared_memory))
 
     def described(self) -> Plan:
         """The best plan, proved and with its decisions."""
-        referee, best = self.referee, self.referee.best
+        evaluator, best = self.evaluator, self.evaluator.best
         assert best is not None
         assert best.predicted is not None
-        model, hardware = referee.model, referee.hardware
+        model, hardware = evaluator.model, evaluator.hardware
         placed = replace(best, name=NAME, objective_s=None, decisions={})
-        found = placed if referee.proved else proved(placed, model, hardware, updates=referee.updates)
+        found = placed if evaluator.proved else proved(placed, model, hardware, updates=evaluator.updates)
         step_s = best.predicted.iteration_s
         saved = Counter[str]()
         for block, rule in zip(model.blocks, found.blocks, strict=True):
@@ -209,7 +211,7 @@ class _Joint:
             "lower_bound_s": bound_s,
             "gap": step_s / bound_s - 1 if bound_s else None,
             "start": best.name,
-            "evaluations": referee.evaluations,
+            "evaluations": evaluator.evaluations,
             "ended": self.ended,
         }
         return replace(found, objective_s=step_s, decisions=decisions)

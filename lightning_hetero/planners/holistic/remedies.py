@@ -11,7 +11,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.holistic.block_choices import placements
-from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.relaxation import Relaxation
 from lightning_hetero.planners.holistic.search import Search, Start
 from lightning_hetero.planners.micro_batches import split
@@ -64,8 +64,8 @@ class Request:
         return self._search(Relaxation(split(self.model, self.parts), self.hardware, micro_batches=count), self.hardware)
 
     def _search(self, relaxation: Relaxation, hardware: HardwareProfile) -> Search:
-        referee = Referee(relaxation.model, hardware, updates=self.updates, evaluations=0)
-        return Search(relaxation=relaxation.resized(hardware), referee=referee, bound_s=0.0)
+        evaluator = Evaluator(relaxation.model, hardware, updates=self.updates, evaluations=0)
+        return Search(relaxation=relaxation.resized(hardware), evaluator=evaluator, bound_s=0.0)
 
     def lacking(self, tier: Tier) -> int | None:
         """Bytes that make a plan possible if they are added on one tier alone; ``None`` if none do."""
@@ -86,7 +86,7 @@ class Request:
             found = search.start(_LEAST) if attempt else search.whole(relaxed, _LEAST, 1)
             if found is not None:
                 return size
-            refusal = search.referee.refusal
+            refusal = search.evaluator.refusal
             size += refusal.shortfall_bytes if refusal is not None else MIB
         return None
 
@@ -140,5 +140,5 @@ def _least_short(request: Request) -> tuple[Tier, int]:
     search = request.search()
     for _ in search.frugal():
         pass
-    refusal = search.referee.refusal
+    refusal = search.evaluator.refusal
     return (Tier(refusal.tier), refusal.shortfall_bytes) if refusal is not None else (Tier.DEVICE, 0)

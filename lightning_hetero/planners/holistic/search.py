@@ -3,7 +3,7 @@
 [Note: Starts]
 The programme of :mod:`.relaxation` knows work and memory, not how a schedule spends them: that weights pass through a tier two or
 three blocks at a time, that a queue runs dry, that a transfer begins late. So it is solved several times, with more or less of that
-(:class:`Start`), its shares become whole blocks in one of two arrangements (:mod:`.rounding`), and the referee says which of these
+(:class:`Start`), its shares become whole blocks in one of two arrangements (:mod:`.rounding`), and the evaluator says which of these
 plans is the best. Then the depths of that plan are moved up and down for as long as it helps.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
 from lightning_hetero.lowering.needs import needs_of, total_bytes
 from lightning_hetero.planners.holistic.block_choices import placements, policies
-from lightning_hetero.planners.holistic.evaluator import Referee
+from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.frontier import NAME, knobs
 from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.holistic.rounding import Chosen, Demotion, rounded, rule
@@ -64,16 +64,16 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 @dataclass(kw_only=True)
 class Search:
-    """Looks for plans that are faster than the referee's best.
+    """Looks for plans that are faster than the evaluator's best.
 
     Attributes:
         relaxation: The programme.
-        referee: Who judges.
+        evaluator: Evaluates plans.
         bound_s: No plan is faster.
     """
 
     relaxation: Relaxation
-    referee: Referee
+    evaluator: Evaluator
     bound_s: float
     _weights: int = field(init=False)
     _plans: dict[Start, Plan | None] = field(init=False, default_factory=dict)
@@ -87,17 +87,17 @@ class Search:
     @property
     def done(self) -> bool:
         """Nothing is left to gain, or to try with."""
-        return self.referee.exhausted or self.referee.best_s <= self.bound_s * (1 + _NEAR)
+        return self.evaluator.exhausted or self.evaluator.best_s <= self.bound_s * (1 + _NEAR)
 
     def first(self) -> None:
         """Tries the most promising start alone, or if it finds none what takes least memory."""
         if math.isinf(self._try(_FIRST)):
             for plan in self.frugal():
-                self.referee.seconds(plan)
+                self.evaluator.seconds(plan)
 
     def frugal(self) -> Iterator[Plan]:
         """The plans that take least memory, of those that fit: all on the lowest tier that holds it, nothing saved but inputs."""
-        model, hardware = self.relaxation.model, self.referee.hardware
+        model, hardware = self.relaxation.model, self.evaluator.hardware
         allowed = policies(hardware)
         saved = Saved.RECOMPUTE if Saved.RECOMPUTE in allowed else Saved.KEEP
         inputs = [policy for policy in (Saved.SWAP_HOST, Saved.SWAP_DISK, Saved.KEEP) if policy in allowed]
@@ -114,7 +114,7 @@ class Search:
                 gradient_depth=1,
                 micro_batches=self.relaxation.micro_batches,
             )
-            if self.referee.shortfall(plan) is None:
+            if self.evaluator.shortfall(plan) is None:
                 yield plan
 
     def run(self) -> None:
@@ -133,7 +133,7 @@ class Search:
 
     def _try(self, start: Start) -> float:
         plan = self.start(start)
-        return math.inf if plan is None else self.referee.seconds(plan)
+        return math.inf if plan is None else self.evaluator.seconds(plan)
 
     def start(self, start: Start) -> Plan | None:
         """A plan from the programme that leaves the caches ``start.slots`` blocks, or else fewer; ``None`` if it finds none.
@@ -164,7 +164,7 @@ class Search:
         cache = slots * self._weights
         for _ in range(_REPAIRS):
             plan = self._plan(chosen, start, slots)
-            error = self.referee.shortfall(replace(plan, device_cache_bytes=cache, host_cache_bytes=cache))
+            error = self.evaluator.shortfall(replace(plan, device_cache_bytes=cache, host_cache_bytes=cache))
             if error is None:
                 return self._deepened(plan, relaxed)
             if not error.tier or not demotion.demote(chosen, Tier(error.tier), error.shortfall_bytes):
@@ -183,17 +183,17 @@ class Search:
 
     def _deepened(self, plan: Plan, relaxed: Relaxed) -> Plan:
         """The same with gradients of as many blocks waiting as host memory allows, or as planned where weights on disk want it."""
-        model, h = self.relaxation.model, self.referee.hardware
+        model, h = self.relaxation.model, self.evaluator.hardware
         sizes = sorted((b.num_trainable_params * model.compute_itemsize for b in model.blocks), reverse=True)
         if any(b.weights is Tier.DISK for b in plan.blocks):
             room = relaxed.waiting_bytes
         else:
-            needs = needs_of(plan, model, shared_memory=h.shared_memory, updates=self.referee.updates)
+            needs = needs_of(plan, model, shared_memory=h.shared_memory, updates=self.evaluator.updates)
             room = h.host_memory_bytes - total_bytes(needs.host) + sum(sizes[: plan.gradient_depth])
         most = sum(1 for total in accumulate(sizes) if total <= room)
         for depth in (min(most, len(sizes), _MOST_DEPTH), plan.gradient_depth):
             deeper = replace(plan, gradient_depth=max(depth, plan.gradient_depth))
-            if self.referee.shortfall(deeper) is None:
+            if self.evaluator.shortfall(deeper) is None:
                 return deeper
         return plan
 
@@ -202,11 +202,11 @@ class Search:
         better = True
         while better:
             better = False
-            best = self.referee.best
+            best = self.evaluator.best
             for plan in () if best is None else knobs(best):
                 if self.done:
                     return
-                before = self.referee.best_s
-                if self.referee.seconds(plan) < before:
+                before = self.evaluator.best_s
+                if self.evaluator.seconds(plan) < before:
                     better = True
                     break
