@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_hetero.checkpoint.files import PIECE_BYTES, Place
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.blocks import memory_of, own_memory
+from lightning_hetero.store.raw_memory import memory_of, own_memory
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,

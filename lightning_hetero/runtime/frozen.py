@@ -29,8 +29,9 @@ from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
 from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.blocks import Part, memory_of, own_memory
+from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.geometry import WEIGHTS
+from lightning_hetero.store.raw_memory import memory_of, own_memory
 from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, format_bytes

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.adapters import adapter_setters
-from lightning_hetero.store.blocks import Block, own_memory
+from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.raw_memory import own_memory
 
 
 class Content(Protocol):

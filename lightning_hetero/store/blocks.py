@@ -8,11 +8,8 @@ resized, and everything that holds the parameter (autograd, optimizers, user cod
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,16 +20,13 @@ from lightning_hetero._native import Arena, Ticket
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
-from lightning_hetero.units import MIB, round_up
+from lightning_hetero.store.raw_memory import PAGE, tensor_at
+from lightning_hetero.units import round_up
 
 if TYPE_CHECKING:
     from lightning_hetero.store.mirrors import Mirror
 
 log = logging.getLogger(__name__)
-
-PAGE = 4096
-_OWN_BYTES = MIB
-
 
 _shared: set[str] = set()  # the parameter that a warning has named
 
@@ -192,43 +186,6 @@ class Block:
         """All parameters of the block."""
         for part in self.parts:
             yield from part.params
-
-
-def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor over memory that ``owner`` keeps alive for as long as any view of the tensor lives."""
-    buffer = (ctypes.c_char * max(1, numel * dtype.itemsize)).from_address(address)
-    vars(buffer)["owner"] = owner  # the tensor keeps the buffer, the buffer its owner
-    return torch.frombuffer(buffer, dtype=dtype, count=numel)
-
-
-def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat CPU tensor with any content, whose memory goes back to the system with it.
-
-    [Note: Memory of its own]
-    malloc keeps what is freed, and glibc before 2.38 cannot use a hole of an aligned block for the next one of that size once a
-    small one lies in it: reading a model tensor by tensor then takes as much memory as several of them, or all. A large tensor that
-    is read to be dropped has a mapping of its own instead. Source: glibc bug 14581.
-    """
-    num_bytes = numel * dtype.itemsize
-    if num_bytes < _OWN_BYTES:
-        return torch.empty(numel, dtype=dtype)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages is slower, not wrong
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
-
-
-def zero_pages(numel: int) -> Tensor:
-    """Flat fp32 zeros that are only read: a large one takes no memory, because the system maps one page of zeros everywhere."""
-    zeros = own_memory(numel, torch.float32)
-    return zeros if zeros.nbytes >= _OWN_BYTES else zeros.zero_()
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor that is not empty, to read and write while the tensor lives."""
-    assert tensor.is_contiguous()
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Parameter], bool] = lambda _: False) -> list[Block]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from lightning_hetero._native import DONE, U8, BlockGeometry, Ticket
 from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero.store.blocks import PAGE, Part
+from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.store.record import BlobEntry, PartEntry
 from lightning_hetero.units import KIB, round_up
 

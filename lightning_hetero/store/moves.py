@@ -14,8 +14,9 @@ import torch
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Patch
-from lightning_hetero.store.blocks import Part, own_memory, tensor_at
+from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.homes import give_home, new_home, open_home, take_home
+from lightning_hetero.store.raw_memory import own_memory, tensor_at
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import MIB
 

@@ -23,7 +23,7 @@ from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
-from lightning_hetero.store.blocks import PAGE
+from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 NEAR = 0.75

@@ -21,7 +21,7 @@ from lightning_hetero.errors import CheckpointMissingError
 from lightning_hetero.parallel.recovery.layer_map import REST, LayerMap, chunk_key, pieces_of, runs_of
 from lightning_hetero.parallel.recovery.peers import Peers, Want
 from lightning_hetero.parallel.recovery.tiers import Tier
-from lightning_hetero.store.blocks import own_memory
+from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.units import MIB
 
 log = logging.getLogger(__name__)

@@ -306,7 +306,7 @@ def _serialise(tensor: torch.Tensor) -> tuple[memoryview, int]:
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
-    # A mapping of its own gives the memory of large tensors back at once, see [Note: Memory of its own] in store.blocks.
+    # A mapping of its own gives the memory of large tensors back at once, see [Note: Memory of its own] in store.raw_memory.
     file: Any = mmap.mmap(-1, tensor.nbytes + _ARCHIVE_BYTES, flags=_OWN_PAGES) if tensor.nbytes >= MIB else io.BytesIO()
     torch.save(tensor, file)
     if isinstance(file, mmap.mmap):

@@ -28,9 +28,10 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event, Lanes
-from lightning_hetero.store.blocks import Block, Part, tensor_at
+from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.mirrors import STATE, spans, writes_of
+from lightning_hetero.store.raw_memory import tensor_at
 from lightning_hetero.store.tiers import TierStore
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device

@@ -1,0 +1,52 @@
+"""Tensors over memory that is not torch's, and the bytes of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.units import MIB
+
+PAGE = 4096
+_OWN_BYTES = MIB
+
+
+def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor over memory that ``owner`` keeps alive for as long as any view of the tensor lives."""
+    buffer = (ctypes.c_char * max(1, numel * dtype.itemsize)).from_address(address)
+    vars(buffer)["owner"] = owner  # the tensor keeps the buffer, the buffer its owner
+    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat CPU tensor with any content, whose memory goes back to the system with it.
+
+    [Note: Memory of its own]
+    malloc keeps what is freed, and glibc before 2.38 cannot use a hole of an aligned block for the next one of that size once a
+    small one lies in it: reading a model tensor by tensor then takes as much memory as several of them, or all. A large tensor that
+    is read to be dropped has a mapping of its own instead. Source: glibc bug 14581.
+    """
+    num_bytes = numel * dtype.itemsize
+    if num_bytes < _OWN_BYTES:
+        return torch.empty(numel, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages is slower, not wrong
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+def zero_pages(numel: int) -> Tensor:
+    """Flat fp32 zeros that are only read: a large one takes no memory, because the system maps one page of zeros everywhere."""
+    zeros = own_memory(numel, torch.float32)
+    return zeros if zeros.nbytes >= _OWN_BYTES else zeros.zero_()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor that is not empty, to read and write while the tensor lives."""
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
