@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.store.raw_memory import PAGE, tensor_at
 from lightning_hetero.units import round_up
-
-if TYPE_CHECKING:
-    from lightning_hetero.store.mirrors import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +52,21 @@ class StateHome(Protocol):
 
     def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat fp32 values)``."""
+
+
+@dataclass(eq=False, slots=True)
+class Mirror:
+    """One mirror of a part; see [Note: Mirrors] in ``store.mirrors``.
+
+    Attributes:
+        native: The block of bytes.
+        home: The part's native block when the mirror was made: state arrays move with it.
+        ticket: The latest write; ``None`` if there was none.
+    """
+
+    native: NativeBlock
+    home: NativeBlock | None
+    ticket: Ticket | None = None
 
 
 @dataclass(eq=False, slots=True)

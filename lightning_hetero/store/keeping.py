@@ -7,7 +7,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store import mirrors
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.blocks import Mirror, Part
 from lightning_hetero.store.geometry import has_file, versions
 from lightning_hetero.store.record import PartEntry
 from lightning_hetero.store.tiers import TierStore
@@ -34,7 +34,7 @@ def adopt(store: TierStore, part: Part, entry: PartEntry) -> None:
                     f"for the {kind} of {part.names[0]!r}."
                 )
             native = store.files.open_block(geometry, address)
-            part.mirrors[kind] = mirrors.Mirror(native, part.native)
+            part.mirrors[kind] = Mirror(native, part.native)
             if kind == mirrors.WEIGHTS or entry.stepped:
                 tickets.append(store.engine.fetch(native))
     for ticket in tickets:
@@ -56,7 +56,7 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:
     for kind, (address, num_bytes) in wanted.items():
         if kind not in part.mirrors:
             geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes)
-            part.mirrors[kind] = mirrors.Mirror(store.files.open_block(geometry, address), part.native)
+            part.mirrors[kind] = Mirror(store.files.open_block(geometry, address), part.native)
             part.mirrored_versions = -1
     return [m.native for m in gone.values()]
 

@@ -8,10 +8,7 @@ may change that memory: the part's next update waits for the ticket. Nothing rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lightning_hetero._native import DONE, U8, BlockGeometry, Ticket
-from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.store.record import BlobEntry, PartEntry
@@ -19,21 +16,6 @@ from lightning_hetero.units import KIB, round_up
 
 WEIGHTS, STATE = "weights", "state"
 _CHUNK = 4096 * KIB  # nothing is staged: it only cuts what one transfer and one digest cover
-
-
-@dataclass(eq=False, slots=True)
-class Mirror:
-    """One mirror of a part.
-
-    Attributes:
-        native: The block of bytes.
-        home: The part's native block when the mirror was made: state arrays move with it.
-        ticket: The latest write; ``None`` if there was none.
-    """
-
-    native: NativeBlock
-    home: NativeBlock | None
-    ticket: Ticket | None = None
 
 
 def spans(part: Part) -> dict[str, tuple[int, int]]:
