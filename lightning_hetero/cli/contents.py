@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_hetero.convert.safetensors import WeightFiles
-    from lightning_hetero.store.audit import StoreFiles
+    from lightning_hetero.store.format.audit import StoreFiles
 
 STORE, SAFETENSORS, CHECKPOINT, PLAN = "store", "safetensors", "checkpoint", "plan"
 
@@ -96,7 +96,7 @@ def contents_of(path: Path) -> Contents:
     """
     kind = kind_of(path)
     if kind == STORE:
-        from lightning_hetero.store.audit import StoreFiles
+        from lightning_hetero.store.format.audit import StoreFiles
 
         with StoreFiles(path) as store:
             return _of_store(store)
@@ -120,8 +120,8 @@ def grouped(tensors: Iterable[TensorRow]) -> list[tuple[str, int, TensorRow]]:
 
 def _of_store(store: StoreFiles) -> Contents:
     from lightning_hetero.errors import StoreCorruptError
-    from lightning_hetero.store.audit import DTYPE_NAMES
-    from lightning_hetero.store.committed import block_names
+    from lightning_hetero.store.format.audit import DTYPE_NAMES
+    from lightning_hetero.store.format.stored_model import block_names
 
     record, names = store.record, block_names(store)
     geometry = store.manifest.get("geometry", {})

@@ -60,9 +60,9 @@ def run(path: Path, *, as_json: bool) -> bool:
 
 
 def _store(path: Path) -> Report:
-    from lightning_hetero.store.audit import StoreFiles
-    from lightning_hetero.store.committed import block_names
-    from lightning_hetero.store.pins import pins
+    from lightning_hetero.store.format.audit import StoreFiles
+    from lightning_hetero.store.format.pins import pins
+    from lightning_hetero.store.format.stored_model import block_names
 
     with StoreFiles(path) as store:
         names = block_names(store)

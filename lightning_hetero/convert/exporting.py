@@ -22,9 +22,9 @@ from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, wri
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import last_kept, stored_buffers, stored_weights
-from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.manifest import MANIFEST
+from lightning_hetero.store.format.stored_model import last_kept, stored_buffers, stored_weights
 from lightning_hetero.units import parse_bytes
 
 CHECKPOINT = ".ckpt"

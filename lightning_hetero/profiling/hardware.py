@@ -32,7 +32,7 @@ from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
 from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.units import MIB, format_bytes
 
 SECONDS = 7.5

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
 from lightning_hetero.profiling.timing import Load
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.units import KIB, MIB, round_up
 

@@ -23,10 +23,10 @@ from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.format.record import BlobEntry, BlobRow
 from lightning_hetero.store.geometry import WEIGHTS, opaque_chunk
 from lightning_hetero.store.homes import close_home, open_home
 from lightning_hetero.store.raw_memory import PAGE
-from lightning_hetero.store.record import BlobEntry, BlobRow
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import round_up
 

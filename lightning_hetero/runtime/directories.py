@@ -14,11 +14,11 @@ from lightning_hetero.lowering import num_slots
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
-from lightning_hetero.store.audit import ring_bytes
 from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.descriptors import make_room
-from lightning_hetero.store.directory import DiskLimits, StoreDirectory
-from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.format.audit import ring_bytes
+from lightning_hetero.store.format.directory import DiskLimits, StoreDirectory
+from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.mirrors import mirror_files
 from lightning_hetero.store.raw_memory import PAGE as _PAGE
 from lightning_hetero.store.tiers import TierStore

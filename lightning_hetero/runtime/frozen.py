@@ -1,7 +1,7 @@
 """What a run was at one moment, for a thread that reads it while training goes on.
 
 [Note: Frozen]
-What lives on disk is linked: a snapshot (``store.snapshots``) of the last record, made by names of its slots, so it takes neither
+What lives on disk is linked: a snapshot (``format.snapshots``) of the last record, made by names of its slots, so it takes neither
 time nor space; a slot that training writes again gets a fresh file first. It is read without the engine, which one thread alone
 may use. What lives in memory, of the host or of a device, is copied tensor by tensor to a file without a name, since the next
 update, or anybody's own code, may change it at once. So no second copy is ever in memory, and a killed process leaves nothing but
@@ -28,11 +28,11 @@ from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
-from lightning_hetero.store.audit import StoreFiles
 from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.geometry import WEIGHTS
 from lightning_hetero.store.raw_memory import memory_of, own_memory
-from lightning_hetero.store.snapshots import snapshot
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, format_bytes
 

@@ -44,10 +44,10 @@ from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts,
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
-from lightning_hetero.store.earlier import aside, refusal
+from lightning_hetero.store.format.earlier_runs import aside, refusal
+from lightning_hetero.store.format.snapshots import check_room, snapshot
+from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.loans import Loans
-from lightning_hetero.store.snapshots import check_room, snapshot
-from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import format_bytes
 

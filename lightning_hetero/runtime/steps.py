@@ -5,7 +5,7 @@ A fit keeps its steps if it has a store with a name (``disk_path``), a ``durabil
 that update part by part. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
 mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows. With ``keep_every``
 above 1 only every so many steps pay it: the others commit what they write to the disk, in records that stand for no step, and the
-last one that was kept is pinned (``store.pins``). So is the last step of any run before a record that comes in the middle of a
+last one that was kept is pinned (``format.pins``). So is the last step of any run before a record that comes in the middle of a
 step: parameters have joined an optimizer, a checkpoint was loaded, blocks move although something was written since.
 
 [Note: How much a kill loses]
@@ -33,14 +33,14 @@ from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.store import record
 from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.format import record
+from lightning_hetero.store.format.pins import pin, pins, unpin
+from lightning_hetero.store.format.snapshots import snapshot
+from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.geometry import versions
 from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
 from lightning_hetero.store.mirrors import entry_of, mirror_bytes
-from lightning_hetero.store.pins import pin, pins, unpin
-from lightning_hetero.store.snapshots import snapshot
-from lightning_hetero.store.state_files import StateFiles
 from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, format_bytes
 
@@ -371,7 +371,7 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
     num_parts = sum(len(b.parts) for b in blocks)
     if not kept:
         return {"num_blocks": 8 * num_parts + 64, "user_bytes": record.USER_BYTES_WITHOUT_STATE}
-    user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params  # first what `store.state_files` leaves in it
+    user_bytes = 256 * KIB + 256 * num_parts + 512 * num_params  # first what `store.format.state_files` leaves in it
     return {"num_blocks": 16 * num_parts + 64, "user_bytes": user_bytes}
 
 

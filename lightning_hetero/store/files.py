@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Engine, Store, Ticket
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.geometry import has_file
 from lightning_hetero.store.options import EngineOptions
-from lightning_hetero.store.state_files import StateFiles
 
 
 class BlockFiles:

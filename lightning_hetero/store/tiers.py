@@ -25,8 +25,8 @@ from lightning_hetero import _native
 from lightning_hetero._native import Engine, EngineStats, Hyper, Patch, Segment, Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.directory import StoreDirectory
 from lightning_hetero.store.files import BlockFiles
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.geometry import WEIGHTS, has_master, versions, weights_on_file
 from lightning_hetero.store.loans import Loans
 from lightning_hetero.store.mirrors import writes_of

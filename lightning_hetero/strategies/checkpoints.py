@@ -16,8 +16,8 @@ from lightning_hetero.checkpoint.landing import Landing
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.frozen import Frozen
-from lightning_hetero.store.earlier import bring, comes_from, make_way
-from lightning_hetero.store.pins import roll_back
+from lightning_hetero.store.format.earlier_runs import bring, comes_from, make_way
+from lightning_hetero.store.format.pins import roll_back
 from lightning_hetero.strategies import checkpoint_io
 from lightning_hetero.strategies.core import Core
 from lightning_hetero.strategies.resume import (

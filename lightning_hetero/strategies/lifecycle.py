@@ -21,7 +21,7 @@ from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules, host_budget
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.store.earlier import make_way
+from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host

@@ -27,7 +27,7 @@ from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.errors import CheckpointMissingError, ConfigError, UnsupportedError
 from lightning_hetero.parallel.recovery import TieredCheckpoints
-from lightning_hetero.store import encoding
+from lightning_hetero.store.format import encoding
 from lightning_hetero.strategies.data import random_state, set_random_state
 from lightning_hetero.strategies.resume import is_store
 from lightning_hetero.units import MIB, format_bytes

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.encoding import dumps
+from lightning_hetero.store.format.encoding import dumps
 
 _WORDS = 625  # of Python's generator: 624 and an index
 _DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # how far objects are looked through for generators

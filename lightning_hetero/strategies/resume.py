@@ -16,11 +16,11 @@ import torch
 from lightning_hetero._native import Store
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.runtime.handles import OffloadedTensor
-from lightning_hetero.store import committed, record, shapes
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import has_lost_records
-from lightning_hetero.store.manifest import MANIFEST, identity_of, layout_of, read_manifest
-from lightning_hetero.store.pins import pins
+from lightning_hetero.store.format import record, stored_model, value_shapes
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, read_manifest
+from lightning_hetero.store.format.pins import pins
+from lightning_hetero.store.format.stored_model import has_lost_records
 from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def _checked_state(last: record.Record, path: Path) -> dict[str, Any]:
     state = record.state_of(last, str(path))
-    record.check_state(state, path, shapes.Fields(record.STATE))
+    record.check_state(state, path, value_shapes.Fields(record.STATE))
     return state
 
 
@@ -119,12 +119,12 @@ def read_for_evaluation(path: Path, module: Any, precision: Any, opened: ExitSta
         StoreBusyError: A process uses it.
         StoreCorruptError: A file is not what the record names.
     """
-    store = committed.last_kept(opened.enter_context(StoreFiles(path)), opened)
+    store = stored_model.last_kept(opened.enter_context(StoreFiles(path)), opened)
     if store.record is None:
         opened.close()  # the store is opened once more, to say why
         raise _no_record(path)
     state = _checked_state(record.parse(store.record.user), store.path)
-    weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in committed.stored_weights(store)}
+    weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in stored_model.stored_weights(store)}
     first = {parameter: name for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in weights and first[parameter] in weights:
@@ -177,10 +177,10 @@ def check_loops(state: dict[str, Any], path: Path, trainer: Any) -> None:
     Raises:
         ConfigError: Names the first place that differs.
     """
-    like = {"fit_loop": shapes.like(trainer.fit_loop.state_dict())}
+    like = {"fit_loop": value_shapes.like(trainer.fit_loop.state_dict())}
     if state["datamodule"] is not None:
-        like["datamodule"] = shapes.Row((str, dict))
-    record.check_state(state, path, shapes.Fields(like))
+        like["datamodule"] = value_shapes.Row((str, dict))
+    record.check_state(state, path, value_shapes.Fields(like))
 
 
 def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:

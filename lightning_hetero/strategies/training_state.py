@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.encoding import dumps
-from lightning_hetero.store.state_files import StateFiles
+from lightning_hetero.store.format.encoding import dumps
+from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
 
@@ -104,7 +104,7 @@ class TrainingState:
     # ---- a step -----------------------------------------------------------------------------------------------------------
 
     def take(self, books: Callable[[], list[dict[str, Any]]], files: StateFiles) -> str:
-        """The state as text (see ``store.encoding``), as it is when the hooks of a training batch have run.
+        """The state as text (see ``store.format.encoding``), as it is when the hooks of a training batch have run.
 
         Args:
             books: Gives what the record says of each optimizer.

@@ -130,7 +130,7 @@ def command(folder: Path, case: Case, **options: Any) -> Any:
 def die_at(folder: Path, case: Case) -> None:
     """Begins, and kills itself at the point."""
     from lightning_hetero.runtime.session import Session
-    from lightning_hetero.store import directory, earlier, snapshots
+    from lightning_hetero.store.format import directory, earlier_runs, snapshots
 
     linked = [0]
 
@@ -147,13 +147,13 @@ def die_at(folder: Path, case: Case) -> None:
         die()
 
     if case.point == "renaming":
-        around(earlier.os, "rename", before=die)
+        around(earlier_runs.os, "rename", before=die)
     elif case.point == "renamed":
-        around(earlier, "_put_aside", after=die)
+        around(earlier_runs, "_put_aside", after=die)
     elif case.point == "linking":
         around(snapshots, "link", after=die_in_the_middle)
     elif case.point == "linked":
-        around(earlier, "snapshot", after=die)
+        around(earlier_runs, "snapshot", after=die)
     elif case.point == "opened":
         around(directory, "write_manifest", after=die)
     elif case.point == "laid out":

@@ -194,7 +194,7 @@ def die_at(root: Path, file: Path, case: Case) -> None:
 
 def die_while_rolling_back(root: Path, case: Case) -> None:
     """Resumes, and kills itself when the slots are those of the pin, and the record is not."""
-    from lightning_hetero.store import pins
+    from lightning_hetero.store.format import pins
 
     pins.sync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     train(root, strategy_of(root, case), root / "store")

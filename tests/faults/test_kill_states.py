@@ -53,8 +53,8 @@ def die_after(root: Path, call: str) -> None:
     from support.heavy import offload, train
 
     from lightning_hetero.runtime.executor import Executor
-    from lightning_hetero.store import state_files
-    from lightning_hetero.store.directory import StoreDirectory
+    from lightning_hetero.store.format import state_files
+    from lightning_hetero.store.format.directory import StoreDirectory
 
     step, strategy = [0], offload(root / "store", durability="power")
 

@@ -15,9 +15,9 @@ from support.models import Recipe, Shape, assert_same
 from support.resuming import after, train
 
 from lightning_hetero.errors import CheckpointWriteError, ConfigError, StoreError
-from lightning_hetero.store import record, shapes
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.encoding import dumps
+from lightning_hetero.store.format import record, value_shapes
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.strategies import HeteroOffloadStrategy, checkpoint_io
 
 RECIPE = Recipe(steps=4, shape=Shape(layers=2))
@@ -42,7 +42,7 @@ def state_of(state: Any, *only: str) -> dict[str, Any]:
 
 def test_a_state_as_training_takes_it_is_read() -> None:
     read = state_of(STATE)
-    record.check_state(read, "here", shapes.Fields(record.STATE))
+    record.check_state(read, "here", value_shapes.Fields(record.STATE))
     assert set(record.STATE) == set(STATE)
     assert state_of({**STATE, "datamodule": None}, "datamodule")["datamodule"] is None
 
@@ -53,7 +53,7 @@ WRONG = st.sampled_from([None, True, 7, -1.5, "text", [], [3], {"a": 1}, [[1]], 
 @given(field=st.sampled_from(sorted(STATE)), value=WRONG)
 def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any) -> None:
     shape = record.STATE[field]
-    expected = shapes.fault(value, shape, f"state.{field}")
+    expected = value_shapes.fault(value, shape, f"state.{field}")
     if not expected:
         state_of({**STATE, field: value})
         return
@@ -66,7 +66,7 @@ def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any) -> N
 def test_a_field_that_is_missing_is_named(field: str) -> None:
     state = {key: value for key, value in STATE.items() if key != field}
     with pytest.raises(ConfigError, match=field):
-        record.check_state(state_of(state), "here", shapes.Fields(record.STATE))
+        record.check_state(state_of(state), "here", value_shapes.Fields(record.STATE))
 
 
 @pytest.mark.parametrize(

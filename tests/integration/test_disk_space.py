@@ -16,7 +16,7 @@ from support.models import Outcome, Recipe, Shape, assert_same, data, outcome, q
 from support.resuming import BATCHES, Model, after, train
 
 from lightning_hetero.errors import OutOfDiskError
-from lightning_hetero.store import pins, snapshots
+from lightning_hetero.store.format import pins, snapshots
 from lightning_hetero.store.volume import Volume
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

@@ -21,9 +21,9 @@ from support.resuming import Model, after, train
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreError
-from lightning_hetero.store import directory, earlier
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.pins import pins
+from lightning_hetero.store.format import directory, earlier_runs
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.pins import pins
 
 RECIPE = Recipe(steps=5, shape=Shape(layers=2, dropout=0.1))
 KEPT = 3
@@ -204,7 +204,7 @@ def test_the_same_trainer_fits_again(new_run: bool, tmp_path: Path) -> None:
         trainer.fit(module, data(), ckpt_path=str(store))
     assert trainer.global_step == 4
     with StoreFiles(store) as files:
-        assert earlier.what_is_kept(files) == "step 4"
+        assert earlier_runs.what_is_kept(files) == "step 4"
 
 
 def test_records_that_cannot_be_read_may_be_kept_steps(store: Path, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_store_that_cannot_be_renamed_stays_and_is_named(store: Path, tmp_path
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(16, "Device or resource busy")  # a disk is mounted there
 
-    monkeypatch.setattr(earlier.os, "rename", refuse)
+    monkeypatch.setattr(earlier_runs.os, "rename", refuse)
     with pytest.raises(StoreError, match=r"store\.earlier-1': Device or resource busy. Move what it holds elsewhere yourself"):
         fit(HeteroOffloadStrategy("disk", disk_path=store, new_run=True), tmp_path)
     monkeypatch.undo()

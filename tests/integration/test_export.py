@@ -18,7 +18,7 @@ from lightning_hetero import export_weights
 from lightning_hetero.convert.exporting import import_weights, weights_of
 from lightning_hetero.convert.safetensors import WeightFiles
 from lightning_hetero.errors import ConfigError, StoreCorruptError
-from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")

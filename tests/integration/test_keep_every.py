@@ -16,7 +16,7 @@ from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.cli.verify import run as verify
 from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.pins import pins
+from lightning_hetero.store.format.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))

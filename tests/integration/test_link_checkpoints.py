@@ -15,8 +15,8 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from support.resuming import BATCHES, Ends, Model, after, train
 
 from lightning_hetero.errors import ConfigError, StoreBusyError
-from lightning_hetero.store import snapshots
-from lightning_hetero.store.audit import StoreFiles
+from lightning_hetero.store.format import snapshots
+from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 RECIPE = Recipe(steps=8, shape=Shape(layers=2))

@@ -28,8 +28,8 @@ from lightning_hetero.ir.schedule import Op, OpKind
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import block_names
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.stored_model import block_names
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 RECIPE = Recipe(steps=12, shape=Shape(layers=3, dropout=0.1), clip=1.0, schedule="onecycle", validate=True, groups=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero._native import F32, U8, Arena, Block, BlockGeometry, Engine
 from lightning_hetero.runtime.door import OffloadedParameter
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.pins import pins
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))

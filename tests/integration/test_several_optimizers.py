@@ -19,7 +19,7 @@ from support.strategies import assert_same_as_plain, least_memory, make_strategy
 from torch import nn
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
-from lightning_hetero.store import record
+from lightning_hetero.store.format import record
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["resident", "host", "disk", "tight", "device_resident"]

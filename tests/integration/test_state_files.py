@@ -19,13 +19,13 @@ from support.resuming import Ends
 
 from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.errors import OutOfDiskError, StoreCorruptError
-from lightning_hetero.store import snapshots
-from lightning_hetero.store import state_files as module
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.directory import StoreDirectory
-from lightning_hetero.store.encoding import loads
-from lightning_hetero.store.pins import pins
-from lightning_hetero.store.state_files import StateFiles, read_value
+from lightning_hetero.store.format import snapshots
+from lightning_hetero.store.format import state_files as module
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.format.encoding import loads
+from lightning_hetero.store.format.pins import pins
+from lightning_hetero.store.format.state_files import StateFiles, read_value
 from lightning_hetero.units import KIB
 
 

@@ -29,10 +29,10 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier
 from lightning_hetero.parallel.planner.clusters import load_cluster
-from lightning_hetero.store import record
-from lightning_hetero.store.audit import StoreFiles, crc32c
-from lightning_hetero.store.encoding import Encoded, dumps, unpack
-from lightning_hetero.store.manifest import check_same_store, identity_of, layout_of, read_manifest
+from lightning_hetero.store.format import record
+from lightning_hetero.store.format.audit import StoreFiles, crc32c
+from lightning_hetero.store.format.encoding import Encoded, dumps, unpack
+from lightning_hetero.store.format.manifest import check_same_store, identity_of, layout_of, read_manifest
 
 HERE = Path("store")
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -27,7 +27,7 @@ from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.activations.recompute import RecomputationError
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 
 KEEP, RECOMPUTE, HOST, DISK = Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST, Saved.SWAP_DISK
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

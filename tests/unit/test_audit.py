@@ -12,7 +12,7 @@ import torch
 from support.models import Recipe, Shape, run
 
 from lightning_hetero.errors import ConfigError, StoreBusyError, StoreCorruptError
-from lightning_hetero.store.audit import StoreFiles, crc32c
+from lightning_hetero.store.format.audit import StoreFiles, crc32c
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 STEPS = 3

@@ -28,7 +28,7 @@ from lightning_hetero.profiling.hardware import measure
 from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, alone, progress, rates, rounds, slowdown
 from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.options import EngineOptions
 from lightning_hetero.units import MIB
 

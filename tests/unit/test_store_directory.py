@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreBusyError, StoreError
-from lightning_hetero.store import directory as module
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format import directory as module
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.volume import Volume, find_mount, is_rotational
 
 MODEL: dict[str, Any] = {"optimizer": "AdamW", "blocks": [{"name": "layers.0", "shapes": [[4, 4]], "dtype": "float32"}]}
@@ -355,7 +355,7 @@ def test_files_that_a_takeover_removes_count_as_free(root: Path, monkeypatch: py
 CHILD = """
 import sys
 from pathlib import Path
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 path, root, manifest = (None if sys.argv[1] == "-" else Path(sys.argv[1])), Path(sys.argv[2]), eval(sys.argv[3])
 store = StoreDirectory.create_or_adopt(path, default_root=root, manifest=manifest, needed_bytes=0)
 (store.path / "block-00000.a").write_bytes(b"x")

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from lightning_hetero import _native
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store import record
-from lightning_hetero.store.encoding import Encoded, dumps, loads, unpack
-from lightning_hetero.store.manifest import identity_of, layout_of
-from lightning_hetero.store.state_files import Digest
+from lightning_hetero.store.format import record
+from lightning_hetero.store.format.encoding import Encoded, dumps, loads, unpack
+from lightning_hetero.store.format.manifest import identity_of, layout_of
+from lightning_hetero.store.format.state_files import Digest
 
 HERE = pathlib.Path("store")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hetero._native import U8, Arena, Block, BlockGeometry, Engine, Store, Ticket
 from lightning_hetero.errors import OutOfDiskError
-from lightning_hetero.store.directory import StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.units import MIB
 
 _PAGE = 4096

@@ -19,10 +19,10 @@ import torch
 
 from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
-from lightning_hetero.store.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
+from lightning_hetero.store.format.record import files_of
+from lightning_hetero.store.format.state_files import fault_of
 from lightning_hetero.store.raw_memory import PAGE, memory_of
-from lightning_hetero.store.record import files_of
-from lightning_hetero.store.state_files import fault_of
 from lightning_hetero.units import round_up
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

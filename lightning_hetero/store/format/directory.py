@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
-from lightning_hetero.store.manifest import (
+from lightning_hetero.store.format.manifest import (
     MANIFEST,
     check_same_store,
     identity_of,

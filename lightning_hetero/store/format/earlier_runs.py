@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, StoreError
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.committed import has_lost_records, last_kept
-from lightning_hetero.store.directory import remove_store
-from lightning_hetero.store.manifest import MANIFEST
-from lightning_hetero.store.record import global_step_of
-from lightning_hetero.store.snapshots import remove_unfinished, snapshot, sync
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.directory import remove_store
+from lightning_hetero.store.format.manifest import MANIFEST
+from lightning_hetero.store.format.record import global_step_of
+from lightning_hetero.store.format.snapshots import remove_unfinished, snapshot, sync
+from lightning_hetero.store.format.stored_model import has_lost_records, last_kept
 
 log = logging.getLogger(__name__)
 

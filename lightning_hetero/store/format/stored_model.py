@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightning_hetero._native import U8
 from lightning_hetero.errors import ConfigError, UnsupportedError
-from lightning_hetero.store.audit import CommittedBlock, StoreFiles, step_of_slot
-from lightning_hetero.store.directory import STATE_FILE, slot_files
-from lightning_hetero.store.manifest import layout_of
+from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles, step_of_slot
+from lightning_hetero.store.format.directory import STATE_FILE, slot_files
+from lightning_hetero.store.format.manifest import layout_of
+from lightning_hetero.store.format.pins import pins
+from lightning_hetero.store.format.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
 from lightning_hetero.store.partition import ALIGN_ELEMENTS
-from lightning_hetero.store.pins import pins
 from lightning_hetero.store.raw_memory import own_memory
-from lightning_hetero.store.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
 from lightning_hetero.units import round_up
 
 

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError
-from lightning_hetero.store.audit import StoreFiles
-from lightning_hetero.store.manifest import MANIFEST
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.volume import Volume, disk_error
 from lightning_hetero.units import format_bytes
 

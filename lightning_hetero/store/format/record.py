@@ -21,10 +21,10 @@ import torch
 
 from lightning_hetero._native import U8, BlockGeometry
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store import shapes
-from lightning_hetero.store.directory import STATE_FILE
-from lightning_hetero.store.encoding import DTYPES, loads
-from lightning_hetero.store.state_files import read_value
+from lightning_hetero.store.format import value_shapes
+from lightning_hetero.store.format.directory import STATE_FILE
+from lightning_hetero.store.format.encoding import DTYPES, loads
+from lightning_hetero.store.format.state_files import read_value
 
 VERSION = 1
 USER_BYTES_WITHOUT_STATE = 256  # largest user blob of a record in a run that keeps no steps
@@ -104,7 +104,7 @@ class Record:
 
     Attributes:
         parts: One entry for each part, in the order of the manifest.
-        state: The training state as text, see ``store.encoding``; empty where the record stands for no step.
+        state: The training state as text, see ``store.format.encoding``; empty where the record stands for no step.
         why: Why it does not.
         files: Bytes of each state file that the state names.
         owners: The numbers of each part's optimizers; ``None`` in older stores, which do not say.
@@ -117,16 +117,16 @@ class Record:
     owners: tuple[tuple[int, ...], ...] | None = None
 
 
-_MOMENT = {"at": int, "random": dict, "generators": shapes.DictOf(object)}
+_MOMENT = {"at": int, "random": dict, "generators": value_shapes.DictOf(object)}
 _DATA = {
-    "started": shapes.Either((None, shapes.Fields(_MOMENT))),
+    "started": value_shapes.Either((None, value_shapes.Fields(_MOMENT))),
     "samplers_know_epoch": bool,
-    "moments": shapes.ListOf(shapes.Fields({**_MOMENT, "drawn_by": shapes.ListOf(int)})),
-    "memory": shapes.Fields({"states": shapes.DictOf(object), "attributes": shapes.DictOf(dict)}),
-    "generators": shapes.DictOf(object),
+    "moments": value_shapes.ListOf(value_shapes.Fields({**_MOMENT, "drawn_by": value_shapes.ListOf(int)})),
+    "memory": value_shapes.Fields({"states": value_shapes.DictOf(object), "attributes": value_shapes.DictOf(dict)}),
+    "generators": value_shapes.DictOf(object),
     **dict.fromkeys(("drawn", "calls", "fetched", "held"), int),
     **dict.fromkeys(("done", "is_lost"), bool),
-    "reloaded": shapes.ListOf(shapes.Either((None, int))),
+    "reloaded": value_shapes.ListOf(value_shapes.Either((None, int))),
 }
 
 # The training state that `strategies.training_state` takes.
@@ -134,18 +134,24 @@ STATE: dict[str, Any] = {
     "version": str,
     "epoch": int,
     "global_step": int,
-    "fit_loop": shapes.DictOf(dict),
-    "optimizers": shapes.ListOf(shapes.Fields({"name": str, "sizes": shapes.ListOf(int), "groups": shapes.ListOf(dict)})),
+    "fit_loop": value_shapes.DictOf(dict),
+    "optimizers": value_shapes.ListOf(
+        value_shapes.Fields({"name": str, "sizes": value_shapes.ListOf(int), "groups": value_shapes.ListOf(dict)})
+    ),
     "changes": dict,
-    "lr_schedulers": shapes.ListOf(dict),
+    "lr_schedulers": value_shapes.ListOf(dict),
     "precision": dict,
-    "buffers": shapes.DictOf(torch.Tensor),
-    "random": shapes.DictOf(dict),
-    "data": shapes.Fields(_DATA, {"loaders": shapes.ListOf(shapes.DictOf(shapes.Either((None, bool, int, float, str))))}),
-    "validation": shapes.Either((None, shapes.Fields({"generators": shapes.DictOf(object), "started": shapes.ListOf(bool)}))),
-    "callbacks": shapes.DictOf(object),
-    "datamodule": shapes.Either((None, shapes.Row((str, object)))),
-    "hyper_parameters": shapes.DictOf(object),
+    "buffers": value_shapes.DictOf(torch.Tensor),
+    "random": value_shapes.DictOf(dict),
+    "data": value_shapes.Fields(
+        _DATA, {"loaders": value_shapes.ListOf(value_shapes.DictOf(value_shapes.Either((None, bool, int, float, str))))}
+    ),
+    "validation": value_shapes.Either(
+        (None, value_shapes.Fields({"generators": value_shapes.DictOf(object), "started": value_shapes.ListOf(bool)}))
+    ),
+    "callbacks": value_shapes.DictOf(object),
+    "datamodule": value_shapes.Either((None, value_shapes.Row((str, object)))),
+    "hyper_parameters": value_shapes.DictOf(object),
 }
 
 
@@ -239,7 +245,7 @@ def state_of(record: Record, path: str | os.PathLike[str], *only: str) -> dict[s
     tree = json.loads(record.state)
     wanted = {key: value for key, value in tree.items() if not only or key in only}
     state: dict[str, Any] = loads(json.dumps(wanted), partial(read_value, Path(path)))
-    check_state(state, path, shapes.Fields({key: STATE[key] for key in only if key in STATE}, STATE))
+    check_state(state, path, value_shapes.Fields({key: STATE[key] for key in only if key in STATE}, STATE))
     return state
 
 
@@ -249,7 +255,7 @@ def check_state(state: Any, path: str | os.PathLike[str], shape: Any) -> None:
     Raises:
         ConfigError: Names the first place that differs.
     """
-    if what := shapes.fault(state, shape, "state"):
+    if what := value_shapes.fault(state, shape, "state"):
         raise ConfigError(
             f"the training state in the last record of {str(path)!r} cannot be used: {what}. Another program or version has "
             f"written it. Go on from a checkpoint, or with the version that training began with."
@@ -257,7 +263,7 @@ def check_state(state: Any, path: str | os.PathLike[str], shape: Any) -> None:
 
 
 def _files(tree: Any) -> Iterator[tuple[str, int]]:
-    """The state files that a state names: nothing else in it has the key ``"$"`` and this kind, see ``store.encoding``."""
+    """The state files that a state names: nothing else in it has the key ``"$"`` and this kind, see ``store.format.encoding``."""
     if isinstance(tree, list):
         for item in tree:
             yield from _files(item)

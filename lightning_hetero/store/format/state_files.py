@@ -21,8 +21,8 @@ from typing import Any
 
 from lightning_hetero._native import digest
 from lightning_hetero.errors import OutOfDiskError, StoreCorruptError
-from lightning_hetero.store.directory import StoreDirectory
-from lightning_hetero.store.encoding import Encoded, unpack
+from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.format.encoding import Encoded, unpack
 from lightning_hetero.store.volume import disk_error
 from lightning_hetero.units import KIB, MIB, format_bytes
 
