@@ -29,7 +29,7 @@ from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.sim import simulate
 
 MIB, GIB = 2**20, 2**30
-CHUNK = 2**18  # elements, as in store/tiers.py
+CHUNK = 2**18  # elements, as in store/live/geometry.py
 HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, _native.ADAMW)
 STEPS = 3
 REPETITIONS = 7

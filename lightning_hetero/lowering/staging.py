@@ -5,7 +5,8 @@ from __future__ import annotations
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.units import KIB, MIB, round_up
 
-_STAGED_CHUNKS, _CHUNK_ELEMENTS, _CHUNK_ALIGN, _CHUNK_FOOTERS = 8, 256 * KIB, 4096, 4 * 4096  # store.geometry, which stages them
+# As in store/live/geometry.py.
+_STAGED_CHUNKS, _CHUNK_ELEMENTS, _CHUNK_ALIGN, _CHUNK_FOOTERS = 8, 256 * KIB, 4096, 4 * 4096
 _LEAST_CHUNK = 64 * KIB
 _READ_AHEAD_BYTES = 512 * MIB  # the state of the largest block of most models, an embedding; more than that gains little
 

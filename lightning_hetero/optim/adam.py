@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero import _native
 from lightning_hetero._native import Hyper, Segment
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.live.blocks import Part
 
 DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 

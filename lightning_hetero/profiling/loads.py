@@ -17,11 +17,11 @@ from lightning_hetero import _native
 from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.store.format.directory import StoreDirectory
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.units import KIB, MIB, round_up
 
 _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100.0)
-_CHUNK_ELEMENTS = 256 * KIB  # of fp32 blocks, as in store/tiers.py
+_CHUNK_ELEMENTS = 256 * KIB  # of fp32 blocks, as in store/live/geometry.py
 _IO_CHUNK_BYTES = 2 * MIB  # between a chunk of fp32 weights (1 MiB) and one of weights and moments (3 MiB)
 _BLOCK_BYTES = 16 * MIB  # some milliseconds of a fast disk, and not many of a slow one
 _PREPARE_S = 0.5  # seconds of writing files for one direction: a slow disk gets fewer of them

@@ -15,7 +15,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.profiling import loads
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.store.capacity import available_cores, total_memory_bytes
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.volume import Volume
 from lightning_hetero.units import MIB, format_bytes
 

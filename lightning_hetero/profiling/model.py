@@ -31,8 +31,8 @@ from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attribu
 from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.capacity import heap_meter
+from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.units import format_bytes
 
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hetero.runtime.activations.names import ParameterAddresses, has_storage, leaves
 from lightning_hetero.runtime.device import DeviceWeights
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 _ATEN = torch.ops.aten
 # The registry has the attention kernels of accelerators only; those of the CPU take the same arguments first.

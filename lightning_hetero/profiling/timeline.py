@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero.ir.schedule import Phase
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from lightning_hetero.runtime.initialize import Content, Initializer, in_order_o
 from lightning_hetero.runtime.moving import give_new_homes, take_home_off
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.steps import KeptSteps
-from lightning_hetero.store.blocks import Block, Part, back_to_meta, bind, split
-from lightning_hetero.store.homes import close_home, open_home, reset_home
-from lightning_hetero.store.moves import move
+from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, split
+from lightning_hetero.store.live.moves import move
+from lightning_hetero.store.live.native_parts import close_home, open_home, reset_home
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
-from lightning_hetero.store.tiers import TierStore
 
 
 class Arrival:

@@ -22,12 +22,12 @@ from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource
-from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.format.record import BlobEntry, BlobRow
-from lightning_hetero.store.geometry import WEIGHTS, opaque_chunk
-from lightning_hetero.store.homes import close_home, open_home
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.geometry import WEIGHTS, opaque_chunk
+from lightning_hetero.store.live.native_parts import close_home, open_home
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE
-from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import round_up
 
 _ALIGN = 64

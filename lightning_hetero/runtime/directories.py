@@ -14,14 +14,14 @@ from lightning_hetero.lowering import num_slots
 from lightning_hetero.runtime.activations.files import NativeSwapFiles
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
-from lightning_hetero.store.blocks import Block
-from lightning_hetero.store.descriptors import make_room
+from lightning_hetero.store.file_limits import make_room
 from lightning_hetero.store.format.audit import ring_bytes
 from lightning_hetero.store.format.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.format.manifest import MANIFEST
-from lightning_hetero.store.mirrors import mirror_files
+from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.mirrors import mirror_files
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE as _PAGE
-from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.store.volume import Volume
 
 _SWAPS_OF_BLOCK = 4  # files of activations that a block has at the same time, or less

@@ -38,7 +38,7 @@ from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.schedules import Schedules
 from lightning_hetero.runtime.sums import RoomForGradients
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 
 class Executor(RoomForGradients):

@@ -28,12 +28,12 @@ from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
-from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.snapshots import snapshot
-from lightning_hetero.store.geometry import WEIGHTS
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.geometry import WEIGHTS
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import memory_of, own_memory
-from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import KIB, format_bytes
 
 _SMALL_BYTES = 4 * KIB  # stays in memory: step counts, biases

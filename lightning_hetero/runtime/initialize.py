@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.adapters import adapter_setters
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.raw_memory import own_memory
 
 

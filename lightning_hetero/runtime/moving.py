@@ -10,10 +10,10 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.geometry import geometry_of
-from lightning_hetero.store.homes import close_home, open_home
-from lightning_hetero.store.moves import move
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import geometry_of
+from lightning_hetero.store.live.moves import move
+from lightning_hetero.store.live.native_parts import close_home, open_home
 
 
 def move_block(
@@ -30,7 +30,7 @@ def move_block(
         block: The block.
         placed: Its new plan.
         geometries: Those of the new plan.
-        settle: See :func:`~lightning_hetero.store.moves.move`.
+        settle: See :func:`~lightning_hetero.store.live.moves.move`.
     """
     before = block.plan
     same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)

@@ -11,7 +11,7 @@ from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import ResidentBlocks
 from lightning_hetero.runtime.speculation import Speculation
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 
 class EngineOps(ResidentBlocks):

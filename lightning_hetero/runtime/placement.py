@@ -20,9 +20,9 @@ from lightning_hetero.optim import adam
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.geometry import chunk_bytes, geometry_of
-from lightning_hetero.store.options import staging_bytes
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.engine_options import staging_bytes
+from lightning_hetero.store.live.geometry import chunk_bytes, geometry_of
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)

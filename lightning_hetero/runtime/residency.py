@@ -22,9 +22,9 @@ from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
 from lightning_hetero.runtime.updates import Updater
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.mirrors import readers_of
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import format_bytes
 
 

@@ -42,13 +42,13 @@ from lightning_hetero.runtime.placement import Placement, check_owners, native_s
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.updates import Updater
-from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
 from lightning_hetero.store.format.earlier_runs import aside, refusal
 from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.loans import Loans
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.loans import Loans
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)

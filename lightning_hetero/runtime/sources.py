@@ -17,11 +17,11 @@ from torch import Tensor
 from lightning_hetero._native import U8, Ticket
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.handles import OffloadedTensor, with_strides
-from lightning_hetero.store.blocks import Part
-from lightning_hetero.store.geometry import WEIGHTS, versions, weights_on_file
-from lightning_hetero.store.mirrors import writes_of
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.geometry import WEIGHTS, versions, weights_on_file
+from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory, tensor_at
-from lightning_hetero.store.tiers import TierStore
 
 
 class DeviceCopies(Protocol):

@@ -35,8 +35,8 @@ from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.runtime.worth import Worth
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.tier_store import TierStore
 
 Unscale = Callable[[Any, Tensor, Tensor, bool], dict[torch.device, Tensor]]  # GradScaler._unscale_grads_
 

@@ -33,15 +33,15 @@ from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.store.blocks import Block, Part
 from lightning_hetero.store.format import record
 from lightning_hetero.store.format.pins import pin, pins, unpin
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.geometry import versions
-from lightning_hetero.store.keeping import adopt, arrange_mirrors, write_mirrors
-from lightning_hetero.store.mirrors import entry_of, mirror_bytes
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.mirror_writes import adopt, arrange_mirrors, write_mirrors
+from lightning_hetero.store.live.mirrors import entry_of, mirror_bytes
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import KIB, format_bytes
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import DONE, Ticket
 from lightning_hetero.runtime.heap import WORTH_IT, Heap
 from lightning_hetero.runtime.ops import EngineOps
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 
 class RoomForGradients(EngineOps):

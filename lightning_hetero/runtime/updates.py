@@ -16,9 +16,9 @@ from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.mirrors import writes_of
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.tier_store import TierStore
 
 
 @dataclass(frozen=True, slots=True)

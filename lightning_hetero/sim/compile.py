@@ -14,7 +14,7 @@ from lightning_hetero.sim.memory import Occupancy
 from lightning_hetero.sim.program import Job, Program, Role, Server
 from lightning_hetero.units import KIB, MIB
 
-_CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/geometry.py, _CHUNK_ELEMENTS)
+_CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/live/geometry.py, _CHUNK_ELEMENTS)
 _TRANSFER_BYTES = 4 * MIB  # the largest transfer of weights (native/src/engine_tasks.cc, kFetchBytes)
 _PIECES_OF_A_BLOCK = (3, 12)
 _PIECES_OF_A_STEP = 300  # beyond this they only cost time: many blocks overlap anyway

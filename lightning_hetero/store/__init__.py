@@ -1,1 +1,1 @@
-"""Where blocks live: their cut, their memory, their files, and the engine that moves and updates them."""
+"""Where blocks live: ``format`` is what is on disk, ``live`` is what happens to it while a model trains."""

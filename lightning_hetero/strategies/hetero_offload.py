@@ -11,7 +11,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.choices import (

@@ -154,7 +154,7 @@ def die_at(root: Path, case: Case) -> None:
     from lightning_hetero.planners import BUILTIN_PLANS
     from lightning_hetero.runtime import session
     from lightning_hetero.runtime.executor import Executor
-    from lightning_hetero.store.files import BlockFiles
+    from lightning_hetero.store.live.block_files import BlockFiles
 
     strategy = strategy_of(root, case)
     batch, handovers, reopened = [0], [0], [0]

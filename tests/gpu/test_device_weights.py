@@ -17,7 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.runtime.lanes import Lanes
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")

@@ -30,7 +30,7 @@ WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 8192, 16
 ACTIVATIONS = 4 * TOKENS * (LAYERS * (5 * WIDTH + 2 * 4 * WIDTH) + 4 * WORDS)  # saved for backward, and their gradients
 LARGEST_GRADIENT = 4 * WIDTH * max(WORDS, 4 * WIDTH)  # one is accumulated while the next is computed: it exists twice
 ONE_TENSOR = 4 * WIDTH * max(WORDS, 4 * WIDTH)  # saving and loading hold one tensor of weights or state at a time
-PATCHES = 64 * MIB  # writes through the door that wait to be brought into the file together (store.tiers)
+PATCHES = 64 * MIB  # writes through the door that wait to be brought into the file together (TierStore)
 ALLOCATOR = 48 * MIB  # what malloc, the threads' stacks and the lazily loaded code of torch take once training begins
 MARGIN = ACTIVATIONS + ALLOCATOR + max(2 * LARGEST_GRADIENT, ONE_TENSOR + PATCHES)
 

@@ -13,7 +13,7 @@ from support.recipes import MIXED
 
 from lightning_hetero import EmulatedDevice
 from lightning_hetero._native import DONE, Ticket
-from lightning_hetero.store.files import BlockFiles
+from lightning_hetero.store.live.block_files import BlockFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 STEPS = 6

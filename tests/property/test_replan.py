@@ -20,7 +20,7 @@ from support.recipes import few_layers
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfDiskError, OutOfMemoryBudgetError
 from lightning_hetero.planners import BUILTIN_PLANS
-from lightning_hetero.store import moves
+from lightning_hetero.store.live import moves
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 OPTIMIZERS = {

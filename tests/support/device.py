@@ -18,12 +18,12 @@ from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWei
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, Lanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.updates import Updater
-from lightning_hetero.store.blocks import Block, Part, bind
-from lightning_hetero.store.geometry import chunk_bytes, geometry_of
-from lightning_hetero.store.homes import open_home
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.blocks import Block, Part, bind
+from lightning_hetero.store.live.engine_options import EngineOptions
+from lightning_hetero.store.live.geometry import chunk_bytes, geometry_of
+from lightning_hetero.store.live.native_parts import open_home
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import partition
-from lightning_hetero.store.tiers import TierStore
 
 _numbers = count()
 

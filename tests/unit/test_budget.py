@@ -15,8 +15,8 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import Needs, Purpose, Rooms, budgeted, needs_of, needs_of_shape, rooms
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.lowering.staging import least_staging, read_ahead
-from lightning_hetero.store.geometry import chunk_bytes
-from lightning_hetero.store.options import EngineOptions, staging_bytes
+from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
+from lightning_hetero.store.live.geometry import chunk_bytes
 
 MIB = 2**20
 BIG = 10**15

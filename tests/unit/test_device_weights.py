@@ -19,7 +19,7 @@ from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.sources import WeightSource
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 BELOW = BlockPlan(name="*", weights=Tier.HOST)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)

@@ -17,8 +17,8 @@ from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.planners import PLANNERS, disk, host, resident
 from lightning_hetero.planners.evaluation import evaluated, simulation
 from lightning_hetero.sim.simulate import disk_bytes
-from lightning_hetero.store.keeping import write_mirrors
-from lightning_hetero.store.mirrors import STATE, WEIGHTS
+from lightning_hetero.store.live.mirror_writes import write_mirrors
+from lightning_hetero.store.live.mirrors import STATE, WEIGHTS
 
 OWN_CPU = replace(ROOMY, name="cpu", shared_memory=True, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9)
 LAYERS, PARAMS = 4, 5 * MB

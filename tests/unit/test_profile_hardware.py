@@ -29,7 +29,7 @@ from lightning_hetero.profiling.machine import Machine
 from lightning_hetero.profiling.timing import Load, Measured, alone, progress, rates, rounds, slowdown
 from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.units import MIB
 
 QUICK_S = 0.2
@@ -427,7 +427,7 @@ def test_threads_keep_to_the_affinity_and_to_a_groups_quota(
 
 def test_update_threads_are_half_of_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("lightning_hetero.store.options.available_cores", lambda: 6)
+    monkeypatch.setattr("lightning_hetero.store.live.engine_options.available_cores", lambda: 6)
     assert EngineOptions().threads() == 3
     assert EngineOptions(update_threads=5).threads() == 5
 

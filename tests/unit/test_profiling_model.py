@@ -22,8 +22,8 @@ from lightning_hetero.profiling.memory import Memory, Observed, kept_bytes, meas
 from lightning_hetero.profiling.model import model_profile
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
-from lightning_hetero.store.blocks import bind
 from lightning_hetero.store.capacity import heap_meter, heap_size
+from lightning_hetero.store.live.blocks import bind
 from lightning_hetero.store.partition import partition
 
 F_, B_ = Phase.FORWARD, Phase.BACKWARD

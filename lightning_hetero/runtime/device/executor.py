@@ -24,7 +24,7 @@ from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.device.ops import All, DeviceOps, Key
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 
 class DeviceExecutor(DeviceOps):

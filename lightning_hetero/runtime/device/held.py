@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.lanes.base import Ticket
-from lightning_hetero.store.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block, Part
 
 
 @dataclass(eq=False, slots=True)

@@ -26,7 +26,7 @@ from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.device.residents import DeviceResidents
 from lightning_hetero.runtime.lanes import Event, OpEvent, Ticket
 from lightning_hetero.runtime.updates import DueUpdate
-from lightning_hetero.store.blocks import Block
+from lightning_hetero.store.live.blocks import Block
 
 Key = tuple[OpKind, int]
 

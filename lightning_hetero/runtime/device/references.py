@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.live.blocks import Part
 
 
 class BoundWeights:

@@ -14,9 +14,9 @@ from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import Lanes
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.geometry import versions
-from lightning_hetero.store.mirrors import writes_of
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.mirrors import writes_of
 
 
 class DeviceResidents(Executor):

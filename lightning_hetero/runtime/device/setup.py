@@ -11,8 +11,8 @@ from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.lanes.queue import QueuedLanes
 from lightning_hetero.runtime.placement import Placement
-from lightning_hetero.store.blocks import Block
 from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.store.live.blocks import Block
 
 
 def executor_on(device: Device, blocks: list[Block], placement: Placement, *, poison: bool, **common: Any) -> DeviceExecutor:

@@ -28,11 +28,11 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event, Lanes
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.geometry import versions
-from lightning_hetero.store.mirrors import STATE, spans, writes_of
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.mirrors import STATE, spans, writes_of
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import tensor_at
-from lightning_hetero.store.tiers import TierStore
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
 
@@ -204,7 +204,7 @@ class DeviceUpdates:
         arrays = self._arrays(part)
         return self._weights.flat(part) if len(arrays) == len(adam.MOMENTS) else arrays[0]
 
-    # ---- whoever looks at the state (``store.blocks.StateHome``) --------------------------------------------------------------
+    # ---- whoever looks at the state (``StateHome``) --------------------------------------------------------------
 
     def read(self, part: Part, array: int, index: int) -> Tensor:
         """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""

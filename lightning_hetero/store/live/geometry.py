@@ -7,7 +7,7 @@ import torch
 from lightning_hetero import _native
 from lightning_hetero._native import BlockGeometry
 from lightning_hetero.ir.plan import Tier
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.units import KIB, round_up
 
 NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}

@@ -6,11 +6,11 @@ from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
-from lightning_hetero.store import mirrors
-from lightning_hetero.store.blocks import Mirror, Part
 from lightning_hetero.store.format.record import PartEntry
-from lightning_hetero.store.geometry import has_file, versions
-from lightning_hetero.store.tiers import TierStore
+from lightning_hetero.store.live import mirrors
+from lightning_hetero.store.live.blocks import Mirror, Part
+from lightning_hetero.store.live.geometry import has_file, versions
+from lightning_hetero.store.live.tier_store import TierStore
 
 _FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_hetero.store.blocks import Part
+from lightning_hetero.store.live.blocks import Part
 
 
 class Unrecorded:

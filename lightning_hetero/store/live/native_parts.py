@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry
-from lightning_hetero.store.blocks import Part
-from lightning_hetero.store.geometry import has_file, has_master, weights_on_file
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.geometry import has_file, has_master, weights_on_file
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
-from lightning_hetero.store.tiers import TierStore
 
 
 def open_home(store: TierStore, part: Part, geometry: BlockGeometry) -> None:

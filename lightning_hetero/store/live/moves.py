@@ -14,10 +14,10 @@ import torch
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Patch
-from lightning_hetero.store.blocks import Part
-from lightning_hetero.store.homes import give_home, new_home, open_home, take_home
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.native_parts import give_home, new_home, open_home, take_home
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory, tensor_at
-from lightning_hetero.store.tiers import TierStore
 from lightning_hetero.units import MIB
 
 _IN_TRANSIT_BYTES = 256 * MIB

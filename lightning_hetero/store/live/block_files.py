@@ -13,8 +13,8 @@ from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Engine, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.geometry import has_file
-from lightning_hetero.store.options import EngineOptions
+from lightning_hetero.store.live.engine_options import EngineOptions
+from lightning_hetero.store.live.geometry import has_file
 
 
 class BlockFiles:

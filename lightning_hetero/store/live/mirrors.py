@@ -9,8 +9,8 @@ may change that memory: the part's next update waits for the ticket. Nothing rea
 from __future__ import annotations
 
 from lightning_hetero._native import DONE, U8, BlockGeometry, Ticket
-from lightning_hetero.store.blocks import Part
 from lightning_hetero.store.format.record import BlobEntry, PartEntry
+from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.units import KIB, round_up
 

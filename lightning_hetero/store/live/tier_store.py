@@ -24,15 +24,15 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Engine, EngineStats, Hyper, Patch, Segment, Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
-from lightning_hetero.store.blocks import Block, Part
-from lightning_hetero.store.files import BlockFiles
 from lightning_hetero.store.format.directory import StoreDirectory
-from lightning_hetero.store.geometry import WEIGHTS, has_master, versions, weights_on_file
-from lightning_hetero.store.loans import Loans
-from lightning_hetero.store.mirrors import writes_of
-from lightning_hetero.store.options import EngineOptions, staging_bytes
+from lightning_hetero.store.live.block_files import BlockFiles
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
+from lightning_hetero.store.live.geometry import WEIGHTS, has_master, versions, weights_on_file
+from lightning_hetero.store.live.loans import Loans
+from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.unrecorded import Unrecorded
 from lightning_hetero.store.raw_memory import own_memory
-from lightning_hetero.store.unrecorded import Unrecorded
 from lightning_hetero.units import MIB
 
 _PATCHES_IN_MEMORY = 64 * MIB

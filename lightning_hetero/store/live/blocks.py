@@ -56,7 +56,7 @@ class StateHome(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Mirror:
-    """One mirror of a part; see [Note: Mirrors] in ``store.mirrors``.
+    """One mirror of a part; see [Note: Mirrors] in ``mirrors.py``.
 
     Attributes:
         native: The block of bytes.
