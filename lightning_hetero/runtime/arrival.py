@@ -17,7 +17,7 @@ from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.steps import KeptSteps
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, split
 from lightning_hetero.store.live.moves import move
-from lightning_hetero.store.live.native_parts import close_home, open_home, reset_home
+from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
 
@@ -167,11 +167,11 @@ def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
 def _open(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
     """Opens the part with its weights as they are in memory and no state."""
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
-        reset_home(store, part)
+        reset_native(store, part)
     else:
         if part.native is not None:
-            close_home(store, part)
+            close_native(store, part)
         if geometry is not None:
-            open_home(store, part, replace(geometry, id=store.files.free_id(geometry.id)))
+            open_native(store, part, replace(geometry, id=store.files.free_id(geometry.id)))
     if part.native is not None:
         store.flush(part)

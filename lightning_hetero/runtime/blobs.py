@@ -25,7 +25,7 @@ from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.format.record import BlobEntry, BlobRow
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.geometry import WEIGHTS, opaque_chunk
-from lightning_hetero.store.live.native_parts import close_home, open_home
+from lightning_hetero.store.live.native_parts import close_native, open_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.units import round_up
@@ -85,7 +85,7 @@ class StateBlobs:
         """Brings the part's state into memory; its blob is removed unless blobs are kept."""
         self.load(part, optimizer)
         if not self.kept and (part, optimizer) in self._blobs:
-            close_home(self._store, self._blobs.pop((part, optimizer))[0])
+            close_native(self._store, self._blobs.pop((part, optimizer))[0])
 
     def entries(self, part: Part, optimizers: Sequence[Optimizer]) -> tuple[BlobEntry, ...]:
         """What a record says of the part's blobs."""
@@ -158,13 +158,13 @@ class StateBlobs:
             block=part.block, names=[e.key for e in entries], params=[], offsets=[e.offset for e in entries],
             dtype=torch.uint8, num_elements=length, arena=Arena(length),
         )  # fmt: skip
-        open_home(self._store, blob, geometry)
+        open_native(self._store, blob, geometry)
         blob.dirty = False  # nothing was ever in its memory: writes go straight to the file
         return blob
 
     def _retire(self, blob: Part) -> None:
         if not self.kept:
-            close_home(self._store, blob)
+            close_native(self._store, blob)
             return
         assert blob.native is not None
         self.retired.append(blob.native)

@@ -13,7 +13,7 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
 from lightning_hetero.store.live.moves import move
-from lightning_hetero.store.live.native_parts import close_home, open_home
+from lightning_hetero.store.live.native_parts import close_native, open_native
 
 
 def move_block(
@@ -61,9 +61,9 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
     executor.bring(part.block)
     executor.leave(part.block)
     if part.native is not None:
-        close_home(store, part)
+        close_native(store, part)
     identifier = store.files.next_id()
-    open_home(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
+    open_native(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
     store.flush(part)
     executor.enter(part.block)
 
@@ -76,7 +76,7 @@ def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> No
             if type(param) is OffloadedParameter:
                 restore(param)
         if part.native is not None:
-            close_home(executor.store, part)
+            close_native(executor.store, part)
 
 
 def give_new_homes(executor: Executor, block: Block) -> None:
@@ -88,7 +88,7 @@ def give_new_homes(executor: Executor, block: Block) -> None:
     for part in block.parts:
         if part.native is None:
             number = store.files.next_id()
-            open_home(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
+            open_native(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
             store.flush(part)
     executor.hide(block)
     executor.release(block)

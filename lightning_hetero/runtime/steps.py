@@ -39,8 +39,9 @@ from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
-from lightning_hetero.store.live.mirror_writes import adopt, arrange_mirrors, write_mirrors
+from lightning_hetero.store.live.mirror_writes import arrange_mirrors, write_mirrors
 from lightning_hetero.store.live.mirrors import entry_of, mirror_bytes
+from lightning_hetero.store.live.native_parts import open_recorded
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import KIB, format_bytes
 
@@ -178,7 +179,7 @@ class KeptSteps:
         assert self._store is not None
         assert self._blobs is not None
         entry = self._found.pop(part)
-        adopt(self._store, part, entry)
+        open_recorded(self._store, part, entry)
         for blob in entry.blobs:
             self._blobs.adopt(part, blob, self._bindings[blob.optimizer].optimizer)
 

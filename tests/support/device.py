@@ -21,7 +21,7 @@ from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.live.blocks import Block, Part, bind
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.live.geometry import chunk_bytes, geometry_of
-from lightning_hetero.store.live.native_parts import open_home
+from lightning_hetero.store.live.native_parts import open_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import partition
 
@@ -102,7 +102,7 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
     store = TierStore(EngineOptions(update_threads=1), directory=None, num_blocks=64, chunk_bytes_max=largest)
     try:
         for part, geometry in zip(parts, geometries, strict=True):
-            open_home(store, part, geometry)
+            open_native(store, part, geometry)
             store.flush(part)
         binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_zero=_nothing, on_load=_nothing)
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))

@@ -1,46 +1,16 @@
-"""What a record needs beside homes on disk: mirrors are arranged and written, and found again by a resume."""
+"""Gives parts the mirrors that they need where they are, and writes them before a commit."""
 
 from __future__ import annotations
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import Ticket
-from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
-from lightning_hetero.store.format.record import PartEntry
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
-from lightning_hetero.store.live.geometry import has_file, versions
+from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.tier_store import TierStore
 
 _FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
-
-
-def adopt(store: TierStore, part: Part, entry: PartEntry) -> None:
-    """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
-    tickets = []
-    if entry.home is not None:
-        part.native = store.files.open_block(entry.home, part.arena.address)
-        part.on_disk = has_file(entry.home)
-        part.dirty = False
-        if entry.home.weights_on_disk_file:
-            tickets.append(store.engine.fetch(part.native))
-    part.stepped = entry.stepped
-    for kind, geometry in ((mirrors.WEIGHTS, entry.weights), (mirrors.STATE, entry.state)):
-        if geometry is not None:
-            address, num_bytes = mirrors.spans(part)[kind]
-            if geometry.num_elements != num_bytes:
-                raise StoreCorruptError(
-                    f"block {geometry.id}: the commit record gives it {geometry.num_elements} bytes; {num_bytes} are needed "
-                    f"for the {kind} of {part.names[0]!r}."
-                )
-            native = store.files.open_block(geometry, address)
-            part.mirrors[kind] = Mirror(native, part.native)
-            if kind == mirrors.WEIGHTS or entry.stepped:
-                tickets.append(store.engine.fetch(native))
-    for ticket in tickets:
-        ticket.wait()
-    store.master_is_current(part)
-    part.mirrored_versions = versions(part)
 
 
 def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:

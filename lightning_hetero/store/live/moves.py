@@ -15,7 +15,7 @@ import torch
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry, Patch
 from lightning_hetero.store.live.blocks import Part
-from lightning_hetero.store.live.native_parts import give_home, new_home, open_home, take_home
+from lightning_hetero.store.live.native_parts import attach_native, detach_native, new_native, open_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory, tensor_at
 from lightning_hetero.units import MIB
@@ -57,17 +57,17 @@ def _exchange(store: TierStore, part: Part, geometry: BlockGeometry | None) -> N
     """Gives the part its new native block, with everything in it; returns the old one, still open."""
     if part.native is None:
         if geometry is not None:
-            open_home(store, part, replace(geometry, id=store.files.next_id()))
+            open_native(store, part, replace(geometry, id=store.files.next_id()))
             store.flush(part)
         return None
     if geometry is None:
         store.flush(part)
-        return take_home(store, part)
+        return detach_native(store, part)
     store.flush(part)
     stepped = part.stepped
-    new = new_home(store, part, replace(geometry, id=store.files.next_id()))  # a full disk refuses it while the old one is whole
-    old = take_home(store, part)
-    give_home(store, part, new)
+    new = new_native(store, part, replace(geometry, id=store.files.next_id()))  # a full disk refuses it while the old one is whole
+    old = detach_native(store, part)
+    attach_native(store, part, new)
     if stepped:
         part.dirty = False
         _copy_state(store, old, part)

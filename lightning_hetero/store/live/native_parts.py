@@ -1,26 +1,57 @@
-"""A part's home: the native block that has its weights and state, opened, exchanged and closed."""
+"""A part's native block, which has its weights and state: opened, opened from a record, exchanged and closed."""
 
 from __future__ import annotations
 
 from lightning_hetero._native import Block as NativeBlock
 from lightning_hetero._native import BlockGeometry
-from lightning_hetero.store.live.blocks import Part
-from lightning_hetero.store.live.geometry import has_file, has_master, weights_on_file
+from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.store.format.record import PartEntry
+from lightning_hetero.store.live import mirrors
+from lightning_hetero.store.live.blocks import Mirror, Part
+from lightning_hetero.store.live.geometry import has_file, has_master, versions, weights_on_file
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
 
 
-def open_home(store: TierStore, part: Part, geometry: BlockGeometry) -> None:
+def open_native(store: TierStore, part: Part, geometry: BlockGeometry) -> None:
     """Opens a native block for the part; what has to be in its file is written there by the next flush."""
-    give_home(store, part, new_home(store, part, geometry))
+    attach_native(store, part, new_native(store, part, geometry))
 
 
-def new_home(store: TierStore, part: Part, geometry: BlockGeometry) -> NativeBlock:
+def new_native(store: TierStore, part: Part, geometry: BlockGeometry) -> NativeBlock:
     """A native block for the part, beside the one that it may have."""
     return store.files.open_block(geometry, part.arena.address)
 
 
-def give_home(store: TierStore, part: Part, native: NativeBlock) -> None:
+def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
+    """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
+    tickets = []
+    if entry.home is not None:
+        part.native = store.files.open_block(entry.home, part.arena.address)
+        part.on_disk = has_file(entry.home)
+        part.dirty = False
+        if entry.home.weights_on_disk_file:
+            tickets.append(store.engine.fetch(part.native))
+    part.stepped = entry.stepped
+    for kind, geometry in ((mirrors.WEIGHTS, entry.weights), (mirrors.STATE, entry.state)):
+        if geometry is not None:
+            address, num_bytes = mirrors.spans(part)[kind]
+            if geometry.num_elements != num_bytes:
+                raise StoreCorruptError(
+                    f"block {geometry.id}: the commit record gives it {geometry.num_elements} bytes; {num_bytes} are needed "
+                    f"for the {kind} of {part.names[0]!r}."
+                )
+            native = store.files.open_block(geometry, address)
+            part.mirrors[kind] = Mirror(native, part.native)
+            if kind == mirrors.WEIGHTS or entry.stepped:
+                tickets.append(store.engine.fetch(native))
+    for ticket in tickets:
+        ticket.wait()
+    store.master_is_current(part)
+    part.mirrored_versions = versions(part)
+
+
+def attach_native(store: TierStore, part: Part, native: NativeBlock) -> None:
     """The part, which has none, gets its native block."""
     part.native = native
     if not part.params:
@@ -30,7 +61,7 @@ def give_home(store: TierStore, part: Part, native: NativeBlock) -> None:
     part.dirty = bool(native.geometry.weights_on_disk_file) or has_master(part)
 
 
-def take_home(store: TierStore, part: Part) -> NativeBlock:
+def detach_native(store: TierStore, part: Part) -> NativeBlock:
     """Takes the native block off the part, which has none then; everything of it is written and committed."""
     assert part.native is not None
     store.barrier(part)
@@ -43,7 +74,7 @@ def take_home(store: TierStore, part: Part) -> NativeBlock:
     return native
 
 
-def close_home(store: TierStore, part: Part) -> None:
+def close_native(store: TierStore, part: Part) -> None:
     """Closes a part's native block and removes its files; the weights are in memory, the state is given up.
 
     The last record names these files, whether anything was written since or not. So another one comes first, which does not: it
@@ -55,10 +86,10 @@ def close_home(store: TierStore, part: Part) -> None:
         store.barrier(part)
         part.native.retire()
         store.commit(always=True)
-    store.files.close_block(take_home(store, part))
+    store.files.close_block(detach_native(store, part))
 
 
-def reset_home(store: TierStore, part: Part) -> None:
+def reset_native(store: TierStore, part: Part) -> None:
     """Gives up a part's state; the weights are in memory, and are written anew by the next flush."""
     assert part.native is not None
     store.flush(part)
