@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero._native import BF16, Arena, Block, BlockGeometry, Engine, Hyper, Patch, Segment, Store, Ticket
+from lightning_hetero._native import BF16, Arena, Engine, Hyper, NativePart, PartGeometry, Patch, Segment, Store, Ticket
 from lightning_hetero.errors import UnsupportedError
 
 CHUNK_ELEMENTS = 256 * 1024
@@ -69,8 +69,8 @@ class Workload:
         self.blocks = [self._open(index) for index in range(num_blocks)]
         self.step = 0
 
-    def _open(self, index: int) -> Block:
-        geometry = BlockGeometry(
+    def _open(self, index: int) -> NativePart:
+        geometry = PartGeometry(
             id=index,
             weight_dtype=BF16,
             num_elements=self.numel,
@@ -79,7 +79,7 @@ class Workload:
             state_on_disk_file=True,
             chunk_elements=CHUNK_ELEMENTS,
         )
-        return Block(self.store, geometry, self.weights.address + index * self.numel * 2)
+        return NativePart(self.store, geometry, self.weights.address + index * self.numel * 2)
 
     def fill(self, engine: Engine) -> None:
         """Writes both slots, so that no measured write has to allocate anything: master weights of zero, then an update."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from scratch import scratch
 
 from lightning_hetero import _native
-from lightning_hetero._native import DONE, READY, Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
+from lightning_hetero._native import DONE, READY, Arena, Engine, Hyper, NativePart, PartGeometry, Segment, Store, Ticket
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
@@ -56,12 +56,12 @@ class Driver:
         )  # fmt: skip
         self.blocks, self.gradients = [], []
         for index, block in enumerate(model.blocks):
-            geometry = BlockGeometry(
+            geometry = PartGeometry(
                 id=index, weight_dtype=_native.F32, num_elements=block.num_params, num_state=2, weights_on_disk_file=True,
                 state_on_disk_file=True, num_slots=2, chunk_elements=CHUNK,
             )  # fmt: skip
             weights = Arena(4 * block.num_params)
-            self.blocks.append(Block(self.store, geometry, weights.address, keep=weights))
+            self.blocks.append(NativePart(self.store, geometry, weights.address, keep=weights))
             self.gradients.append(Arena(4 * block.num_params))
         for ticket in [self.engine.store(block, [], weights_from_memory=True, step=1) for block in self.blocks]:
             ticket.wait(DONE)

@@ -3,6 +3,9 @@
 Everything that reaches C goes through here and is checked here: dtype codes, bounds, alignment, lifetimes. Memory is named by
 integer addresses; neither torch nor numpy is imported. Calls release the GIL. Every failure becomes a class of
 ``lightning_hetero.errors`` (or ``TimeoutError``) that carries the native text.
+
+What the C interface and the files call a *block* is a *part* in Python: a block of the model has one part for each dtype,
+trainability and optimizer among its parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from lightning_hetero._native.kernels import (
     sum_of_squares,
 )
 from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path
-from lightning_hetero._native.store import Arena, Block, BlockGeometry, Patch, Store, file_bytes
+from lightning_hetero._native.store import Arena, NativePart, PartGeometry, Patch, Store, file_bytes
 
 __all__ = [
     "ABI_VERSION",
@@ -35,12 +38,12 @@ __all__ = [
     "READY",
     "U8",
     "Arena",
-    "Block",
-    "BlockGeometry",
     "Engine",
     "EngineStats",
     "Hyper",
     "Isa",
+    "NativePart",
+    "PartGeometry",
     "Patch",
     "Segment",
     "Store",

@@ -25,7 +25,7 @@ from lightning_hetero._native.library import (
     check_range,
     functions,
 )
-from lightning_hetero._native.store import Block, Handle, Patch, Store, check_run
+from lightning_hetero._native.store import Handle, NativePart, Patch, Store, check_run
 from lightning_hetero.errors import ConfigError, HeteroError
 
 # What a ticket has reached.
@@ -87,7 +87,7 @@ class Ticket:
 
     __slots__ = ("__weakref__", "_engine", "_gradients", "_keep", "block", "id")
 
-    def __init__(self, engine: Engine, identifier: int, *, block: Block | None, keep: object) -> None:
+    def __init__(self, engine: Engine, identifier: int, *, block: NativePart | None, keep: object) -> None:
         self._engine: Engine | None = engine
         self.id = identifier
         self.block = block
@@ -221,11 +221,11 @@ class Engine(Handle):
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 
-    def fetch(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+    def fetch(self, block: NativePart, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
         """Reads the newest weights into the block's weight memory."""
         return self._submit("submit_fetch", block, priority=priority, after=after)
 
-    def release(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+    def release(self, block: NativePart, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
         """Gives the pages of the block's weight memory back to the system."""
         return self._submit("submit_release", block, priority=priority, after=after)
 
@@ -233,7 +233,7 @@ class Engine(Handle):
 
     def open_update(
         self,
-        block: Block,
+        block: NativePart,
         *,
         weights_resident: bool,
         speculative: bool = False,
@@ -292,7 +292,7 @@ class Engine(Handle):
         """Takes back an opened update that was not armed; nothing was written."""
         self.check(functions()["cancel_update"](self.pointer, ticket.id))
 
-    def keep(self, block: Block) -> None:
+    def keep(self, block: NativePart) -> None:
         """The block's speculative update holds; it goes on if it is not over.
 
         Raises:
@@ -300,7 +300,7 @@ class Engine(Handle):
         """
         self.check(functions()["keep_update"](self.pointer, block.pointer))
 
-    def discard(self, block: Block, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+    def discard(self, block: NativePart, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
         """Stops the block's speculative update and takes it back; its own ticket ends without an error.
 
         Once this is done the block is what it was; the weight memory of weights in a file holds anything, and is to be fetched.
@@ -314,7 +314,7 @@ class Engine(Handle):
 
     def store(
         self,
-        block: Block,
+        block: NativePart,
         patches: Sequence[Patch],
         *,
         weights_from_memory: bool,
@@ -340,7 +340,7 @@ class Engine(Handle):
 
     def read(
         self,
-        block: Block,
+        block: NativePart,
         patches: Sequence[Patch],
         *,
         priority: int = 0,
@@ -415,7 +415,7 @@ class Engine(Handle):
                 self._retired.pop(identifier, None)
 
     def _submit(
-        self, name: str, block: Block, *arguments: Any, priority: int, after: Sequence[Ticket], keep: object = None
+        self, name: str, block: NativePart, *arguments: Any, priority: int, after: Sequence[Ticket], keep: object = None
     ) -> Ticket:
         task = _task(priority, after)
         identifier = self.check(functions()[name](self.pointer, block.pointer, *arguments, task))

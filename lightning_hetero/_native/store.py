@@ -1,4 +1,4 @@
-"""Memory, stores and blocks: what the engine works on."""
+"""Memory, stores and parts: what the engine works on."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ class Store(Handle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockGeometry:
-    """Shape of a block and where its arrays live; see ``hetero_block_geometry``.
+class PartGeometry:
+    """Shape of a part and where its arrays live; see ``hetero_block_geometry``.
 
     Attributes:
         id: Number of its files.
@@ -279,8 +279,8 @@ class Patch(NamedTuple):
     array: int = -1
 
 
-class Block(Handle):
-    """A block bound to the memory where its weights appear.
+class NativePart(Handle):
+    """A part bound to the memory where its weights appear: ``hetero_block`` of the C interface.
 
     Args:
         store: The store that holds its files; None for a block wholly in memory.
@@ -296,7 +296,7 @@ class Block(Handle):
 
     __slots__ = ("_keep", "geometry")
 
-    def __init__(self, store: Store | None, geometry: BlockGeometry, weights_address: int, *, keep: object = None) -> None:
+    def __init__(self, store: Store | None, geometry: PartGeometry, weights_address: int, *, keep: object = None) -> None:
         if store is None and (geometry.weights_on_disk_file or geometry.state_on_disk_file):
             raise ConfigError(f"block {geometry.id} has sections on disk but no store; give it one, or keep it in memory.")
         self.geometry = geometry
@@ -376,7 +376,7 @@ class Block(Handle):
         return out
 
 
-def file_bytes(geometry: BlockGeometry) -> int:
+def file_bytes(geometry: PartGeometry) -> int:
     """Bytes of one slot's file; 0 for a block wholly in memory."""
     return check(functions()["block_file_bytes"](ctypes.byref(geometry.as_c())))
 

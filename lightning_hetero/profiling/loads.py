@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import _native
-from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Hyper, Segment, Store, Ticket
+from lightning_hetero._native import Arena, Engine, Hyper, NativePart, PartGeometry, Segment, Store, Ticket
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.engine_options import EngineOptions
@@ -112,7 +112,7 @@ class Update(Load):
             _tensor(weights, count, torch.float32).fill_(0.01)
             # Gradients are torch's, in small pages: the kernel reads them more slowly than arrays of huge pages.
             gradients = torch.full((count,), 0.01, dtype=torch.float32, device="cpu")
-            geometry = BlockGeometry(
+            geometry = PartGeometry(
                 id=0,
                 weight_dtype=_native.F32,
                 num_elements=count,
@@ -122,7 +122,7 @@ class Update(Load):
                 chunk_elements=_CHUNK_ELEMENTS,
             )
             self._engine = undo.enter_context(_engine(update_threads=threads))
-            self._block = undo.enter_context(Block(None, geometry, weights.address))
+            self._block = undo.enter_context(NativePart(None, geometry, weights.address))
             undo.callback(self._engine.close)  # before its block
             self._segments = [Segment(offset=0, numel=count, grad=gradients.data_ptr(), grad_dtype=_native.F32, hyper=0)]
             self._undo = undo.pop_all()
@@ -210,7 +210,7 @@ class Disk(Load):
             undo.callback(self._engine.close)  # before its blocks
             self._undo = undo.pop_all()
         self._next = 0
-        self._submit: Callable[[Block], Ticket] = self._store if write else self._engine.fetch
+        self._submit: Callable[[NativePart], Ticket] = self._store if write else self._engine.fetch
         begin_s = time.perf_counter()
         written = 0
         for block in self._blocks:  # the first write to a file that was only allocated is slower than any later one
@@ -225,7 +225,7 @@ class Disk(Load):
         """How transfers reach the kernel: ``"io_uring"`` or ``"pool"``."""
         return self._engine.io_backend
 
-    def _store(self, block: Block) -> Ticket:
+    def _store(self, block: NativePart) -> Ticket:
         return self._engine.store(block, [], weights_from_memory=True, step=0)
 
     def step(self) -> float:
@@ -356,10 +356,10 @@ def _staged() -> int:
     return max(_IO_CHUNK_BYTES, 12 * _CHUNK_ELEMENTS) + 16 * KIB
 
 
-def _opaque(store: Store, number: int, undo: ExitStack) -> Block:
+def _opaque(store: Store, number: int, undo: ExitStack) -> NativePart:
     arena = undo.enter_context(Arena(_BLOCK_BYTES))
     _tensor(arena, _BLOCK_BYTES, torch.uint8).fill_(number % 251 + 1)
-    geometry = BlockGeometry(
+    geometry = PartGeometry(
         id=number,
         weight_dtype=_native.U8,
         num_elements=_BLOCK_BYTES,
@@ -369,7 +369,7 @@ def _opaque(store: Store, number: int, undo: ExitStack) -> Block:
         num_slots=1,
         chunk_elements=_IO_CHUNK_BYTES,
     )
-    return undo.enter_context(Block(store, geometry, arena.address))
+    return undo.enter_context(NativePart(store, geometry, arena.address))
 
 
 def _tensor(arena: Arena, count: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
@@ -164,7 +164,7 @@ def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
     return [sorted([*first, *rest]), *others]
 
 
-def _open(store: TierStore, part: Part, geometry: BlockGeometry | None) -> None:
+def _open(store: TierStore, part: Part, geometry: PartGeometry | None) -> None:
     """Opens the part with its weights as they are in memory and no state."""
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
         reset_native(store, part)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetero._native import U8, Arena, BlockGeometry
-from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import U8, Arena, NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
 from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
@@ -60,7 +59,7 @@ class StateBlobs:
         self._store = store
         self._blobs: dict[tuple[Part, Optimizer], tuple[Part, list[_Entry]]] = {}
         self.kept = False
-        self.retired: list[NativeBlock] = []
+        self.retired: list[NativePart] = []
 
     def load(self, part: Part, optimizer: Optimizer) -> None:
         """Brings the part's state into memory, as ordinary tensors in ``optimizer.state``."""
@@ -142,7 +141,7 @@ class StateBlobs:
         if known is not None and before == entries:
             return known
         length = round_up(num_bytes, PAGE)
-        geometry = BlockGeometry(
+        geometry = PartGeometry(
             id=self._store.files.next_id(), weight_dtype=U8, num_elements=length, num_state=0, weights_on_disk_file=True,
             state_on_disk_file=False, num_slots=2, chunk_elements=opaque_chunk(length, self._store.chunk_bytes_max),
         )  # fmt: skip
@@ -152,7 +151,7 @@ class StateBlobs:
             self._retire(known)
         return blob
 
-    def _open(self, part: Part, entries: list[_Entry], geometry: BlockGeometry) -> Part:
+    def _open(self, part: Part, entries: list[_Entry], geometry: PartGeometry) -> Part:
         length = geometry.num_elements
         blob = Part(
             block=part.block, names=[e.key for e in entries], params=[], offsets=[e.offset for e in entries],

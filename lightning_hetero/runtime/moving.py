@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import NativePart, PartGeometry
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.runtime.door import OffloadedParameter, restore
@@ -20,8 +19,8 @@ def move_block(
     executor: Executor,
     block: Block,
     placed: BlockPlan,
-    geometries: Mapping[Part, BlockGeometry],
-    settle: Callable[[Part], list[NativeBlock]],
+    geometries: Mapping[Part, PartGeometry],
+    settle: Callable[[Part], list[NativePart]],
 ) -> None:
     """Brings one block's weights and state to where its new plan wants them, while the executor rests.
 
@@ -69,7 +68,7 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
 
 
 def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> None:
-    """Brings a block of a parked session into memory, and closes the native blocks of some of its parts."""
+    """Brings a block of a parked session into memory, and closes the native parts of some of its parts."""
     executor.bring(block, force=True)
     for part in parts:
         for param in part.params:

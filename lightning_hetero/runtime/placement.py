@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
@@ -61,7 +61,7 @@ class Placement:
     arena_bytes: int
     staging_bytes: int
     activation_bytes: int
-    geometries: Mapping[Part, BlockGeometry]
+    geometries: Mapping[Part, PartGeometry]
     may_defer: bool
     swaps_to_disk: bool
     swapped_bytes: int
@@ -335,8 +335,8 @@ class Placer:
             schedule = lower(plan, self.model, signature, resident=frozenset(), capacity_bytes=capacity, device=device)
             check(schedule, plan, self.model, capacity_bytes=capacity, device_capacity_bytes=on_device)
 
-    def _geometries(self, plan: Plan) -> dict[Part, BlockGeometry]:
-        geometries: dict[Part, BlockGeometry] = {}
+    def _geometries(self, plan: Plan) -> dict[Part, PartGeometry]:
+        geometries: dict[Part, PartGeometry] = {}
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             for part in block.parts:
                 num_state = native_state(part, self.owners)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import NativePart
 from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Plan, Tier
@@ -267,7 +267,7 @@ class Session(Budgets):
             return lent + available_memory_bytes() * 3 // 4
         return self.options.host_memory - self.present_bytes - (0 if self.store is None else self.store.staging_bytes)
 
-    def _settled(self, part: Part) -> list[NativeBlock]:
+    def _settled(self, part: Part) -> list[NativePart]:
         return [] if self.steps is None else self.steps.settled(part)
 
     @property

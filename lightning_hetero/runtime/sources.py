@@ -36,7 +36,7 @@ class DeviceCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """Where in the files of a native block a tensor lies, once all that was written is committed.
+    """Where in the files of a native part a tensor lies, once all that was written is committed.
 
     Attributes:
         number: Number of the files.

@@ -25,8 +25,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.blobs import StateBlobs
@@ -79,7 +78,7 @@ class KeptSteps:
         self._parts = [part for block in blocks for part in block.parts]
         self._entries: dict[Part, str] = {}
         self._found: dict[Part, record.PartEntry] = {}
-        self._retired: list[NativeBlock] = []
+        self._retired: list[NativePart] = []
         self._state, self._why = "", _NO_STEP
         self._is_too_large = False
         self._store: TierStore | None = None
@@ -187,7 +186,7 @@ class KeptSteps:
         assert self._blobs is not None
         return entry_of(part, self._blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
 
-    def settled(self, part: Part) -> list[NativeBlock]:
+    def settled(self, part: Part) -> list[NativePart]:
         """The part is whole where a plan wants it; the next record says so. Returns mirrors to close after that."""
         if not self.kept or self._store is None:
             return []
@@ -261,7 +260,7 @@ class KeptSteps:
                 self._states.committed()
             self._retired, blobs.retired = [], []
             for native in retired:
-                executor.store.files.close_block(native)
+                executor.store.files.close_part(native)
             if self._state and self._every > 1:
                 self._pin()
             elif self._state and self._has_pins:  # of a run that kept fewer steps

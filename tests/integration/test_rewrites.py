@@ -16,7 +16,7 @@ from support.twofold import train_twofold
 from torch import Tensor
 
 from lightning_hetero import BlockPlan, Plan, Tier
-from lightning_hetero._native import F32, U8, Arena, Block, BlockGeometry, Engine
+from lightning_hetero._native import F32, U8, Arena, Engine, NativePart, PartGeometry
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.pins import pins
@@ -44,11 +44,11 @@ class Gate:
 
     def __init__(self) -> None:
         self._arena = Arena(4096)
-        geometry = BlockGeometry(
+        geometry = PartGeometry(
             id=0, weight_dtype=F32, num_elements=16, num_state=2, weights_on_disk_file=False, state_on_disk_file=False,
             chunk_elements=4096,
         )  # fmt: skip
-        self._block = Block(None, geometry, self._arena.address)
+        self._block = NativePart(None, geometry, self._arena.address)
         self._engine: Engine | None = None
         self._tickets: list[Any] = []
         self.is_open = threading.Event()
@@ -79,7 +79,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made, store = Gate(), Engine.store
 
-    def late(engine: Engine, block: Block, patches: Any, *, after: Any = (), **options: Any) -> Any:
+    def late(engine: Engine, block: NativePart, patches: Any, *, after: Any = (), **options: Any) -> Any:
         held = made.before(engine) if block.geometry.weight_dtype == U8 else []
         return store(engine, block, patches, after=[*after, *held], **options)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lightning_hetero import _native
-from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Patch, Store
+from lightning_hetero._native import Arena, Engine, NativePart, PartGeometry, Patch, Store
 from lightning_hetero.convert.safetensors import INDEX, TensorToWrite, WeightFiles, write_file
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
@@ -148,7 +148,7 @@ def read_index(data: bytes) -> object:
 
 # ---- a store ----------------------------------------------------------------------------------------------------------------
 
-GEOMETRY = BlockGeometry(
+GEOMETRY = PartGeometry(
     id=0, weight_dtype=_native.F32, num_elements=8192, num_state=2, weights_on_disk_file=True, state_on_disk_file=True,
     chunk_elements=4096,
 )  # fmt: skip
@@ -192,13 +192,13 @@ def _store() -> Path:
 
 
 @contextmanager
-def _opened(path: Path, *, create: bool) -> Iterator[tuple[Store, Block, Engine]]:
+def _opened(path: Path, *, create: bool) -> Iterator[tuple[Store, NativePart, Engine]]:
     with ExitStack() as stack:
         store = stack.enter_context(
             Store(path, uuid=UUID, create=create, direct_io=False, durability=1, verify_digests=True, num_blocks=4, user_bytes=3000)
         )
         arena = Arena(4 * 8192)
-        block = stack.enter_context(Block(store, GEOMETRY, arena.address, keep=arena))
+        block = stack.enter_context(NativePart(store, GEOMETRY, arena.address, keep=arena))
         engine = Engine(io_backend="pool", io_threads=1, staging_bytes=1 << 20, chunk_bytes_max=1 << 17)
         stack.enter_context(engine)
         yield store, block, engine

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import _native
-from lightning_hetero._native import Arena, Block, BlockGeometry, Engine, Patch, Store
+from lightning_hetero._native import Arena, Engine, NativePart, PartGeometry, Patch, Store
 
 STATE = ("exp_avg", "exp_avg_sq")
 
@@ -40,12 +40,12 @@ def read_store(path: Path, on_disk: tuple[str, ...]) -> tuple[int, dict[str, Ten
         opened = []
         for number, row in enumerate(rows):
             weights = row["block"].startswith(on_disk)
-            geometry = BlockGeometry(
+            geometry = PartGeometry(
                 id=number, weight_dtype=_native.F32, num_elements=_elements(row), num_state=len(STATE),
                 weights_on_disk_file=weights, state_on_disk_file=True, chunk_elements=_chunk(_elements(row)),
             )  # fmt: skip
             arena = Arena(4 * _elements(row))
-            opened.append((row, weights, Block(store, geometry, arena.address, keep=arena)))
+            opened.append((row, weights, NativePart(store, geometry, arena.address, keep=arena)))
         step, user = store.recover()
         assert json.loads(user).keys() >= {"parts", "state"} or json.loads(user)["step"] == step
         content: dict[str, Tensor] = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
@@ -226,7 +226,7 @@ def test_the_tightest_tier_is_named() -> None:
 
 @pytest.mark.parametrize(("elements", "chunk"), [(2**30, 256 * 1024), (256 * 1024, 256 * 1024), (20_000, 20_480), (10, 4096)])
 def test_the_least_staging_is_the_engines(elements: int, chunk: int) -> None:
-    geometry = BlockGeometry(
+    geometry = PartGeometry(
         id=0, weight_dtype=1, num_elements=2**30, num_state=3, weights_on_disk_file=True, state_on_disk_file=True,
         num_slots=2, chunk_elements=chunk,
     )  # fmt: skip

@@ -387,7 +387,7 @@ def test_threads_share_an_arena() -> None:
 def test_native_tickets_are_tickets(tmp_path: Path) -> None:
     """Weights from a file, through host memory that FETCH fills, to the device and back."""
     numel, weights = 4096, torch.randn(4096)
-    geometry = _native.BlockGeometry(
+    geometry = _native.PartGeometry(
         id=0, weight_dtype=_native.F32, num_elements=numel, num_state=2, weights_on_disk_file=True, state_on_disk_file=True,
         num_slots=2, chunk_elements=numel,
     )  # fmt: skip
@@ -396,7 +396,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
         _native.Store(
             tmp_path, uuid=bytes(16), create=True, direct_io=False, durability=1, verify_digests=True, num_blocks=1, user_bytes=0
         ) as store,
-        _native.Block(store, geometry, arena.address) as block,
+        _native.NativePart(store, geometry, arena.address) as block,
         _native.Engine(io_backend="pool", staging_bytes=1 << 20, chunk_bytes_max=1 << 17) as engine,
     ):
         host = torch.frombuffer((ctypes.c_char * arena.num_bytes).from_address(arena.address), dtype=torch.float32)

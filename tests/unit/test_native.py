@@ -33,7 +33,7 @@ HYPER = _native.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, _native.ADAMW)
 NUMEL = 3 * 4096
 
 
-def _geometry(**changes: Any) -> _native.BlockGeometry:
+def _geometry(**changes: Any) -> _native.PartGeometry:
     fields: dict[str, Any] = {
         "id": 0,
         "weight_dtype": _native.F32,
@@ -44,7 +44,7 @@ def _geometry(**changes: Any) -> _native.BlockGeometry:
         "num_slots": 2,
         "chunk_elements": 4096,
     }
-    return _native.BlockGeometry(**(fields | changes))
+    return _native.PartGeometry(**(fields | changes))
 
 
 IN_RAM = {"weights_on_disk_file": False, "state_on_disk_file": False}
@@ -220,7 +220,7 @@ def test_a_geometry_out_of_range_is_refused(changes: dict[str, Any]) -> None:
 
 def test_a_disk_block_needs_a_store(arena: _native.Arena) -> None:
     with pytest.raises(ConfigError, match="no store"):
-        _native.Block(None, _geometry(), arena.address)
+        _native.NativePart(None, _geometry(), arena.address)
 
 
 def test_a_store_in_use_is_busy(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_engine_options_out_of_range_are_refused(changes: dict[str, Any]) -> Non
 
 def test_an_update_in_ram_has_the_bits_of_the_kernel(engine: _native.Engine, arena: _native.Arena) -> None:
     weights, grad = torch.randn(NUMEL), torch.randn(NUMEL)
-    with _native.Block(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
         torch.frombuffer(_memory(arena), dtype=torch.float32)[:] = weights
         ticket = engine.open_update(block, weights_resident=True)
         segment = _native.Segment(0, NUMEL, grad.data_ptr(), _native.F32, 0)
@@ -275,7 +275,7 @@ def test_an_update_in_ram_has_the_bits_of_the_kernel(engine: _native.Engine, are
 def test_an_update_that_awaits_its_verdict_is_taken_back_or_kept(engine: _native.Engine, arena: _native.Arena) -> None:
     weights, grad = torch.randn(NUMEL), torch.randn(NUMEL)
     segment = _native.Segment(0, NUMEL, grad.data_ptr(), _native.F32, 0)
-    with _native.Block(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
         memory = torch.frombuffer(_memory(arena), dtype=torch.float32)
         memory[:] = weights
         with pytest.raises(HeteroError, match="no update that awaits its verdict"):
@@ -309,7 +309,7 @@ def _memory(arena: _native.Arena) -> Any:
 def test_a_step_on_disk_is_committed_and_recovered(tmp_path: Path, arena: _native.Arena) -> None:
     weights, grad, out = torch.randn(NUMEL), torch.randn(NUMEL), torch.empty(NUMEL)
     read = [_native.Patch(0, NUMEL, out.data_ptr())]
-    with _store(tmp_path) as store, _native.Block(store, _geometry(), arena.address) as block, _engine() as engine:
+    with _store(tmp_path) as store, _native.NativePart(store, _geometry(), arena.address) as block, _engine() as engine:
         patch = _native.Patch(0, NUMEL, weights.data_ptr())
         engine.store(block, [patch], weights_from_memory=False, step=0, keep=weights).wait()
         engine.fetch(block).wait()
@@ -331,7 +331,7 @@ def test_a_step_on_disk_is_committed_and_recovered(tmp_path: Path, arena: _nativ
     assert torch.equal(out, expected)
 
     out.zero_()
-    with _store(tmp_path, create=False) as store, _native.Block(store, _geometry(), arena.address) as block:
+    with _store(tmp_path, create=False) as store, _native.NativePart(store, _geometry(), arena.address) as block:
         assert store.recover() == (1, b"after")
         with _engine() as engine:
             engine.read(block, read, keep=out).wait()
@@ -353,7 +353,7 @@ def test_a_step_on_disk_is_committed_and_recovered(tmp_path: Path, arena: _nativ
 def test_segments_outside_their_block_are_refused(
     engine: _native.Engine, arena: _native.Arena, segments: list[tuple[int, ...]], text: str
 ) -> None:
-    with _native.Block(None, _geometry(**IN_RAM), arena.address) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         ticket = engine.open_update(block, weights_resident=True)
         with pytest.raises(ConfigError, match=text):
             engine.arm_update(ticket, [_native.Segment(*s) for s in segments], [HYPER], step=1)
@@ -364,14 +364,14 @@ def test_segments_outside_their_block_are_refused(
 @pytest.mark.parametrize("patch", [(0, NUMEL + 1, 64, -1), (0, 8, 66, -1), (0, 8, 64, 2), (0, 8, 64, -2), (0, 8, 0, 0)])
 def test_patches_outside_their_block_are_refused(engine: _native.Engine, arena: _native.Arena, patch: tuple[int, ...]) -> None:
     with (
-        _native.Block(None, _geometry(**IN_RAM), arena.address) as block,
+        _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block,
         pytest.raises(ConfigError, match="patch 0 of block 0"),
     ):
         engine.read(block, [_native.Patch(*patch)])
 
 
 def test_waiting_stops_at_the_timeout_and_the_task_goes_on(engine: _native.Engine, arena: _native.Arena) -> None:
-    with _native.Block(None, _geometry(**IN_RAM), arena.address) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         ticket = engine.open_update(block, weights_resident=True)
         with pytest.raises(TimeoutError, match="goes on"):
             ticket.wait(timeout=0.3)
@@ -385,7 +385,7 @@ class _Buffer:
 
 
 def test_buffers_live_until_their_task_is_done_even_without_the_ticket(engine: _native.Engine, arena: _native.Arena) -> None:
-    with _native.Block(None, _geometry(**IN_RAM), arena.address) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         blocker = engine.open_update(block, weights_resident=True)
         out, watched = torch.empty(NUMEL), _Buffer()
         alive = weakref.ref(watched)
@@ -403,7 +403,7 @@ def test_buffers_live_until_their_task_is_done_even_without_the_ticket(engine: _
 
 
 def test_a_waited_ticket_keeps_nothing(engine: _native.Engine, arena: _native.Arena) -> None:
-    with _native.Block(None, _geometry(**IN_RAM), arena.address) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         out, watched = torch.empty(NUMEL), _Buffer()
         alive = weakref.ref(watched)
         ticket = engine.read(block, [_native.Patch(0, NUMEL, out.data_ptr())], keep=watched)
@@ -419,7 +419,7 @@ def test_a_waited_ticket_keeps_nothing(engine: _native.Engine, arena: _native.Ar
 
 def test_a_ticket_outlives_its_engine_harmlessly(arena: _native.Arena) -> None:
     engine = _engine()
-    with _native.Block(None, _geometry(**IN_RAM), arena.address) as block:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         ticket = engine.fetch(block)
         ticket.wait(timeout=60)
         engine.close()
@@ -436,7 +436,7 @@ def test_a_file_is_read_into_other_memory_than_it_was_written_from(tmp_path: Pat
         _store(tmp_path) as store,
         _native.Arena(8192) as first,
         _native.Arena(8192) as second,
-        _native.Block(store, opaque, first.address) as block,
+        _native.NativePart(store, opaque, first.address) as block,
     ):
         torch.frombuffer(_memory(first), dtype=torch.uint8).copy_(torch.arange(8192))
         engine.store(block, [], weights_from_memory=True, step=0).wait()
@@ -459,7 +459,7 @@ from lightning_hetero import _native as n
 store = n.Store({str(tmp_path)!r}, uuid=bytes(16), create=True, direct_io=False, durability=1, verify_digests=False,
                 num_blocks=1, user_bytes=0)
 arena = n.Arena(4 * 4096)
-block = n.Block(store, n.BlockGeometry(id=0, weight_dtype=n.F32, num_elements=4096, num_state=2, weights_on_disk_file=True,
+block = n.NativePart(store, n.PartGeometry(id=0, weight_dtype=n.F32, num_elements=4096, num_state=2, weights_on_disk_file=True,
                 state_on_disk_file=True, chunk_elements=4096), arena.address)
 engine = n.Engine(io_backend="pool", staging_bytes=1 << 20, chunk_bytes_max=1 << 17)
 w = torch.zeros(4096)
@@ -477,7 +477,7 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path) -> None:
 import signal, threading, os
 from lightning_hetero import _native as n
 arena = n.Arena(4 * 4096)
-block = n.Block(None, n.BlockGeometry(id=0, weight_dtype=n.F32, num_elements=4096, num_state=2, weights_on_disk_file=False,
+block = n.NativePart(None, n.PartGeometry(id=0, weight_dtype=n.F32, num_elements=4096, num_state=2, weights_on_disk_file=False,
                 state_on_disk_file=False, chunk_elements=4096), arena.address)
 with n.Engine(io_backend="pool", staging_bytes=1 << 20, chunk_bytes_max=1 << 17) as engine:
     ticket = engine.open_update(block, weights_resident=True)

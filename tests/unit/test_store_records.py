@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero import _native
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format import record
 from lightning_hetero.store.format.encoding import Encoded, dumps, loads, unpack
@@ -112,7 +112,7 @@ def test_what_has_no_safe_form_is_refused_by_place_and_type() -> None:
         dumps(endless, "x")
 
 
-GEOMETRY = BlockGeometry(
+GEOMETRY = PartGeometry(
     id=3, weight_dtype=_native.F32, num_elements=64, num_state=2, weights_on_disk_file=True, state_on_disk_file=False,
     chunk_elements=4096,
 )  # fmt: skip

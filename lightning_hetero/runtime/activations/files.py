@@ -1,8 +1,8 @@
 """Files of the disk tier for swapped activations, by the native engine.
 
-They are native blocks of plain bytes with one slot, in a store of their own: no commit record ever names them, so that activations
+They are native parts of plain bytes with one slot, in a store of their own: no commit record ever names them, so that activations
 never wait for a commit of weights, nor a commit for them. Their weight memory is whatever host memory a transfer lends
-(``Block.bind``), so bytes go between that and the disk without a copy.
+(``NativePart.bind``), so bytes go between that and the disk without a copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from lightning_hetero._native import U8, Arena, Block, BlockGeometry, Engine, Store, Ticket
+from lightning_hetero._native import U8, Arena, Engine, NativePart, PartGeometry, Store, Ticket
 from lightning_hetero.errors import OutOfDiskError
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.units import MIB
@@ -54,7 +54,7 @@ class NativeSwapFiles:
         self._nowhere = Arena(_PAGE)  # where blocks are bound while nothing is lent to them
         self._lock = threading.Lock()
         self._free = list(range(_MOST_FILES - 1, -1, -1))
-        self._open: dict[int, Block] = {}
+        self._open: dict[int, NativePart] = {}
 
     def make(self, num_bytes: int) -> NativeSwapFile:
         """A file of whole pages (``SwapFiles``)."""
@@ -62,7 +62,7 @@ class NativeSwapFiles:
             if not self._free:
                 raise OutOfDiskError(f"{_MOST_FILES} files of activations are in use; swap fewer blocks' activations to the disk.")
             number = self._free.pop()
-            geometry = BlockGeometry(
+            geometry = PartGeometry(
                 id=number,
                 weight_dtype=U8,
                 num_elements=num_bytes,
@@ -73,7 +73,7 @@ class NativeSwapFiles:
                 chunk_elements=min(_CHUNK_BYTES, num_bytes),
             )
             try:
-                block = self._open[number] = Block(self._store, geometry, self._nowhere.address, keep=self._nowhere)
+                block = self._open[number] = NativePart(self._store, geometry, self._nowhere.address, keep=self._nowhere)
             except BaseException:
                 self._free.append(number)
                 raise
@@ -99,7 +99,7 @@ class NativeSwapFiles:
 class NativeSwapFile:
     """One file (``SwapFile``)."""
 
-    def __init__(self, files: NativeSwapFiles, number: int, block: Block) -> None:
+    def __init__(self, files: NativeSwapFiles, number: int, block: NativePart) -> None:
         self._files, self._number, self._block = files, number, block
 
     def write(self, memory: Tensor) -> Ticket:

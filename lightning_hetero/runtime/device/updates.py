@@ -261,7 +261,7 @@ class DeviceUpdates:
             event.wait()
 
 
-def _native_of(part: Part) -> _native.Block:
+def _native_of(part: Part) -> _native.NativePart:
     assert part.native is not None, "the engine knows every part that has state of torch's Adam"
     return part.native
 

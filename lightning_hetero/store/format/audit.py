@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from lightning_hetero._native import BF16, F16, F32, U8, BlockGeometry, digest
+from lightning_hetero._native import BF16, F16, F32, U8, PartGeometry, digest
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
 from lightning_hetero.store.format.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
 from lightning_hetero.store.format.record import files_of
@@ -423,7 +423,7 @@ class SlotFile:
         if what := self._stamp_fault(fixed[: _STAMP.size], b"HTOHEAD1", num_chunks, fixed[_STAMP.size :] + digests):
             raise self._corrupt(0, what)
         try:
-            self.geometry = BlockGeometry(
+            self.geometry = PartGeometry(
                 id=number, weight_dtype=dtype, num_elements=elements, num_state=state, weights_on_disk_file=bool(weights_here),
                 state_on_disk_file=bool(state_here), num_slots=slots, chunk_elements=chunk,
             )  # fmt: skip

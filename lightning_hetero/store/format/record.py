@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero._native import U8, BlockGeometry
+from lightning_hetero._native import U8, PartGeometry
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format import value_shapes
 from lightning_hetero.store.format.directory import STATE_FILE
@@ -61,7 +61,7 @@ class BlobEntry:
         rows: What is where in it.
     """
 
-    geometry: BlockGeometry
+    geometry: PartGeometry
     optimizer: int
     rows: tuple[BlobRow, ...]
 
@@ -71,17 +71,17 @@ class PartEntry:
     """Where one part's arrays are.
 
     Attributes:
-        home: Its native block; ``None`` where the engine has none, and the weights are in memory.
+        home: Its native part; ``None`` where the engine has none, and the weights are in memory.
         stepped: The state is no longer all zeros.
         weights: The mirror of weights in memory; ``None`` where they live in the home's files.
         state: The same for state arrays.
         blobs: State that the engine does not know.
     """
 
-    home: BlockGeometry | None
+    home: PartGeometry | None
     stepped: bool
-    weights: BlockGeometry | None
-    state: BlockGeometry | None
+    weights: PartGeometry | None
+    state: PartGeometry | None
     blobs: tuple[BlobEntry, ...] = ()
 
     def to_json(self) -> str:
@@ -92,7 +92,7 @@ class PartEntry:
         return json.dumps(row, separators=(",", ":"))
 
     @property
-    def files(self) -> list[BlockGeometry]:
+    def files(self) -> list[PartGeometry]:
         """The blocks of the part that have files."""
         blocks = (self.home, self.weights, self.state, *(b.geometry for b in self.blobs))
         return [b for b in blocks if b is not None and (b.weights_on_disk_file or b.state_on_disk_file)]
@@ -278,7 +278,7 @@ def _files(tree: Any) -> Iterator[tuple[str, int]]:
             yield from _files(item)
 
 
-def _to_list(geometry: BlockGeometry | None) -> list[int] | None:
+def _to_list(geometry: PartGeometry | None) -> list[int] | None:
     if geometry is None:
         return None
     g = geometry
@@ -316,13 +316,13 @@ def _counts(*values: Any) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _geometry(row: Any) -> BlockGeometry | None:
+def _geometry(row: Any) -> PartGeometry | None:
     if row is None:
         return None
     if not isinstance(row, list) or len(row) != _GEOMETRY_FIELDS or any(type(v) is not int for v in row):
         raise ValueError("a geometry of another type")
     number, dtype, num_elements, num_state, weights, state, slots, chunk = row
-    return BlockGeometry(
+    return PartGeometry(
         id=number, weight_dtype=dtype, num_elements=num_elements, num_state=num_state, weights_on_disk_file=bool(weights),
         state_on_disk_file=bool(state), num_slots=slots, chunk_elements=chunk,
     )  # fmt: skip

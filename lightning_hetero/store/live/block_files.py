@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import BlockGeometry, Engine, Store, Ticket
+from lightning_hetero._native import Engine, NativePart, PartGeometry, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.engine_options import EngineOptions
@@ -45,7 +44,7 @@ class BlockFiles:
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
         self._store: Store | None = None
         self._ids: set[int] = set()
-        self._natives: dict[int, NativeBlock] = {}  # those with files that are open, by number
+        self._natives: dict[int, NativePart] = {}  # those with files that are open, by number
         self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
         self._free_ids: set[int] = set()
         if directory is not None:
@@ -136,18 +135,18 @@ class BlockFiles:
             self.directory.remove_all_but(self._ids, states)
             self.states.adopt(states)
 
-    def open_block(self, geometry: BlockGeometry, address: int) -> NativeBlock:
-        """A native block over the memory at ``address``, with files if the geometry has sections there."""
+    def open_part(self, geometry: PartGeometry, address: int) -> NativePart:
+        """A native part over the memory at ``address``, with files if the geometry has sections there."""
         self.wait_for_commit()
-        native = NativeBlock(self._store if has_file(geometry) else None, geometry, address)
+        native = NativePart(self._store if has_file(geometry) else None, geometry, address)
         if has_file(geometry):  # the numbers of others mean nothing
             self._ids.add(geometry.id)
             self._natives[geometry.id] = native
             self._free_ids.discard(geometry.id)
         return native
 
-    def close_block(self, native: NativeBlock) -> None:
-        """Closes a native block and removes its files; everything that was written of it is committed."""
+    def close_part(self, native: NativePart) -> None:
+        """Closes a native part and removes its files; everything that was written of it is committed."""
         self.wait_for_commit()
         native.discard()
         if self.directory is not None and has_file(native.geometry):

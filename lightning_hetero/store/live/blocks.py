@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero._native import Arena, Ticket
-from lightning_hetero._native import Block as NativeBlock
+from lightning_hetero._native import Arena, NativePart, Ticket
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.store.raw_memory import PAGE, tensor_at
@@ -60,18 +59,18 @@ class Mirror:
 
     Attributes:
         native: The block of bytes.
-        home: The part's native block when the mirror was made: state arrays move with it.
+        home: The part's native part when the mirror was made: state arrays move with it.
         ticket: The latest write; ``None`` if there was none.
     """
 
-    native: NativeBlock
-    home: NativeBlock | None
+    native: NativePart
+    home: NativePart | None
     ticket: Ticket | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """The parameters of one block that share dtype, trainability and optimizer: one run of memory, one native block.
+    """The parameters of one block that share dtype, trainability and optimizer: one run of memory, one native part.
 
     Attributes:
         block: The block it belongs to.
@@ -81,12 +80,12 @@ class Part:
         dtype: Dtype of all of them.
         num_elements: Length of the run in elements, padding included.
         arena: The reserved memory.
-        native: The native block; ``None`` while nothing is offloaded, and for parts that are updated in Python in host memory.
+        native: The native part; ``None`` while nothing is offloaded, and for parts that are updated in Python in host memory.
         last_write: The fetch or update that last wrote the weight memory; compute waits until it is READY.
         opened: An update whose state already streams towards the host.
         dirty: The weight memory was changed outside an update; the file has older weights.
         uncommitted: Rewrites of the file since the last commit.
-        on_disk: The native block has files.
+        on_disk: The native part has files.
         stepped: The state is no longer all zeros.
         fresh: The state is what an optimizer begins with: moments of zeros, and a master equal to 16-bit weights.
         versions: Sum of the parameters' version counters when the block's use began, or an update in Python ended.
@@ -105,7 +104,7 @@ class Part:
     dtype: torch.dtype
     num_elements: int
     arena: Arena
-    native: NativeBlock | None = None
+    native: NativePart | None = None
     last_write: Ticket | None = None
     opened: Ticket | None = None
     dirty: bool = False
@@ -230,7 +229,7 @@ def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: 
 
 
 def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Parameter], bool], copies: bool) -> None:
-    """Replaces a part of a block, which has no native block, by several with memory of their own.
+    """Replaces a part of a block, which has no native part, by several with memory of their own.
 
     Args:
         part: The part; its weights are in memory.

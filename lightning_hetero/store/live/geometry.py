@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_hetero import _native
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.units import KIB, round_up
@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: disks were fas
 _CHUNK_ALIGN = 4096
 
 
-def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> BlockGeometry:
+def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> PartGeometry:
     """The native geometry of a part.
 
     Args:
@@ -31,7 +31,7 @@ def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, s
     opaque = num_state == 0
     length = part.num_elements * (part.dtype.itemsize if opaque else 1)
     chunk = min(_CHUNK_ELEMENTS * (4 if opaque else 1), round_up(length, _CHUNK_ALIGN))
-    return BlockGeometry(
+    return PartGeometry(
         id=identifier,
         weight_dtype=_native.U8 if opaque else NATIVE_DTYPES[part.dtype],
         num_elements=round_up(length, 16),
@@ -43,7 +43,7 @@ def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, s
     )
 
 
-def chunk_bytes(geometry: BlockGeometry) -> int:
+def chunk_bytes(geometry: PartGeometry) -> int:
     """Bytes of one staged chunk: all of a block's arrays and the footers."""
     width = {_native.F32: 4, _native.BF16: 2, _native.F16: 2, _native.U8: 1}[geometry.weight_dtype]
     return int(geometry.chunk_elements * (width + 4 * geometry.num_state)) + 4 * _CHUNK_ALIGN
@@ -64,7 +64,7 @@ def has_master(part: Part) -> bool:
     return part.native is not None and part.native.geometry.num_state == 3
 
 
-def has_file(geometry: BlockGeometry) -> bool:
+def has_file(geometry: PartGeometry) -> bool:
     """Whether any of the block's arrays has a section in a file."""
     return bool(geometry.weights_on_disk_file or geometry.state_on_disk_file)
 

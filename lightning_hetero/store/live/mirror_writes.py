@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
@@ -13,7 +12,7 @@ from lightning_hetero.store.live.tier_store import TierStore
 _FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
 
 
-def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:
+def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
     """Gives the part the mirrors that it needs where it is now; :func:`write_mirrors` and a commit have to follow.
 
     Returns:
@@ -26,7 +25,7 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativeBlock]:
     for kind, (address, num_bytes) in wanted.items():
         if kind not in part.mirrors:
             geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes)
-            part.mirrors[kind] = Mirror(store.files.open_block(geometry, address), part.native)
+            part.mirrors[kind] = Mirror(store.files.open_part(geometry, address), part.native)
             part.mirrored_versions = -1
     return [m.native for m in gone.values()]
 

@@ -8,7 +8,7 @@ may change that memory: the part's next update waits for the ticket. Nothing rea
 
 from __future__ import annotations
 
-from lightning_hetero._native import DONE, U8, BlockGeometry, Ticket
+from lightning_hetero._native import DONE, U8, PartGeometry, Ticket
 from lightning_hetero.store.format.record import BlobEntry, PartEntry
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.raw_memory import PAGE
@@ -33,22 +33,22 @@ def spans(part: Part) -> dict[str, tuple[int, int]]:
     return found
 
 
-def geometry_of_mirror(identifier: int, num_bytes: int) -> BlockGeometry:
+def geometry_of_mirror(identifier: int, num_bytes: int) -> PartGeometry:
     """The native geometry of a mirror of ``num_bytes``, whole pages."""
-    return BlockGeometry(
+    return PartGeometry(
         id=identifier, weight_dtype=U8, num_elements=num_bytes, num_state=0, weights_on_disk_file=True, state_on_disk_file=False,
         num_slots=2, chunk_elements=min(_CHUNK, num_bytes),
     )  # fmt: skip
 
 
-def mirror_bytes(part: Part, home: BlockGeometry | None) -> int:
+def mirror_bytes(part: Part, home: PartGeometry | None) -> int:
     """Bytes of memory that a part with this home would have mirrored, heads and both slots left out; written at every step."""
     weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
     state = 0 if home is None or home.state_on_disk_file else home.num_state * round_up(4 * home.num_elements, PAGE)
     return weights + state
 
 
-def mirror_files(part: Part, home: BlockGeometry | None) -> list[BlockGeometry]:
+def mirror_files(part: Part, home: PartGeometry | None) -> list[PartGeometry]:
     """The geometries of the mirrors that a part with this home would have; their numbers mean nothing."""
     weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
     # The engine moves every array to an offset of its own, and a mirror has whole pages.

@@ -1,4 +1,4 @@
-"""Moves a part between tiers while a model trains: a new native block beside the old one, which goes once the new one is whole.
+"""Moves a part between tiers while a model trains: a new native part beside the old one, which goes once the new one is whole.
 
 [Note: Memory in transit]
 State that comes from memory is written from where it lies. State that comes from a file passes through a buffer; as a file is
@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import BlockGeometry, Patch
+from lightning_hetero._native import NativePart, PartGeometry, Patch
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.native_parts import attach_native, detach_native, new_native, open_native
 from lightning_hetero.store.live.tier_store import TierStore
@@ -24,7 +23,7 @@ _IN_TRANSIT_BYTES = 256 * MIB
 
 
 def move(
-    store: TierStore, part: Part, geometry: BlockGeometry | None, settle: Callable[[Part], list[NativeBlock]] = lambda _: []
+    store: TierStore, part: Part, geometry: PartGeometry | None, settle: Callable[[Part], list[NativePart]] = lambda _: []
 ) -> None:
     """Brings weights and state to where ``geometry`` has them; its ``id`` does not count.
 
@@ -50,11 +49,11 @@ def move(
             native.retire()
         store.commit()
         for native in gone:
-            store.files.close_block(native)
+            store.files.close_part(native)
 
 
-def _exchange(store: TierStore, part: Part, geometry: BlockGeometry | None) -> NativeBlock | None:
-    """Gives the part its new native block, with everything in it; returns the old one, still open."""
+def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> NativePart | None:
+    """Gives the part its new native part, with everything in it; returns the old one, still open."""
     if part.native is None:
         if geometry is not None:
             open_native(store, part, replace(geometry, id=store.files.next_id()))
@@ -77,7 +76,7 @@ def _exchange(store: TierStore, part: Part, geometry: BlockGeometry | None) -> N
     return old
 
 
-def _copy_state(store: TierStore, old: NativeBlock, part: Part) -> None:
+def _copy_state(store: TierStore, old: NativePart, part: Part) -> None:
     assert part.native is not None
     new, length = part.native.geometry, part.num_elements
     weights = new.weights_on_disk_file
@@ -98,7 +97,7 @@ def _rewrites(num_arrays: int, length: int) -> Iterator[list[tuple[int, int, int
         yield [(k, start, min(step, length - start)) for k in range(num_arrays)]
 
 
-def _address(native: NativeBlock, array: int) -> int:
+def _address(native: NativePart, array: int) -> int:
     address = native.state_address(array)
     assert address is not None, "the state is in memory"
     return address

@@ -1,9 +1,8 @@
-"""A part's native block, which has its weights and state: opened, opened from a record, exchanged and closed."""
+"""A part's native part, which has its weights and state: opened, opened from a record, exchanged and closed."""
 
 from __future__ import annotations
 
-from lightning_hetero._native import Block as NativeBlock
-from lightning_hetero._native import BlockGeometry
+from lightning_hetero._native import NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.store.format.record import PartEntry
 from lightning_hetero.store.live import mirrors
@@ -13,21 +12,21 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
 
 
-def open_native(store: TierStore, part: Part, geometry: BlockGeometry) -> None:
-    """Opens a native block for the part; what has to be in its file is written there by the next flush."""
+def open_native(store: TierStore, part: Part, geometry: PartGeometry) -> None:
+    """Opens a native part for the part; what has to be in its file is written there by the next flush."""
     attach_native(store, part, new_native(store, part, geometry))
 
 
-def new_native(store: TierStore, part: Part, geometry: BlockGeometry) -> NativeBlock:
-    """A native block for the part, beside the one that it may have."""
-    return store.files.open_block(geometry, part.arena.address)
+def new_native(store: TierStore, part: Part, geometry: PartGeometry) -> NativePart:
+    """A native part for the part, beside the one that it may have."""
+    return store.files.open_part(geometry, part.arena.address)
 
 
 def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
     """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
     tickets = []
     if entry.home is not None:
-        part.native = store.files.open_block(entry.home, part.arena.address)
+        part.native = store.files.open_part(entry.home, part.arena.address)
         part.on_disk = has_file(entry.home)
         part.dirty = False
         if entry.home.weights_on_disk_file:
@@ -41,7 +40,7 @@ def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
                     f"block {geometry.id}: the commit record gives it {geometry.num_elements} bytes; {num_bytes} are needed "
                     f"for the {kind} of {part.names[0]!r}."
                 )
-            native = store.files.open_block(geometry, address)
+            native = store.files.open_part(geometry, address)
             part.mirrors[kind] = Mirror(native, part.native)
             if kind == mirrors.WEIGHTS or entry.stepped:
                 tickets.append(store.engine.fetch(native))
@@ -51,8 +50,8 @@ def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
     part.mirrored_versions = versions(part)
 
 
-def attach_native(store: TierStore, part: Part, native: NativeBlock) -> None:
-    """The part, which has none, gets its native block."""
+def attach_native(store: TierStore, part: Part, native: NativePart) -> None:
+    """The part, which has none, gets its native part."""
     part.native = native
     if not part.params:
         store.blobs.append(part)
@@ -61,8 +60,8 @@ def attach_native(store: TierStore, part: Part, native: NativeBlock) -> None:
     part.dirty = bool(native.geometry.weights_on_disk_file) or has_master(part)
 
 
-def detach_native(store: TierStore, part: Part) -> NativeBlock:
-    """Takes the native block off the part, which has none then; everything of it is written and committed."""
+def detach_native(store: TierStore, part: Part) -> NativePart:
+    """Takes the native part off the part, which has none then; everything of it is written and committed."""
     assert part.native is not None
     store.barrier(part)
     store.commit()
@@ -75,7 +74,7 @@ def detach_native(store: TierStore, part: Part) -> NativeBlock:
 
 
 def close_native(store: TierStore, part: Part) -> None:
-    """Closes a part's native block and removes its files; the weights are in memory, the state is given up.
+    """Closes a part's native part and removes its files; the weights are in memory, the state is given up.
 
     The last record names these files, whether anything was written since or not. So another one comes first, which does not: it
     stands for no step, and the last step is pinned.
@@ -86,7 +85,7 @@ def close_native(store: TierStore, part: Part) -> None:
         store.barrier(part)
         part.native.retire()
         store.commit(always=True)
-    store.files.close_block(detach_native(store, part))
+    store.files.close_part(detach_native(store, part))
 
 
 def reset_native(store: TierStore, part: Part) -> None:

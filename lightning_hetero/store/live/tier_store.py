@@ -132,7 +132,7 @@ class TierStore:
             self.files.close(remove=remove)
 
     def forget(self, part: Part) -> None:
-        """The part has no native block any more."""
+        """The part has no native part any more."""
         part.native = part.last_write = part.opened = part.updated = None
         part.mirrored_versions = -1
         part.on_disk = part.stepped = part.fresh = part.dirty = False
