@@ -11,6 +11,7 @@ trainability and optimizer among its parameters.
 from __future__ import annotations
 
 from lightning_hetero._native.engine import DONE, READY, Engine, EngineStats, Segment, Ticket, TicketTimes
+from lightning_hetero._native.geometry import PartGeometry, file_bytes
 from lightning_hetero._native.kernels import (
     ADAMW,
     MAXIMIZE,
@@ -24,7 +25,7 @@ from lightning_hetero._native.kernels import (
     sum_of_squares,
 )
 from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path
-from lightning_hetero._native.store import Arena, NativePart, PartGeometry, Patch, Store, file_bytes
+from lightning_hetero._native.store import Arena, NativePart, Patch, Store
 
 __all__ = [
     "ABI_VERSION",

@@ -17,7 +17,9 @@ from typing import Any, Self
 
 import torch
 
-from lightning_hetero._native import BF16, F16, F32, U8, PartGeometry, digest
+from lightning_hetero._native.geometry import PartGeometry
+from lightning_hetero._native.kernels import digest
+from lightning_hetero._native.library import BF16, F16, F32, U8
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
 from lightning_hetero.store.format.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
 from lightning_hetero.store.format.record import files_of

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lightning_hetero._native import U8, PartGeometry
+from lightning_hetero._native.geometry import PartGeometry
+from lightning_hetero._native.library import U8
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format import value_shapes
 from lightning_hetero.store.format.directory import STATE_FILE

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero._native import digest
+from lightning_hetero._native.kernels import digest
 from lightning_hetero.errors import OutOfDiskError, StoreCorruptError
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.encoding import Encoded, unpack

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import U8
+from lightning_hetero._native.library import U8
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles, step_of_slot
 from lightning_hetero.store.format.directory import STATE_FILE, slot_files
