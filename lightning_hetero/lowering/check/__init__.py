@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.schedule import Schedule
-from lightning_hetero.lowering.check_device import DeviceCheck
-from lightning_hetero.lowering.check_host import HostCheck
+from lightning_hetero.ir.schedule import Op, Phase, Schedule
+from lightning_hetero.lowering.check import structure
+from lightning_hetero.lowering.check.history import History
+from lightning_hetero.lowering.check.rules import DEVICE, HOST
 
 
 def check(
@@ -58,7 +59,28 @@ def check(
     Raises:
         ScheduleError: The first broken invariant, with op, block, rule and the ops around it.
     """
-    if device_capacity_bytes is None:
-        HostCheck(schedule, plan, model, capacity_bytes).run()
-    else:
-        DeviceCheck(schedule, plan, model, capacity_bytes, device_capacity_bytes).run()
+    rules = HOST if device_capacity_bytes is None else DEVICE
+    history = History(schedule, plan, model, capacity_bytes, device_capacity_bytes)
+    structure.anchors(history)
+    structure.edges(history)
+    for begin in rules.begin:
+        begin(history)
+    issued: dict[int, list[Op]] = {}
+    for op in schedule.ops:
+        issued.setdefault(op.at, []).append(op)
+    for index, anchor in enumerate(schedule.anchors):
+        for op in issued.get(index, []):
+            structure.chain(history, op)
+            op_rules = rules.ops.get((op.kind, op.payload, op.lane))
+            if op_rules is None:
+                what = f"{op.kind.value} {op.payload.value} on lane {op.lane.value!r}"
+                history.fail("order", op, op.block, f"is a kind of op that this machine does not run: {what}")
+            for rule in op_rules:
+                rule(history, op, anchor)
+            history.record(op)
+        history.wait(anchor)
+        if anchor.phase is not Phase.VERDICT:
+            for anchor_rule in rules.anchors:
+                anchor_rule(history, index, anchor)
+    for end in rules.end:
+        end(history)

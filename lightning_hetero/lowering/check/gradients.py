@@ -1,0 +1,59 @@
+"""Rule *gradients*: they reach their update, and no more of them wait than there is memory for."""
+
+from __future__ import annotations
+
+from lightning_hetero.ir.schedule import Anchor, Op, Phase
+from lightning_hetero.lowering.check.history import History
+from lightning_hetero.lowering.lower import last_gradients
+from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
+from lightning_hetero.lowering.placement import updates_in_backward
+
+
+def host_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
+    """Where the device is the host, gradients wait in host memory for their update."""
+    if anchor.phase is Phase.BACKWARD and not h.speculates:
+        _few_wait(h, index, anchor, h.plan.gradient_depth, "blocks wait for their update")
+
+
+def grad(h: History, op: Op, _: Anchor) -> None:
+    """Gradients go to the host."""
+    if not h.placed[op.block].on_cpu or op.block in h.grads:
+        h.fail("gradients", op, op.block, "is not updated by the CPU, or its gradients have gone to the host before")
+    if op.at <= h.last_use.get(op.block, len(h.schedule.anchors)):
+        h.fail("gradients", op, op.block, f"copies gradients at anchor {op.at}, before the last backward has ended")
+    if updates_in_backward(h.plan, h.schedule.signature.updates):
+        over = list(h.grads)[-h.plan.gradient_depth] if len(h.grads) >= h.plan.gradient_depth else None
+        if over is not None and not h.is_behind(op, h.updated.get(over, op.id + 1)):
+            got = f"does not wait for the UPDATE of block {over}, whose place in host memory it takes"
+            h.fail("gradients", op, op.block, got)
+
+
+def update_follows(h: History, op: Op, _: Anchor) -> None:
+    """The CPU updates with gradients that have come to the host."""
+    if h.placed[op.block].on_cpu and (op.block not in h.grads or not h.is_behind(op, h.grads[op.block])):
+        h.fail("order", op, op.block, "does not wait for its GRAD")
+
+
+def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
+    """A backward finds room on the device for its gradients, and those of the step before have left it."""
+    if anchor.phase is not Phase.BACKWARD:
+        return
+    missing = [edge for edge in last_gradients(h.placed, h.schedule.anchors, index) if edge not in anchor.carried]
+    if missing:
+        got = f"anchor {index} ({anchor}) does not wait for the GRAD of block {missing[0][1]} of the step before"
+        h.fail("gradients", None, anchor.block, got)
+    _few_wait(h, index, anchor, DEVICE_GRADIENTS, "blocks' gradients leave the device")
+
+
+def device_ends(h: History) -> None:
+    """No gradients for the CPU stay on the device."""
+    for block in dict.fromkeys(h.schedule.signature.order):
+        if h.schedule.signature.training and h.placed[block].on_cpu and block not in h.grads:
+            h.fail("gradients", None, block, "is updated by the CPU, and its gradients stay on the device")
+
+
+def _few_wait(h: History, index: int, anchor: Anchor, allowed: int, what: str) -> None:
+    """Fewer than ``allowed`` of the ops may not have been waited for: the anchor's own gradients take the last place."""
+    if len(h.using) >= allowed:
+        got = f"anchor {index} ({anchor}) begins while {len(h.using)} {what}"
+        h.fail("gradients", h.schedule.ops[h.using[0]], anchor.block, f"{got}; allowed: {allowed - 1}")
