@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from types import ModuleType
 from typing import Any
 
 _OFFLOAD = "Trains models that do not fit memory, out of core: lightning_hetero.HeteroOffloadStrategy"
-# Name: (its maker in lightning_hetero.strategies, what `Trainer --help` and the like say).
+_STRATEGIES = "lightning_hetero.strategies"  # a name, as in an entry point: it is imported when a strategy is made
+# Name: (its maker there, what `Trainer --help` and the like say).
 NAMES = {
     "hetero_offload": ("make", _OFFLOAD),
     "hetero": ("make", _OFFLOAD),  # `fabric run --strategy` drops names that contain "offload"
@@ -94,9 +96,7 @@ def _register(module: ModuleType) -> None:
 
 
 def _make(namespace: str, maker: str, /, **options: Any) -> Any:
-    from lightning_hetero import strategies
-
-    return getattr(strategies, maker)(namespace, **options)
+    return getattr(importlib.import_module(_STRATEGIES), maker)(namespace, **options)
 
 
 def _refuse_fabric(name: str, **_: Any) -> Any:
