@@ -262,6 +262,17 @@ class NativePart(Handle):
         address: int | None = functions()["block_state"](self.pointer, array)
         return address
 
+    def state_memory(self, array: int) -> int:
+        """Address of a state array that is in memory.
+
+        Raises:
+            HeteroError: It is on disk.
+        """
+        address = self.state_address(array)
+        if address is None:
+            raise HeteroError(f"state array {array} of block {self.geometry.id} is on disk; read it through the engine.")
+        return address
+
     def drop_state(self, array: int) -> None:
         """Gives the pages of a state array in memory back to the system; what it holds means nothing afterwards."""
         address = self.state_address(array)

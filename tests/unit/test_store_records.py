@@ -80,8 +80,8 @@ def test_a_value_comes_back_from_a_file_of_its_own(value: Any) -> None:
 def test_a_text_is_given_up_where_it_is_longer_than_it_may_be() -> None:
     for value in ({"x": torch.zeros(1000)}, list(range(2000))):
         text = dumps(value, "value")
-        assert Encoded(value, "value").text(len(text)) == text
-        assert Encoded(value, "value").text(len(text) - 1) is None
+        assert Encoded(value, "value").short_text(len(text)) == text
+        assert Encoded(value, "value").short_text(len(text) - 1) is None
 
 
 def test_a_state_files_name_knows_contents_apart_that_have_the_same_crc() -> None:

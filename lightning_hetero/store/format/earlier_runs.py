@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, StoreError
-from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.audit import CommitRecord, StoreFiles
 from lightning_hetero.store.format.directory import remove_store
 from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.format.record import global_step_of
@@ -115,7 +115,7 @@ def bring(source: Path, target: Path) -> None:
     with StoreFiles(source) as store:
         if store.record is None:
             raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
-        snapshot(source, target, store.record.files, origin=_name_of(store))
+        snapshot(source, target, store.record.files, origin=_name_of(store, store.record))
 
 
 def comes_from(path: Path, source: Path) -> bool:
@@ -128,13 +128,12 @@ def comes_from(path: Path, source: Path) -> bool:
     if not (path / MANIFEST).is_file():
         return False
     with StoreFiles(source) as theirs, StoreFiles(path) as ours:
-        return theirs.record is not None and ours.manifest.get("origin") == _name_of(theirs) and bool(what_is_kept(ours))
+        record = theirs.record
+        return record is not None and ours.manifest.get("origin") == _name_of(theirs, record) and bool(what_is_kept(ours))
 
 
-def _name_of(store: StoreFiles) -> str:
+def _name_of(store: StoreFiles, record: CommitRecord) -> str:
     """A name for the last record of a store: another record has another one."""
-    assert store.record is not None
-    record = store.record
     blocks = [(b.id, b.step, b.write_id, b.slot, b.has_state) for b in record.blocks]
     rest = json.dumps([store.uuid.hex(), record.sequence, record.step, blocks]).encode()
     return hashlib.sha256(rest + record.user).hexdigest()

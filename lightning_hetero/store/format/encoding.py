@@ -48,22 +48,26 @@ class Encoded:
     def __init__(self, value: Any, where: str) -> None:
         self._tree = _encode(value, where, 0)
 
-    def text(self, most: int | None = None) -> str | None:
+    def text(self) -> str:
+        """All of it as text."""
+        return self._dumps(_as_base64)
+
+    def short_text(self, most: int) -> str | None:
         """All of it as text; ``None`` if that is longer than ``most``."""
-        left = math.inf if most is None else most
+        left = most
 
         def inline(raw: bytes | memoryview) -> str:
             nonlocal left
             left -= len(raw)
             if left < 0:
                 raise _TooLongError
-            return base64.b64encode(raw).decode("ascii")
+            return _as_base64(raw)
 
         try:
             text = self._dumps(inline)
         except _TooLongError:
             return None
-        return text if most is None or len(text) <= most else None
+        return text if len(text) <= most else None
 
     def pieces(self) -> list[bytes | memoryview]:
         """What a file of its own has, one piece after the other."""
@@ -84,6 +88,10 @@ class Encoded:
         return json.dumps(self._tree, separators=(",", ":"), default=on_bytes)
 
 
+def _as_base64(raw: bytes | memoryview) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
 class _TooLongError(Exception):
     pass
 
@@ -98,9 +106,7 @@ def dumps(value: Any, where: str) -> str:
     Raises:
         ConfigError: Something in it has no safe form; names the place and the type.
     """
-    text = Encoded(value, where).text()
-    assert text is not None
-    return text
+    return Encoded(value, where).text()
 
 
 def loads(text: str | bytes, file: Callable[[str, int], Any] | None = None) -> Any:

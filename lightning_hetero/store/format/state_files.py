@@ -89,7 +89,7 @@ class StateFiles:
             StoreError: It cannot be written.
         """
         encoded = Encoded(value, where)
-        text = encoded.text(max(_NAME_BYTES, min(_ITEM_BYTES, _STATE_BYTES - self._inline_bytes)))
+        text = encoded.short_text(max(_NAME_BYTES, min(_ITEM_BYTES, _STATE_BYTES - self._inline_bytes)))
         if text is None:
             name, size = self._write(encoded.pieces(), where)
             text = f'{{"$":["file","{name}",{size}]}}'

@@ -8,12 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from lightning_hetero._native import Engine, NativePart, PartGeometry, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.live.geometry import has_file
+
+
+@dataclass(frozen=True, slots=True)
+class _Disk:
+    """What a run has on disk: all of it, or nothing."""
+
+    directory: StoreDirectory
+    states: StateFiles
+    store: Store
 
 
 class BlockFiles:
@@ -28,21 +38,20 @@ class BlockFiles:
         resume: The directory's files are those of an earlier run; :attr:`recovered` is its last record.
 
     Attributes:
+        on_disk: There is a directory.
         step: Number of the last commit record.
         recovered: The user blob of the record that was resumed from.
-        states: What of the training state is beside the records; ``None`` without a directory.
         last_commit: The latest commit that nobody has waited for.
     """
 
     def __init__(
         self, directory: StoreDirectory | None, options: EngineOptions, *, num_blocks: int, user_bytes: int, resume: bool
     ) -> None:
-        self.directory = directory
+        self.on_disk = False
         self.step, self.recovered = 0, b""
-        self.states: StateFiles | None = None
         self.last_commit: Ticket | None = None
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
-        self._store: Store | None = None
+        self._disk: _Disk | None = None
         self._ids: set[int] = set()
         self._natives: dict[int, NativePart] = {}  # those with files that are open, by number
         self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
@@ -50,15 +59,25 @@ class BlockFiles:
         if directory is not None:
             with ExitStack() as undo:
                 undo.callback(directory.close, remove=not resume)
-                self._store = self._open(directory, create=not resume)
-                undo.callback(self._store.close)
+                disk = self._open(directory, create=not resume)
+                undo.callback(disk.store.close)
                 if resume:
-                    self.step, self.recovered = self._store.recover()
+                    self.step, self.recovered = disk.store.recover()
                 undo.pop_all()
 
-    def _open(self, directory: StoreDirectory, *, create: bool) -> Store:
-        self.states = StateFiles(directory, durable=self._options.durability == "power")
-        return Store(
+    @property
+    def directory(self) -> StoreDirectory | None:
+        """The directory, if there is one."""
+        return None if self._disk is None else self._disk.directory
+
+    @property
+    def states(self) -> StateFiles | None:
+        """What of the training state is beside the records; ``None`` without a directory."""
+        return None if self._disk is None else self._disk.states
+
+    def _open(self, directory: StoreDirectory, *, create: bool) -> _Disk:
+        states = StateFiles(directory, durable=self._options.durability == "power")
+        store = Store(
             os.fspath(directory.path),
             uuid=directory.uuid,
             create=create,
@@ -69,35 +88,35 @@ class BlockFiles:
             num_blocks=self._num_blocks,
             user_bytes=self._user_bytes,
         )
+        self._disk, self.on_disk = _Disk(directory, states, store), True
+        return self._disk
 
     def attach(self, directory: StoreDirectory) -> None:
         """From now on blocks may have files; the directory is the run's own, and closed where it cannot be used."""
-        assert self.directory is None, "one directory at a time"
+        assert self._disk is None, "one directory at a time"
         with ExitStack() as undo:
             undo.callback(directory.close, remove=True)
-            self._store = self._open(directory, create=True)
+            self._open(directory, create=True)
             undo.pop_all()
-        self.directory = directory
 
     def detach(self) -> None:
         """Closes and removes what :meth:`attach` or the constructor opened; no block has files any more."""
-        if self.directory is None or self._store is None:
+        disk = self._disk
+        if disk is None:
             return
         self.wait_for_commit()
-        directory, store = self.directory, self._store
-        self.directory = self._store = self.states = None
-        store.close()
-        directory.close()
+        self._disk, self.on_disk = None, False
+        disk.store.close()
+        disk.directory.close()
         self._ids, self._closed_ids, self._free_ids = set(), set(), set()
         self._natives.clear()
 
     def close(self, *, remove: bool | None = None) -> None:
         """Closes all; ``remove``: the files go too; ``None``: they do if the directory is temporary."""
         self._natives.clear()
-        if self._store is not None:
-            self._store.close()
-        if self.directory is not None:
-            self.directory.close(remove)
+        if self._disk is not None:
+            self._disk.store.close()
+            self._disk.directory.close(remove)
 
     @property
     def num_open(self) -> int:
@@ -107,7 +126,7 @@ class BlockFiles:
     @property
     def user_bytes(self) -> int:
         """Largest user blob of a record of this store, which an earlier run may have laid out."""
-        return self._user_bytes if self._store is None else self._store.user_bytes
+        return self._user_bytes if self._disk is None else self._disk.store.user_bytes
 
     # ---- blocks -----------------------------------------------------------------------------------------------------------
 
@@ -127,18 +146,17 @@ class BlockFiles:
         places would run out.
         """
         self._ids.update(identifiers)
-        if self._store is not None:
+        if self._disk is not None:
             between = set(range(max(self._ids, default=0))) - self._ids
-            self._free_ids |= {number for number in between if not self._store.names(number)}
-        if self.directory is not None:
-            assert self.states is not None
-            self.directory.remove_all_but(self._ids, states)
-            self.states.adopt(states)
+            self._free_ids |= {number for number in between if not self._disk.store.names(number)}
+            self._disk.directory.remove_all_but(self._ids, states)
+            self._disk.states.adopt(states)
 
     def open_part(self, geometry: PartGeometry, address: int) -> NativePart:
         """A native part over the memory at ``address``, with files if the geometry has sections there."""
         self.wait_for_commit()
-        native = NativePart(self._store if has_file(geometry) else None, geometry, address)
+        store = self._disk.store if self._disk is not None and has_file(geometry) else None
+        native = NativePart(store, geometry, address)
         if has_file(geometry):  # the numbers of others mean nothing
             self._ids.add(geometry.id)
             self._natives[geometry.id] = native
@@ -149,10 +167,10 @@ class BlockFiles:
         """Closes a native part and removes its files; everything that was written of it is committed."""
         self.wait_for_commit()
         native.discard()
-        if self.directory is not None and has_file(native.geometry):
+        if self._disk is not None and has_file(native.geometry):
             del self._natives[native.geometry.id]
             self._closed_ids.add(native.geometry.id)
-            self.directory.remove_block(native.geometry.id)
+            self._disk.directory.remove_block(native.geometry.id)
 
     def committed(self) -> list[str]:
         """Names of the slot files that the last record names, and of the last kept step's state files.
@@ -160,27 +178,28 @@ class BlockFiles:
         They stay as they are until there is another one.
         """
         self.wait_for_commit()
-        assert self.states is not None
         slots = {number: native.committed_slot() for number, native in self._natives.items()}
         blocks = [f"block-{number:05d}.{'ab'[slot]}" for number, slot in slots.items() if slot is not None]
-        return [*blocks, *self.states.kept]
+        return [*blocks, *(() if self._disk is None else self._disk.states.kept)]
 
     # ---- records ----------------------------------------------------------------------------------------------------------
 
     def begin_state(self) -> None:
         """The state of a step is about to be taken: state files that no record needs any more are removed."""
-        assert self.states is not None
-        if self.states.has_old:
+        if self._disk is None:
+            return
+        if self._disk.states.has_old:
             self.wait_for_commit()
-        self.states.begin()
+        self._disk.states.begin()
 
-    def commit(self, engine: Engine, user: bytes) -> Ticket:
-        """Writes a record behind everything submitted so far."""
-        assert self._store is not None
+    def commit(self, engine: Engine, user: bytes) -> Ticket | None:
+        """Writes a record behind everything submitted so far, if there is a directory."""
+        if self._disk is None:
+            return None
         self.step += 1
         self._free_ids |= self._closed_ids  # free once this record is there, which `next_id` waits for
         self._closed_ids = set()
-        self.last_commit = engine.commit(self._store, self.step, user, priority=-2)
+        self.last_commit = engine.commit(self._disk.store, self.step, user, priority=-2)
         return self.last_commit
 
     def wait_for_commit(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Arena, NativePart, Ticket
+from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.store.raw_memory import PAGE, tensor_at
@@ -41,6 +42,14 @@ def warn_if_shared(param: Tensor, name: str) -> None:
             "use_lottery_ticket_hypothesis does, on the CPU), the results differ. To silence this, assign a clone.",
             name,
         )
+
+
+def lost(name: str) -> OffloadedAccessError:
+    """The error for weights or state that are in no memory and no file any more."""
+    return OffloadedAccessError(
+        f"{name!r} is lost: its store has been closed by an error, or because the strategy went on to another model. Build "
+        f"the model anew and load a checkpoint; next time save one before."
+    )
 
 
 class StateHome(Protocol):
@@ -119,6 +128,16 @@ class Part:
     updated: Ticket | None = None
     mirrors: dict[str, Mirror] = field(default_factory=dict)
     mirrored_versions: int = -1
+
+    def require_native(self) -> NativePart:
+        """The native part.
+
+        Raises:
+            OffloadedAccessError: There is none: an error has closed the store, or another model took its place.
+        """
+        if self.native is None:
+            raise lost((self.names or [self.block.name])[0])
+        return self.native
 
     @property
     def weight_bytes(self) -> int:

@@ -25,9 +25,7 @@ def spans(part: Part) -> dict[str, tuple[int, int]]:
     if native is None or not native.geometry.weights_on_disk_file:
         found[WEIGHTS] = (part.arena.address, part.weight_bytes)
     if native is not None and native.geometry.num_state and not native.geometry.state_on_disk_file:
-        first, last = native.state_address(0), native.state_address(native.geometry.num_state - 1)
-        assert first is not None
-        assert last is not None
+        first, last = native.state_memory(0), native.state_memory(native.geometry.num_state - 1)
         begin = first // PAGE * PAGE
         found[STATE] = (begin, round_up(last + 4 * native.geometry.num_elements, PAGE) - begin)
     return found

@@ -77,11 +77,10 @@ def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> Na
 
 
 def _copy_state(store: TierStore, old: NativePart, part: Part) -> None:
-    assert part.native is not None
-    new, length = part.native.geometry, part.num_elements
+    new, length = part.require_native().geometry, part.num_elements
     weights = new.weights_on_disk_file
     if not old.geometry.state_on_disk_file:
-        runs = [(k, 0, tensor_at(old, _address(old, k), length, torch.float32)) for k in range(new.num_state)]
+        runs = [(k, 0, tensor_at(old, old.state_memory(k), length, torch.float32)) for k in range(new.num_state)]
         store.rewrite(part, runs, from_memory=weights, state=True).wait()
         return
     for rows in _rewrites(new.num_state, length):
@@ -95,9 +94,3 @@ def _rewrites(num_arrays: int, length: int) -> Iterator[list[tuple[int, int, int
     step = max(1, _IN_TRANSIT_BYTES // (4 * num_arrays))
     for start in range(0, length, step):
         yield [(k, start, min(step, length - start)) for k in range(num_arrays)]
-
-
-def _address(native: NativePart, array: int) -> int:
-    address = native.state_address(array)
-    assert address is not None, "the state is in memory"
-    return address

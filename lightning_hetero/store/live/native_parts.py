@@ -62,11 +62,10 @@ def attach_native(store: TierStore, part: Part, native: NativePart) -> None:
 
 def detach_native(store: TierStore, part: Part) -> NativePart:
     """Takes the native part off the part, which has none then; everything of it is written and committed."""
-    assert part.native is not None
+    native = part.require_native()
     store.barrier(part)
     store.commit()
     store.files.wait_for_commit()
-    native = part.native
     store.forget(part)
     if part in store.blobs:
         store.blobs.remove(part)
@@ -79,20 +78,18 @@ def close_native(store: TierStore, part: Part) -> None:
     The last record names these files, whether anything was written since or not. So another one comes first, which does not: it
     stands for no step, and the last step is pinned.
     """
-    assert part.native is not None
     if part.on_disk:
         store.unrecorded.changed = True
         store.barrier(part)
-        part.native.retire()
+        part.require_native().retire()
         store.commit(always=True)
     store.files.close_part(detach_native(store, part))
 
 
 def reset_native(store: TierStore, part: Part) -> None:
     """Gives up a part's state; the weights are in memory, and are written anew by the next flush."""
-    assert part.native is not None
     store.flush(part)
-    geometry = part.native.geometry
+    geometry = part.require_native().geometry
     zeros = zero_pages(geometry.num_elements)
     runs = [(array, 0, zeros) for array in range(geometry.num_state)]
     if part.stepped:

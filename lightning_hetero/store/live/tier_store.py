@@ -21,12 +21,11 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
-from lightning_hetero import _native
-from lightning_hetero._native import Engine, EngineStats, Hyper, Patch, Segment, Ticket
-from lightning_hetero.errors import HeteroError, OffloadedAccessError
+from lightning_hetero._native import U8, Engine, EngineStats, Hyper, NativePart, Patch, Segment, Ticket
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.block_files import BlockFiles
-from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block, Part, lost
 from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
 from lightning_hetero.store.live.geometry import WEIGHTS, has_master, versions, weights_on_file
 from lightning_hetero.store.live.loans import Loans
@@ -75,7 +74,7 @@ class TierStore:
         self.loans = Loans()
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
-        self._opened: set[Part] = set()  # parts with an update that is open but not armed; other work on the part takes it back
+        self._opened: dict[Part, Ticket] = {}  # updates that are open but not armed; other work on the part takes them back
         self._tried: dict[Part, bool] = {}  # parts with a speculative update; whether they had state before
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
@@ -139,7 +138,7 @@ class TierStore:
         part.uncommitted = 0
         part.patches.clear()
         self._patched.pop(part, None)
-        self._opened.discard(part)
+        self._opened.pop(part, None)
         self._tried.pop(part, None)
 
     def check_open(self, part: Part, name: str) -> None:
@@ -149,31 +148,30 @@ class TierStore:
             OffloadedAccessError: The store was closed: an error stopped it, or another model took its place.
         """
         if part.native is None:
-            raise OffloadedAccessError(
-                f"{name!r} is lost: its store has been closed by an error, or because the strategy went on to another model. Build "
-                f"the model anew and load a checkpoint; next time save one before."
-            )
+            raise lost(name)
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 
     def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
         """Brings the part's weights into its memory."""
-        assert part.native is not None
+        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
-        part.last_write = self.engine.fetch(part.native, priority=priority, after=after)
+        part.last_write = self.engine.fetch(native, priority=priority, after=after)
         return part.last_write
 
     def release(self, part: Part, *, priority: int) -> Ticket:
         """Gives the weight memory back, after writing it if it was changed in memory."""
-        assert part.native is not None
+        native = part.require_native()
         self.cancel_update(part)
         self.flush(part)
-        return self.engine.release(part.native, priority=priority)
+        return self.engine.release(native, priority=priority)
 
     def flush(self, part: Part) -> None:
         """Brings the file up to date with writes that went around updates: whole weight memory, or collected patches."""
+        if not part.dirty and not part.patches:
+            return
         master = has_master(part)
         if part.dirty:
             part.dirty, is_beginning = False, part.fresh or not part.stepped
@@ -219,7 +217,7 @@ class TierStore:
 
         ``speculative``: see [Note: Verdicts].
         """
-        assert part.native is not None
+        native = part.require_native()
         self.revoke(part)
         if resident and not has_master(part) and not speculative:
             part.dirty = False  # the update writes the weight memory anyway
@@ -227,13 +225,11 @@ class TierStore:
         if part.on_disk:
             self.unrecorded.begin(part)
         after = [*after, *writes_of(part)]
-        part.opened = self.engine.open_update(
-            part.native, weights_resident=resident, speculative=speculative, priority=priority, after=after
-        )
-        self._opened.add(part)
+        ticket = self.engine.open_update(native, weights_resident=resident, speculative=speculative, priority=priority, after=after)
+        part.opened = self._opened[part] = ticket
         if speculative:
             self._tried[part] = part.stepped
-        return part.opened
+        return ticket
 
     def may_speculate(self, part: Part) -> bool:
         """Whether what the commit record names is what the part holds, so that an update of it can be taken back."""
@@ -254,9 +250,7 @@ class TierStore:
         speculative: bool = False,
     ) -> Ticket:
         """Hands the gradients of an opened update over; ``keep`` lives until the kernels are done."""
-        assert part.opened is not None
-        ticket, part.opened = part.opened, None
-        self._opened.discard(part)
+        ticket, part.opened = self._opened.pop(part), None
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
         part.stepped = self.unrecorded.changed = True
@@ -269,9 +263,8 @@ class TierStore:
         """The part's speculative update holds; false if there is none, because it was revoked."""
         if part not in self._tried:
             return False
-        assert part.native is not None
         self._tried.pop(part)
-        self.engine.keep(part.native)
+        self.engine.keep(part.require_native())
         return True
 
     def revoke(self, part: Part) -> None:
@@ -281,12 +274,12 @@ class TierStore:
         """
         if part not in self._tried or part.opened is not None:
             return
-        assert part.native is not None
+        native = part.require_native()
         part.stepped = self._tried.pop(part)
-        ticket = self.engine.discard(part.native, priority=-1)
+        ticket = self.engine.discard(native, priority=-1)
         part.last_write = part.updated = ticket
         if weights_on_file(part):
-            part.last_write = self.engine.fetch(part.native) if part.block.resident else None
+            part.last_write = self.engine.fetch(native) if part.block.resident else None
         self.unrecorded.undo(part)
 
     def cancel_update(self, part: Part) -> None:
@@ -294,7 +287,7 @@ class TierStore:
         if part.opened is not None:
             self.engine.cancel_update(part.opened)
             part.opened = None
-            self._opened.discard(part)
+            self._opened.pop(part, None)
             self._tried.pop(part, None)
             self.unrecorded.undo(part)
 
@@ -305,12 +298,12 @@ class TierStore:
 
         What lies in one chunk of the file comes in one transfer.
         """
-        assert part.native is not None
+        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
-        patches = self._patches(part, [(array, part.offsets[index], out) for array, index, out in runs])
-        return self.engine.read(part.native, patches, keep=[out for _, _, out in runs])
+        patches = _patches(part, native, [(array, part.offsets[index], out) for array, index, out in runs])
+        return self.engine.read(native, patches, keep=[out for _, _, out in runs])
 
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""
@@ -348,7 +341,7 @@ class TierStore:
             self.revoke(part)
         for part in list(self._patched):
             self.flush(part)
-        if self.files.directory is None or not (always or self.unrecorded):
+        if not self.files.on_disk or not (always or self.unrecorded):
             return None
         self.unrecorded.recorded()
         return self.files.commit(self.engine, self.describe())
@@ -365,33 +358,33 @@ class TierStore:
             from_memory: The weights come whole from the weight memory.
             state: The state is no longer all zeros.
         """
-        assert part.native is not None
+        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
         if part.on_disk:
             self.unrecorded.begin(part)
         self.unrecorded.changes()
-        patches, keep = self._patches(part, runs), [value for _, _, value in runs]
+        patches, keep = _patches(part, native, runs), [value for _, _, value in runs]
         part.stepped |= state
         stamp = self.files.step + 1 if part.stepped else 0  # 0: state reads as zeros, none is written
         after = writes_of(part)
         ticket = self.engine.store(
-            part.native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, after=after, keep=keep
+            native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, after=after, keep=keep
         )
         part.updated = ticket
         if not part.on_disk:
             part.mirrored_versions = -1
         return ticket
 
-    def _patches(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:
-        """Runs as the engine takes them; those of parameters without elements have no address, and are left out."""
-        assert part.native is not None
-        unit = part.dtype.itemsize if part.native.geometry.weight_dtype == _native.U8 else 1
-        return [
-            Patch(offset=start * unit, numel=value.numel() * unit, data=value.data_ptr(), array=array)
-            for array, start, value in runs
-            if value.numel()
-        ]
+
+def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:
+    """Runs as the engine takes them. Those of parameters without elements have no address, and are left out."""
+    unit = part.dtype.itemsize if native.geometry.weight_dtype == U8 else 1
+    return [
+        Patch(offset=start * unit, numel=value.numel() * unit, data=value.data_ptr(), array=array)
+        for array, start, value in runs
+        if value.numel()
+    ]
 
 
 def _as_master(part: Part, index: int) -> Tensor:
