@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import overload
 
 from lightning_hetero.errors import ConfigError
 
@@ -14,6 +15,10 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
+@overload
+def parse_bytes(size: str | int | float, *, name: str) -> int: ...
+@overload
+def parse_bytes(size: str | int | float | None, *, name: str) -> int | None: ...
 def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
     """Turns ``"4GiB"``, ``"1.5 TB"`` or a number of bytes into an ``int`` of bytes.
 

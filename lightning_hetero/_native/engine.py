@@ -279,7 +279,8 @@ class Engine(Handle):
         Raises:
             ConfigError: a segment leaves the block, overlaps another, or its gradient is misaligned.
         """
-        assert ticket.block is not None, "arm_update takes a ticket of open_update"
+        if ticket.block is None:
+            raise ConfigError(f"ticket {ticket.id} is of a commit; allowed: a ticket of open_update.")
         check_range("step", step, low=1, high=_INT63)
         segments_c = _segments_as_c(segments, ticket.block.geometry.num_elements, len(hypers))
         hypers_c = (CHyper * len(hypers))(*(CHyper(*hyper) for hyper in hypers))

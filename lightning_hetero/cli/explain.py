@@ -59,8 +59,7 @@ class Explanation:
     @property
     def predicted(self) -> Prediction:
         """The plan's step, as :func:`evaluated` found it."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
+        return self.plan.require_predicted()
 
     @property
     def use(self) -> dict[str, dict[str, int]]:
@@ -291,8 +290,7 @@ def _shortly(error: Exception) -> str:
 
 
 def _what_ifs(found: Sequence[tuple[reasons.Scenario, Outcome]], plan: Plan, model: ModelProfile, planner: str) -> Table:
-    assert plan.predicted is not None
-    before = plan.predicted.iteration_s / model.tokens
+    before = plan.require_predicted().iteration_s / model.tokens
     rows = []
     for scenario, outcome in found:
         if outcome.error is not None:

@@ -138,10 +138,9 @@ class Request:
 
     def _check(self) -> None:
         if (self.model_profile is None) == (self.preset_model is None):
-            got = "neither" if self.model_profile is None else "both"
-            raise ConfigError(f"which model? Got {got} of --model-profile and --preset-model; give one of them.")
-        if self.preset_model is not None and (self.batch is None or self.sequence is None):
-            raise ConfigError(f"--preset-model {self.preset_model} needs --batch and --sequence, such as 8 and 1024.")
+            raise _which_model("neither" if self.model_profile is None else "both")
+        if self.preset_model is not None:
+            self._preset()
         if self.model_profile is not None and self._names(_MODEL_KEYS[1:]):
             raise ConfigError("--model-profile was measured at one batch; --batch, --sequence, --precision go with --preset-model.")
         _, *parts = _MACHINE_KEYS
@@ -151,6 +150,14 @@ class Request:
             raise ConfigError(f"--machine {self.machine} has its device and its link; --device and --link go without it.")
         if self.machine is None and self._names(parts) and (self.device is None or self.host_memory is None):
             raise ConfigError("a machine needs --device and --host-memory, such as --device rtx4090 --host-memory 256GiB.")
+
+    def _preset(self) -> tuple[str, int, int]:
+        """A known model's name, its batch and its sequence."""
+        if self.preset_model is None:
+            raise _which_model("neither")
+        if self.batch is None or self.sequence is None:
+            raise ConfigError(f"--preset-model {self.preset_model} needs --batch and --sequence, such as 8 and 1024.")
+        return self.preset_model, self.batch, self.sequence
 
     def hardware(self) -> HardwareProfile:
         """The machine; this one, as ``profile`` measured it, if none is named."""
@@ -172,11 +179,9 @@ class Request:
             return ModelProfile.load(self.model_profile)
         from lightning_hetero.profiling import presets
 
-        assert self.preset_model is not None
-        assert self.batch is not None
-        assert self.sequence is not None
+        name, batch, sequence = self._preset()
         itemsize = int(self.precision or 16) // 8
-        return presets.model(self.preset_model, batch=self.batch, sequence=self.sequence, hardware=hardware, itemsize=itemsize)
+        return presets.model(name, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
 
     def model_alone(self) -> ModelProfile:
         """The model where no machine is asked about: a known one's times are those of some device, its FLOP and bytes are its own.
@@ -188,6 +193,10 @@ class Request:
 
         self._check()
         return self.model(presets.machine(device="a100-80", host_memory="1GiB"))
+
+
+def _which_model(got: str) -> ConfigError:
+    return ConfigError(f"which model? Got {got} of --model-profile and --preset-model; give one of them.")
 
 
 def _this_machine() -> HardwareProfile:

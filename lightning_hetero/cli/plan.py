@@ -68,7 +68,7 @@ def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardwar
     screen = console()
     screen.print(pairs("", describe(model, hardware)))
     if len(outcomes) == 1:
-        screen.print(pairs(f"Plan of {best.name}", _details(outcomes[0], model)))
+        screen.print(pairs(f"Plan of {best.name}", _details(best, outcomes[0].planning_s, model)))
     else:
         screen.print(comparison("Plans, fastest first", sorted(outcomes, key=lambda o: o.iteration_s), width=screen.width))
         print_refusals(outcomes)
@@ -88,9 +88,7 @@ def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
     }
 
 
-def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
-    assert outcome.plan is not None
-    plan = outcome.plan
+def _details(plan: Plan, planning_s: float, model: ModelProfile) -> dict[str, str]:
     rows = {}
     if plan.predicted is not None:
         p = plan.predicted
@@ -104,7 +102,7 @@ def _details(outcome: Outcome, model: ModelProfile) -> dict[str, str]:
         }
     rows["objective"] = "none" if plan.objective_s is None else f"{seconds(plan.objective_s)} by the planner's own formula"
     rows |= _decisions({name: value for name, value in plan.decisions.items() if name != "paper_optimum"})
-    return rows | paper_optimum(plan) | {"planned in": seconds(outcome.planning_s)}
+    return rows | paper_optimum(plan) | {"planned in": seconds(planning_s)}
 
 
 def paper_optimum(plan: Plan) -> dict[str, str]:

@@ -94,7 +94,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
                 changed = replace(plan, blocks=(*plan.blocks[:index], placed, *plan.blocks[index + 1 :]))
                 if fitted(changed, shape, device=on_device) == plan:
                     continue  # the block is pinned
-                predicted = evaluated(changed, model, hardware).predicted
+                step_s = evaluated(changed, model, hardware).require_predicted().iteration_s
             except RateError:
                 continue  # the machine cannot do that work
             except PlanError as error:
@@ -102,8 +102,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
             except ConfigError:
                 continue  # the plan format rules it out
             else:
-                assert predicted is not None
-                found = Alternative(block=block, change=change, iteration_s=predicted.iteration_s)
+                found = Alternative(block=block, change=change, iteration_s=step_s)
             out.append(found)
     return out
 

@@ -60,7 +60,6 @@ def export_weights(
         OSError: A file cannot be written; none is left half written.
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
-    assert shard_bytes is not None
     path = Place.of(destination)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)

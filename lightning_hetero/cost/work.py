@@ -58,6 +58,23 @@ def _copied(op: Op, placed: BlockPlan) -> Work:
     return _COPIES[op.lane]
 
 
+def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount:
+    """The work of an UPDATE.
+
+    Args:
+        op: The op.
+        model: The model.
+        shared_memory: As in the hardware's profile.
+    """
+    params = model.blocks[op.block].num_trainable_params
+    on_cpu = op.lane is Lane.CPU
+    return Amount(
+        work=Work.CPU_UPDATE if on_cpu else Work.DEVICE_UPDATE,
+        units=cpu_update_bytes(params) if on_cpu or shared_memory else float(params),
+        num_bytes=params * model.state_itemsize,
+    )
+
+
 def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, world_size: int = 1) -> Amount | None:
     """The work of one op; ``None`` for those that take no time worth counting.
 
@@ -75,14 +92,9 @@ def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, w
     """
     if op.kind in _FREE or op.block == NO_BLOCK:
         return None
-    block, placed = model.blocks[op.block], plan.blocks[op.block]
     if op.kind is OpKind.UPDATE:
-        num_bytes = block.num_trainable_params * model.state_itemsize
-        if op.lane is Lane.CPU:
-            return Amount(work=Work.CPU_UPDATE, units=cpu_update_bytes(block.num_trainable_params), num_bytes=num_bytes)
-        params = block.num_trainable_params
-        units = cpu_update_bytes(params) if shared_memory else float(params)
-        return Amount(work=Work.DEVICE_UPDATE, units=units, num_bytes=num_bytes)
+        return update_amount(op, model, shared_memory=shared_memory)
+    block, placed = model.blocks[op.block], plan.blocks[op.block]
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
     share = (world_size - 1) / world_size if op.lane is Lane.NET else 1.0
     return Amount(work=_copied(op, placed), units=share * num_bytes, num_bytes=num_bytes)

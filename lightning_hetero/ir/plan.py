@@ -174,6 +174,16 @@ class Plan:
             )
         return replace(self, blocks=tuple(resolved))
 
+    def require_predicted(self) -> Prediction:
+        """The simulator's view of a plan that has been simulated.
+
+        Raises:
+            ConfigError: It has not.
+        """
+        if self.predicted is None:
+            raise ConfigError(f"plan {self.name!r} has no prediction: it has not been simulated. Let a planner evaluate it.")
+        return self.predicted
+
     def to_json(self) -> str:
         """The plan as JSON text, one block a line so that plans diff well; what is as by default is left out."""
         head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}

@@ -161,7 +161,7 @@ class _Lowering:
         use = index if anchor.phase is Phase.FORWARD else len(self._anchors) - 2 - index
         if swaps is not None and anchor.phase is Phase.BACKWARD:
             needs.append(swaps.need(use))
-        self._weights.prefetch(index)
+        self._weights.prefetch(index, anchor.block)
         if swaps is not None:
             if anchor.phase is Phase.BACKWARD:
                 swaps.prefetch(use)

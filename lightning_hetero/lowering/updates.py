@@ -125,7 +125,7 @@ class UpdateMoves:
         """New weights go up, once, where they hold nothing up; where the next forward waits for all updates, in their order."""
         device = self._weights.device
         if device is not None and self._placed[block].renewed and block not in device.held:
-            self._weights.renew(block)
+            self._weights.renew(device, block)
 
     def _grad(self, block: int) -> None:
         depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes

@@ -39,41 +39,38 @@ class WeightMoves:
     def need(self, index: int, block: int) -> int | None:
         """Brings the weights for anchor ``index``, whatever else has to go; returns the op to wait for, if any of this step."""
         if self.device is not None:
-            self._up(index, block, keep=(block,))
+            self._up(self.device, index, block, keep=(block,))
             return self.device.arriving.get(block)
         if self._placed[block].on_disk:
             self._fetch(index, block, keep=(block,))
         return self.host.arriving.get(block)
 
-    def prefetch(self, index: int) -> None:
-        """Brings the weights of the uses after anchor ``index``, as many as depth and memory allow."""
-        current = self._uses.anchors[index]
-        assert current is not None, "the verdict uses no weights"
+    def prefetch(self, index: int, block: int) -> None:
+        """Brings the weights of the uses after anchor ``index``, which uses ``block``, as many as depth and memory allow."""
         if self.device is None:
-            self._prefetch_to_host(index, keep={current})
+            self._prefetch_to_host(index, keep={block})
         else:
-            self._prefetch_to_device(index, keep={current})
+            self._prefetch_to_device(self.device, index, keep={block})
             self._prefetch_to_host(index, keep=set())
 
-    def _prefetch_to_device(self, index: int, *, keep: set[int]) -> None:
+    def _prefetch_to_device(self, device: Cache, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks to the device.
 
         Weights that live on the device take no memory there: outdated ones are renewed on the way, all of them if none that
         take memory come between.
         """
         for count, (at, block) in enumerate(self._uses.after(index, self._below_device), 1):
-            self._renew_before(at)
+            self._renew_before(device, at)
             keep.add(block)
-            if not self._up(index, block, keep=keep) or count == self._depth:
+            if not self._up(device, index, block, keep=keep) or count == self._depth:
                 return
-        self._renew_before(len(self._uses.anchors))
+        self._renew_before(device, len(self._uses.anchors))
 
-    def _renew_before(self, index: int) -> None:
+    def _renew_before(self, device: Cache, index: int) -> None:
         """Brings outdated weights that are used before anchor ``index`` to their place on the device."""
-        assert self.device is not None
         while self._outdated and self._uses.following(0, self._outdated[0]) < index:
-            if (block := self._outdated.popleft()) not in self.device.held:
-                self.renew(block)
+            if (block := self._outdated.popleft()) not in device.held:
+                self.renew(device, block)
 
     def _prefetch_to_host(self, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks from disk to the host that are not higher up yet."""
@@ -86,30 +83,28 @@ class WeightMoves:
             if not self._fetch(index, block, keep=keep):
                 return
 
-    def _up(self, index: int, block: int, *, keep: Collection[int]) -> bool:
+    def _up(self, device: Cache, index: int, block: int, *, keep: Collection[int]) -> bool:
         """Brings weights to the device; false, and nothing issued, if there is no room there or on the way."""
-        assert self.device is not None
         placed = self._placed[block]
-        if block in self.device.held or not (placed.below_device or placed.renewed):
+        if block in device.held or not (placed.below_device or placed.renewed):
             return True
-        victims = self.device.victims(index, block, keep=keep)
+        victims = device.victims(index, block, keep=keep)
         if victims is None or (placed.on_disk and not self._fetch(index, block, keep=(block,))):
             return False
         for victim in victims:
-            self.release(self.device, victim)
+            self.release(device, victim)
             self._higher = min(self._higher, bisect_left(self._on_disk, self._uses.following(index, victim)))
-        self._upload(block, after=self.device.after_release() if placed.below_device else ())
+        self._upload(device, block, after=device.after_release() if placed.below_device else ())
         return True
 
-    def _upload(self, block: int, *, after: Sequence[int] = ()) -> None:
-        assert self.device is not None
+    def _upload(self, device: Cache, block: int, *, after: Sequence[int] = ()) -> None:
         size = self._placed[block].shape.weight_bytes
-        self.device.add(block, self._issue(OpKind.UPLOAD, block, Lane.H2D, Payload.WEIGHTS, size, after=after))
+        device.add(block, self._issue(OpKind.UPLOAD, block, Lane.H2D, Payload.WEIGHTS, size, after=after))
         self.host.touch(block)
 
-    def renew(self, block: int) -> None:
+    def renew(self, device: Cache, block: int) -> None:
         """Brings the weights that an UPDATE of this step has made to their place on the device."""
-        self._upload(block)
+        self._upload(device, block)
 
     def restore(self, block: int) -> None:
         """Brings weights that live on disk, and that an update has changed in memory, back to what the disk holds."""

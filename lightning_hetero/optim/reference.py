@@ -29,6 +29,9 @@ class MasterWeightOptimizer(Optimizer):
         place: On which device a parameter's step runs; asked at every step, before which its master and state go there.
     """
 
+    _optimizer: Optimizer
+    _building = False  # in the constructor of torch's class, which adds the groups: there is no optimizer yet
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -36,10 +39,11 @@ class MasterWeightOptimizer(Optimizer):
         *,
         place: Callable[[Tensor], torch.device] | None = None,
     ) -> None:
-        self._optimizer: Optimizer | None = None
+        self._building = True
         self._place = place
         self._masters: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
+        self._building = False
         self._optimizer = factory([self._master_group(group) for group in self.param_groups])
         self.defaults = self._optimizer.defaults
         self._adopt_groups(self.param_groups)
@@ -47,7 +51,6 @@ class MasterWeightOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """The user's optimizer; its parameters are the masters."""
-        assert self._optimizer is not None
         return self._optimizer
 
     def master(self, param: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ class MasterWeightOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as ``torch.optim.Optimizer`` does."""
         super().add_param_group(param_group)
-        if self._optimizer is not None:  # during __init__ there is none yet
+        if not self._building:
             self._optimizer.add_param_group(self._master_group(self.param_groups[-1]))
             self._adopt_groups(self.param_groups[-1:])
 

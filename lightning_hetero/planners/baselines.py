@@ -155,8 +155,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updat
         except PlanError as error:
             refusal = error
             continue
-        assert found.predicted is not None
-        return replace(found, objective_s=found.predicted.iteration_s, decisions=_decisions(found))
+        return replace(found, objective_s=found.require_predicted().iteration_s, decisions=_decisions(found))
     raise refusal
 
 

@@ -33,6 +33,7 @@ from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round,
 from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.volume import Volume
 from lightning_hetero.units import MIB, format_bytes
 
 SECONDS = 7.5
@@ -203,7 +204,7 @@ class _Benchmarks:
         reason = "" if machine.volume is not None else "not measured: no plan was to use a disk, or there is none"
         try:
             if machine.volume is not None:
-                made += self._disk_loads(min(_LEAST_BYTES, room), undo)
+                made += self._disk_loads(machine.volume, min(_LEAST_BYTES, room), undo)
         except (ConfigError, StoreError, UnsupportedError) as error:
             if machine.path_given:
                 raise
@@ -231,10 +232,9 @@ class _Benchmarks:
             )
         return (free * 3 // 4 - least) // _SHARES
 
-    def _disk_loads(self, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
+    def _disk_loads(self, volume: Volume, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
         machine = self.machine
-        assert machine.volume is not None
-        num_bytes = min(most_bytes, machine.volume.free_bytes // _DISK_SHARE)
+        num_bytes = min(most_bytes, volume.free_bytes // _DISK_SHARE)
         directory = StoreDirectory.create_or_adopt(
             None, default_root=machine.path, manifest={"benchmark": "disk"}, needed_bytes=loads.disk_bytes(num_bytes)
         )

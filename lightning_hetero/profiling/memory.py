@@ -98,7 +98,7 @@ def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
         first = not rows or rows[-1].phase is not stretch.phase
         rows.append(
             OperatorMeasure(
-                block=_block(stretch),
+                block=stretch.block,
                 phase=stretch.phase,
                 name=label,
                 seconds=op.end_s - op.start_s,
@@ -150,7 +150,7 @@ class Memory:
         self.transient_bytes = [0] * num_blocks
         for op, stretch in zip(observed.ran, self._stretches, strict=True):
             if stretch.phase is Phase.FORWARD and not stretch.again:
-                self.forward_flop[_block(stretch)] += op.flop
+                self.forward_flop[stretch.block] += op.flop
         boundary: dict[int, int] = {}
         for block, numbers in observed.inputs.items():
             for number in numbers:
@@ -160,11 +160,11 @@ class Memory:
         again = self._again(boundary)
         self._own = sorted((observed.saved | again) - boundary.keys())
         for number in sorted(observed.saved | again | boundary.keys()):
-            block = boundary.get(number, _block(self._stretches[observed.made[number].operator]))
+            block = boundary.get(number, self._stretches[observed.made[number].operator].block)
             self.activation_bytes[block] += observed.made[number].num_bytes
-        recomputed = {_block(stretch) for stretch in observed.stretches if stretch.again}
+        recomputed = {stretch.block for stretch in observed.stretches if stretch.again}
         for stretch, hidden in zip(observed.stretches, observed.hidden_bytes or repeat(0), strict=False):
-            block = _block(stretch)
+            block = stretch.block
             if block in recomputed and stretch.phase is Phase.FORWARD and stretch.inside:
                 continue  # what it drops is memory beside what it saves then; the run that repeats it shows what is not saved
             self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch) + hidden)
@@ -201,7 +201,7 @@ class Memory:
                     after_bytes=rest[end],
                     freed_bytes=freed,
                 )
-                rows[_block(stretch)].append(row)
+                rows[stretch.block].append(row)
                 begin, most = end, 0
         return [tuple(row) for row in rows]
 
@@ -225,11 +225,11 @@ class Memory:
         returned: Counter[tuple[int, str]] = Counter()
         for number in boundary:
             stretch = self._stretches[self._observed.made[number].operator]
-            returned[_block(stretch), self._labels[self._observed.made[number].operator]] += stretch.inside
+            returned[stretch.block, self._labels[self._observed.made[number].operator]] += stretch.inside
         found: set[int] = set()
         for number in sorted(self._observed.again):
             operator = self._observed.made[number].operator
-            key = _block(self._stretches[operator]), self._labels[operator]
+            key = self._stretches[operator].block, self._labels[operator]
             if returned[key] > 0:
                 returned[key] -= 1
             else:
@@ -251,19 +251,14 @@ class Memory:
         saved: Counter[str] = Counter()
         labels = self._labels
         for op, stretch, label in zip(self._observed.ran, self._stretches, labels, strict=True):
-            if _block(stretch) == block and stretch.phase is Phase.FORWARD and stretch.inside and not stretch.again:
+            if stretch.block == block and stretch.phase is Phase.FORWARD and stretch.inside and not stretch.again:
                 flop[label] += op.flop
         for number in self._own:
             operator = self._observed.made[number].operator
             stretch = self._stretches[operator]
-            if _block(stretch) == block and stretch.inside:
+            if stretch.block == block and stretch.inside:
                 saved[labels[operator]] += self._observed.made[number].num_bytes
         return tuple(OperatorProfile(name=name, flop=flop[name], bytes=saved[name]) for name in flop if saved[name])
-
-
-def _block(stretch: Stretch) -> int:
-    assert stretch.block is not None, "attributed"
-    return stretch.block
 
 
 def _stretches(observed: Observed) -> list[Stretch]:
@@ -276,6 +271,6 @@ def _labels(observed: Observed) -> list[str]:
     """A name for each operator: see [Note: Names of operators] in ``runtime.activations.names``."""
     names: defaultdict[tuple[int, Phase, bool, bool], OperatorNames] = defaultdict(OperatorNames)
     return [
-        names[_block(stretch), stretch.phase, stretch.inside, stretch.again].name(op.name, op.param, made=bool(op.made))
+        names[stretch.block, stretch.phase, stretch.inside, stretch.again].name(op.name, op.param, made=bool(op.made))
         for op, stretch in zip(observed.ran, _stretches(observed), strict=True)
     ]

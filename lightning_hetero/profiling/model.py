@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
-from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.ir.schedule import NO_BLOCK, Phase
 from lightning_hetero.profiling.memory import Memory, Observed
 from lightning_hetero.profiling.operators import Addresses, BoundAddresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
@@ -101,7 +101,7 @@ class BatchProfiler:
         """Lets the session overlap again; ``None`` if the batch had no backward."""
         stretches = [*self._timeline.stretches]
         if self._last is not None and not self._in_python:
-            stretches.append(Stretch(phase=Phase.BACKWARD, block=None, begin=self._last, end=self._mark()))
+            stretches.append(Stretch(phase=Phase.BACKWARD, block=NO_BLOCK, begin=self._last, end=self._mark()))
         self._executor.serial = False
         self._executor.watcher = None
         if isinstance(self._executor, DeviceExecutor):

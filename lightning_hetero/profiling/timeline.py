@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.ir.schedule import NO_BLOCK, Phase
 from lightning_hetero.store.live.blocks import Block
 
 
@@ -36,7 +36,7 @@ class Stretch:
 
     Attributes:
         phase: Forward or backward.
-        block: The block's index; ``None``: none of them, until :func:`attributed` says which.
+        block: The block's index; ``NO_BLOCK``: none of them, until :func:`attributed` says which.
         begin: Where it begins.
         end: Where it ends.
         inside: It ran in the block itself, not before or after it.
@@ -44,7 +44,7 @@ class Stretch:
     """
 
     phase: Phase
-    block: int | None
+    block: int
     begin: Mark
     end: Mark
     inside: bool = True
@@ -72,21 +72,20 @@ class Timeline:
         self.stretches: list[Stretch] = []
         self._phase = Phase.FORWARD
         self._inside: list[int] = []  # blocks whose forward is under way, outermost first
-        self._current: int | None = None
+        self._current = NO_BLOCK
         self._begin: Mark | None = None
-        self._outer: list[int | None] = []  # whose compute recomputations interrupt, outermost first
+        self._outer: list[int] = []  # whose compute recomputations interrupt, outermost first
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Compute of one phase happens inside; nested, the inner phase interrupts the outer one."""
         outer = self._phase, self._current, self._begin
-        if self._begin is not None:
-            self._cut(None)
-        self._phase, self._current, self._begin = phase, None, self._now()
+        self._cut(NO_BLOCK)
+        self._phase, self._current, self._begin = phase, NO_BLOCK, self._now()
         try:
             yield
         finally:
-            self._cut(None)
+            self._cut(NO_BLOCK)
             self._phase, self._current = outer[:2]
             self._begin = None if outer[2] is None else self._now()
 
@@ -105,11 +104,11 @@ class Timeline:
             return
         if self._inside and self._inside[-1] == block.index:
             self._inside.pop()
-        self._cut(self._inside[-1] if self._inside else None)
+        self._cut(self._inside[-1] if self._inside else NO_BLOCK)
 
     def backward_begins(self, block: Block) -> None:
         """Watcher."""
-        if self._begin is not None and self._phase is Phase.BACKWARD:
+        if self._phase is Phase.BACKWARD:
             self._cut(block.index)
 
     @contextmanager
@@ -127,8 +126,10 @@ class Timeline:
             self._cut(outer)
             self._outer.pop()
 
-    def _cut(self, following: int | None) -> None:
-        assert self._begin is not None
+    def _cut(self, following: int) -> None:
+        """A stretch ends, if one is under way, and that of another block begins."""
+        if self._begin is None:
+            return
         mark = self._now()
         again = bool(self._outer)
         self.stretches.append(Stretch(phase=self._phase, block=self._current, begin=self._begin, end=mark, again=again))
@@ -143,12 +144,12 @@ def attributed(stretches: list[Stretch]) -> list[Stretch]:
     """
     last: dict[Phase, int] = {}
     for stretch in stretches:
-        if stretch.block is not None:
+        if stretch.block != NO_BLOCK:
             last[stretch.phase] = stretch.block
     rows: list[Stretch] = []
     following = {phase: last.get(phase, last.get(Phase.FORWARD, 0)) for phase in Phase}
     for stretch in reversed(stretches):
-        if stretch.block is not None:
+        if stretch.block != NO_BLOCK:
             following[stretch.phase] = stretch.block
-        rows.append(replace(stretch, block=following[stretch.phase], inside=stretch.block is not None))
+        rows.append(replace(stretch, block=following[stretch.phase], inside=stretch.block != NO_BLOCK))
     return rows[::-1]

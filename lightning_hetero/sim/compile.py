@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.cost import Amount, Rates, Work, amount_of, backward_s, stored_bytes
+from lightning_hetero.cost import Amount, Rates, Work, amount_of, backward_s, stored_bytes, update_amount
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates, urgency
@@ -104,8 +104,8 @@ class _Compiler:
         program.constant = self._memory.constant(self._schedules[0])
         for schedule in self._schedules:
             self._schedule(schedule)
-        assert self._compute is not None, "a step has anchors"
-        program.last = self._compute
+        if self._compute is not None:
+            program.last = self._compute
         for job in self._at_begin:
             program.carry(program.last, job)
         for server, job in self._lane_first.items():
@@ -133,8 +133,8 @@ class _Compiler:
         ops = iter(schedule.ops)
         op = next(ops, None)
         for index, anchor in enumerate(schedule.anchors):
-            if anchor.phase is not Phase.FORWARD and (index == 0 or schedule.anchors[index - 1].phase is Phase.FORWARD):
-                assert self._compute is not None, "a step begins with a forward"
+            turns = anchor.phase is not Phase.FORWARD and (index == 0 or schedule.anchors[index - 1].phase is Phase.FORWARD)
+            if turns and self._compute is not None:
                 self._program.turns[self._compute] = Phase.BACKWARD
             arrival = self._compute
             seen = not self._is_unseen(anchor)
@@ -308,8 +308,7 @@ class _Compiler:
         stream.issued_at = op.at
         # The engine computes nothing that it may not write: the commit of the step before comes first.
         self._carry(dict.fromkeys((*op.carried, *(store.carried if store else ()))), arm)
-        amount = amount_of(op, self._plan, self._model, shared_memory=self._shared)
-        assert amount is not None
+        amount = update_amount(op, self._model, shared_memory=self._shared)
         rank, units = self._rank(op, Work.CPU_UPDATE), amount.units / stream.num_pieces
         role = Role.LAST if store is None and stream.reads else Role.NONE
         for piece in range(stream.num_pieces):

@@ -41,7 +41,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
         PlanError: Weights, gradients and activations do not fit the device, or the state does not fit the host.
     """
     model, hardware = one_rank(model, hardware)
-    refusal: PlanError | None = None
+    refusals: list[PlanError] = []
     for saved in (Saved.KEEP,) if hardware.shared_memory else (Saved.KEEP, Saved.RECOMPUTE):
         best: Plan | None = None
         for least_s, stride in candidates(model, hardware, saved=saved, updates=updates):
@@ -50,13 +50,13 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
             try:
                 found = with_most_residents(model, hardware, stride=stride, saved=saved, updates=updates)
             except PlanError as error:
-                refusal = error
+                refusals.append(error)
                 continue
             if best is None or _iteration_s(found) < _iteration_s(best):
                 best = found
         if best is not None:
             return _beside_paper(best, model, hardware, saved=saved, updates=updates)
-    assert refusal is not None
+    refusal = refusals[-1]
     raise PlanError(
         f"deep_optimizer_states keeps all weights and gradients on the device and the state on the host. {refusal} A planner that "
         f"offloads weights too ('protrain', 'holistic') needs less of the device, one with a disk tier less of the host.",
@@ -65,9 +65,8 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
     )
 
 
-def _iteration_s(judged_plan: Plan) -> float:
-    assert judged_plan.predicted is not None
-    return judged_plan.predicted.iteration_s
+def _iteration_s(found: Plan) -> float:
+    return found.require_predicted().iteration_s
 
 
 def _beside_paper(found: Plan, model: ModelProfile, hardware: HardwareProfile, *, saved: Saved, updates: Updates) -> Plan:

@@ -98,10 +98,10 @@ class Evaluator:
 
     def admit(self, plan: Plan, *, proved: bool, anyway: bool = False) -> None:
         """Takes a plan with its prediction, which may have been proved, if it is the fastest, or ``anyway``."""
-        assert plan.predicted is not None
-        self._evaluated.append((plan, plan.predicted.iteration_s))
-        if anyway or plan.predicted.iteration_s < self.best_s:
-            self.best, self.best_s, self.proved = plan, plan.predicted.iteration_s, proved
+        step_s = plan.require_predicted().iteration_s
+        self._evaluated.append((plan, step_s))
+        if anyway or step_s < self.best_s:
+            self.best, self.best_s, self.proved = plan, step_s, proved
 
     def seconds(self, plan: Plan, *, always: bool = False) -> float:
         """A resolved plan's step.

@@ -98,7 +98,7 @@ def plan(
     best = min(found, key=lambda j: j.evaluator.best_s)
     if best.evaluator.best is None:
         raise infeasible(Request(model=model, hardware=hardware, parts=found[-1].parts, updates=updates))
-    return best.described()
+    return best.described(best.evaluator.best)
 
 
 def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfile) -> list[int]:
@@ -184,15 +184,13 @@ class _Joint:
         plan = replace(disk(shape), priority=False, micro_batches=self.parts)
         return self.plan_bounds.seconds(fitted(plan, shape, device=not h.shared_memory))
 
-    def described(self) -> Plan:
+    def described(self, best: Plan) -> Plan:
         """The best plan, proved and with its decisions."""
-        evaluator, best = self.evaluator, self.evaluator.best
-        assert best is not None
-        assert best.predicted is not None
+        evaluator = self.evaluator
         model, hardware = evaluator.model, evaluator.hardware
         placed = replace(best, name=NAME, objective_s=None, decisions={})
         found = placed if evaluator.proved else proved(placed, model, hardware, updates=evaluator.updates)
-        step_s = best.predicted.iteration_s
+        step_s = best.require_predicted().iteration_s
         saved = Counter[str]()
         for block, rule in zip(model.blocks, found.blocks, strict=True):
             saved.update(asdict(saved_bytes(block, rule)))

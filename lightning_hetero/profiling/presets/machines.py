@@ -49,7 +49,6 @@ def machine(
         raise ConfigError(f"count={count!r}; allowed: a whole number of devices, at least 1.")
     chosen = device_named(device)
     memory = parse_bytes(host_memory, name="host_memory")
-    assert memory is not None
     figures = _figures(chosen, memory=memory, disk=disk, count=count, host=host, link=link)
     devices = chosen.name if count == 1 else f"{count} x {chosen.name}"
     name = ", ".join([devices, f"{format_bytes(memory)} host", *([disk] if disk is not None else [])])
