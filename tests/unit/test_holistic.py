@@ -21,7 +21,7 @@ from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planners.holistic import plan
 from lightning_hetero.planners.holistic.block_choices import INPUT, placements, policies
-from lightning_hetero.planners.holistic.bounds import Matrices, Room, Use, rows, uses
+from lightning_hetero.planners.holistic.bounds import Matrices, Quantity, SpareMemory, rows, uses
 from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.holistic.rounding import Demotion, rounded, rule
@@ -83,15 +83,15 @@ OWN_CPU = replace(
 def test_uses_of_a_resident_block() -> None:
     block = MODEL.blocks[1]
     taken = uses(block, BlockPlan(name="b", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE), MODEL, ROOMY)
-    expected = dict.fromkeys(Use, 0.0) | {
-        Use.COMPUTE_S: 0.03,
-        Use.DEVICE_UPDATE: 10 * MB,
-        Use.DEVICE_HELD: 140 * MB,
-        Use.DEVICE_SAVED: 100 * MB,
-        Use.DEVICE_GRADIENTS: 20 * MB,
-        Use.FORWARD_S: 0.01,
+    expected = dict.fromkeys(Quantity, 0.0) | {
+        Quantity.COMPUTE_S: 0.03,
+        Quantity.DEVICE_UPDATE: 10 * MB,
+        Quantity.DEVICE_HELD: 140 * MB,
+        Quantity.DEVICE_SAVED: 100 * MB,
+        Quantity.DEVICE_GRADIENTS: 20 * MB,
+        Quantity.FORWARD_S: 0.01,
     }
-    assert dict(zip(Use, taken, strict=True)) == pytest.approx(expected)
+    assert dict(zip(Quantity, taken, strict=True)) == pytest.approx(expected)
 
 
 def test_uses_of_a_block_on_disk_whose_activations_leave() -> None:
@@ -103,34 +103,42 @@ def test_uses_of_a_block_on_disk_whose_activations_leave() -> None:
         operators={"cheap": Saved.RECOMPUTE, "dear": Saved.SWAP_DISK},
     )
     taken = uses(MODEL.blocks[1], placed, MODEL, ROOMY, micro_batches=2)
-    expected = dict.fromkeys(Use, 0.0) | {
-        Use.COMPUTE_S: 2 * (0.03 + 0.2 * 0.01),  # a fifth of the FLOP is repeated
-        Use.CPU_UPDATE: 280 * MB,
-        Use.FRESH: 20 * MB,
-        Use.PASSED_CPU: 20 * MB,
-        Use.GRADIENTS: 20 * MB,
-        Use.SWAPPED: 40 * MB,
-        Use.SWAPPED_DISK: 40 * MB,
-        Use.STATE_READ: 120 * MB,
-        Use.STORED: 140 * MB,
-        Use.PASSED_DISK: 20 * MB,
-        Use.DEVICE_SAVED: 10 * MB,
-        Use.DISK_HELD: 2 * 140 * MB + 40 * MB,
-        Use.FORWARD_S: 0.01,
+    expected = dict.fromkeys(Quantity, 0.0) | {
+        Quantity.COMPUTE_S: 2 * (0.03 + 0.2 * 0.01),  # a fifth of the FLOP is repeated
+        Quantity.CPU_UPDATE: 280 * MB,
+        Quantity.FRESH: 20 * MB,
+        Quantity.PASSED_CPU: 20 * MB,
+        Quantity.GRADIENTS: 20 * MB,
+        Quantity.SWAPPED: 40 * MB,
+        Quantity.SWAPPED_DISK: 40 * MB,
+        Quantity.STATE_READ: 120 * MB,
+        Quantity.STORED: 140 * MB,
+        Quantity.PASSED_DISK: 20 * MB,
+        Quantity.DEVICE_SAVED: 10 * MB,
+        Quantity.DISK_HELD: 2 * 140 * MB + 40 * MB,
+        Quantity.FORWARD_S: 0.01,
     }
-    assert dict(zip(Use, taken, strict=True)) == pytest.approx(expected)
+    assert dict(zip(Quantity, taken, strict=True)) == pytest.approx(expected)
 
 
 def test_uses_where_the_device_is_the_host_move_nothing() -> None:
     taken = uses(MODEL.blocks[1], BlockPlan(name="b"), MODEL, OWN_CPU)
-    copies = (Use.FRESH, Use.PASSED_CPU, Use.PASSED_DEVICE, Use.GRADIENTS, Use.STATE_UP, Use.STATE_DOWN, Use.SWAPPED)
+    copies = (
+        Quantity.FRESH,
+        Quantity.PASSED_CPU,
+        Quantity.PASSED_DEVICE,
+        Quantity.GRADIENTS,
+        Quantity.STATE_UP,
+        Quantity.STATE_DOWN,
+        Quantity.SWAPPED,
+    )
     assert not any(taken[use] for use in copies)
-    assert taken[Use.CPU_UPDATE] == 280 * MB
+    assert taken[Quantity.CPU_UPDATE] == 280 * MB
 
 
 def _bound_s(placed: BlockPlan, hardware: HardwareProfile, **rooms: float) -> float:
     taken = np.array([uses(b, placed, MODEL, hardware) for b in MODEL.blocks])
-    left = np.array([rooms.get(room.name, 0.0) for room in Room])
+    left = np.array([rooms.get(room.name, 0.0) for room in SpareMemory])
     return float(Matrices(rows(MODEL, hardware)).largest(taken[None], left[None])[0])
 
 

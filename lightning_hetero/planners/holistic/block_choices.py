@@ -12,7 +12,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.lowering.needs import DEVICE_STATES
 from lightning_hetero.planners.holistic.bounds import Vector, unit_s, uses
-from lightning_hetero.planners.holistic.segments import Segment
+from lightning_hetero.planners.holistic.segments import BlockRun
 
 REST = ""  # stands for what a block saves beside its input and its operators' outputs
 INPUT = "\0"  # stands for its input
@@ -119,7 +119,7 @@ def saved_rules(block: BlockProfile, allowed: Sequence[Saved]) -> Iterator[tuple
             yield INPUT, policy, BlockPlan(name=block.name, boundary=policy)
 
 
-def columns(segments: Sequence[Segment], model: ModelProfile, hardware: HardwareProfile, micro_batches: int) -> Iterator[Column]:
+def columns(segments: Sequence[BlockRun], model: ModelProfile, hardware: HardwareProfile, micro_batches: int) -> Iterator[Column]:
     """All choices of all segments.
 
     Args:
@@ -135,7 +135,7 @@ def columns(segments: Sequence[Segment], model: ModelProfile, hardware: Hardware
         yield from _saved(index, segment, policies(hardware, segment.block), model, hardware, micro_batches)
 
 
-def _placed(index: int, segment: Segment, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:
+def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:
     block, count, shared = segment.block, len(segment), hardware.shared_memory
     weights_bytes, gradient_bytes = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
     weights, state, update = placed
@@ -155,7 +155,7 @@ def _placed(index: int, segment: Segment, placed: Placed, model: ModelProfile, h
 
 
 def _saved(
-    index: int, segment: Segment, allowed: Sequence[Saved], model: ModelProfile, hardware: HardwareProfile, m: int
+    index: int, segment: BlockRun, allowed: Sequence[Saved], model: ModelProfile, hardware: HardwareProfile, m: int
 ) -> Iterator[Column]:
     block, count = segment.least, len(segment)
     kept = uses(block, BlockPlan(name=block.name), model, hardware, m)

@@ -50,7 +50,7 @@ Vector = NDArray[np.float64]
 _Key = TypeVar("_Key")
 
 
-class Use(IntEnum):
+class Quantity(IntEnum):
     """What a block takes in one optimizer step; bytes but for the first two."""
 
     COMPUTE_S = 0  # seconds of forward and backward, of all micro-batches
@@ -76,7 +76,7 @@ class Use(IntEnum):
     FORWARD_S = 20  # seconds of one forward
 
 
-class Room(IntEnum):
+class SpareMemory(IntEnum):
     """Memory for what comes and goes, bytes."""
 
     PASSED_CPU = 0  # device memory for weights of that kind
@@ -86,7 +86,7 @@ class Room(IntEnum):
 
 
 def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: HardwareProfile, micro_batches: int = 1) -> Vector:
-    """What one block takes under one rule, by :class:`Use`.
+    """What one block takes under one rule, by :class:`Quantity`.
 
     Args:
         block: The block.
@@ -105,34 +105,34 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
     # A CPU update writes the weights in host memory, whatever their tier.
     on_host = placed.weights is Tier.HOST or (alone and on_cpu and placed.weights is Tier.DEVICE)
     read, saved = placed.state is Tier.DISK, saved_bytes(block, placed)
-    taken: dict[Use, float] = {  # in the order of Use
-        Use.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
-        Use.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
-        Use.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
-        Use.FRESH: (alone and on_cpu) * weights,
-        Use.PASSED_CPU: (below and on_cpu) * weights,
-        Use.PASSED_DEVICE: (below and not on_cpu) * weights,
-        Use.GRADIENTS: (alone and on_cpu) * gradients,
-        Use.STATE_UP: moves * state,
-        Use.STATE_DOWN: moves * state + returns * weights,
-        Use.SWAPPED: saved.to_host + saved.to_disk,
-        Use.SWAPPED_DISK: saved.to_disk,
-        Use.STATE_READ: read * state,
-        Use.STORED: stored_bytes(block, placed, model) if params else 0,
-        Use.PASSED_DISK: on_disk * weights,
-        Use.DEVICE_HELD: (placed.weights is Tier.DEVICE) * weights + (placed.state is Tier.DEVICE) * state,
-        Use.DEVICE_SAVED: saved.kept,
-        Use.DEVICE_GRADIENTS: on_device * gradients,
-        Use.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
-        Use.HOST_SAVED: saved.to_host,
-        Use.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
-        Use.FORWARD_S: block.forward_s,
+    taken: dict[Quantity, float] = {  # in the order of Quantity
+        Quantity.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
+        Quantity.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
+        Quantity.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
+        Quantity.FRESH: (alone and on_cpu) * weights,
+        Quantity.PASSED_CPU: (below and on_cpu) * weights,
+        Quantity.PASSED_DEVICE: (below and not on_cpu) * weights,
+        Quantity.GRADIENTS: (alone and on_cpu) * gradients,
+        Quantity.STATE_UP: moves * state,
+        Quantity.STATE_DOWN: moves * state + returns * weights,
+        Quantity.SWAPPED: saved.to_host + saved.to_disk,
+        Quantity.SWAPPED_DISK: saved.to_disk,
+        Quantity.STATE_READ: read * state,
+        Quantity.STORED: stored_bytes(block, placed, model) if params else 0,
+        Quantity.PASSED_DISK: on_disk * weights,
+        Quantity.DEVICE_HELD: (placed.weights is Tier.DEVICE) * weights + (placed.state is Tier.DEVICE) * state,
+        Quantity.DEVICE_SAVED: saved.kept,
+        Quantity.DEVICE_GRADIENTS: on_device * gradients,
+        Quantity.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
+        Quantity.HOST_SAVED: saved.to_host,
+        Quantity.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
+        Quantity.FORWARD_S: block.forward_s,
     }
-    return np.fromiter(taken.values(), np.float64, len(Use))
+    return np.fromiter(taken.values(), np.float64, len(Quantity))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BoundRow:
     """One lower bound of a step's seconds: a sum over the uses of all blocks, and of those before and behind a cut.
 
     Attributes:
@@ -147,11 +147,11 @@ class Row:
     """
 
     resource: str
-    always: Mapping[Use, float] = field(default_factory=dict)
-    early: Mapping[Use, float] = field(default_factory=dict)
-    late: Mapping[Use, float] = field(default_factory=dict)
-    here: Mapping[Use, float] = field(default_factory=dict)
-    rooms: Mapping[Room, float] = field(default_factory=dict)
+    always: Mapping[Quantity, float] = field(default_factory=dict)
+    early: Mapping[Quantity, float] = field(default_factory=dict)
+    late: Mapping[Quantity, float] = field(default_factory=dict)
+    here: Mapping[Quantity, float] = field(default_factory=dict)
+    rooms: Mapping[SpareMemory, float] = field(default_factory=dict)
     constant_s: float = 0.0
     whole: bool = False
 
@@ -165,26 +165,30 @@ class _For(Enum):
     REST = 3  # any time, once a step
 
 
-_Seconds = dict[Use, float]
+_Seconds = dict[Quantity, float]
 
-ROOMS = {Use.PASSED_CPU: Room.PASSED_CPU, Use.PASSED_DEVICE: Room.PASSED_DEVICE, Use.PASSED_DISK: Room.PASSED_DISK}
-LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Use, ...]]]] = {
+SPARE_FOR = {
+    Quantity.PASSED_CPU: SpareMemory.PASSED_CPU,
+    Quantity.PASSED_DEVICE: SpareMemory.PASSED_DEVICE,
+    Quantity.PASSED_DISK: SpareMemory.PASSED_DISK,
+}
+LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
     "h2d": (
         Work.H2D,
         {
-            _For.UPDATE: (Use.FRESH,),
-            _For.PASS: (Use.PASSED_CPU, Use.PASSED_DEVICE),
-            _For.SWAP: (Use.SWAPPED,),
-            _For.REST: (Use.STATE_UP,),
+            _For.UPDATE: (Quantity.FRESH,),
+            _For.PASS: (Quantity.PASSED_CPU, Quantity.PASSED_DEVICE),
+            _For.SWAP: (Quantity.SWAPPED,),
+            _For.REST: (Quantity.STATE_UP,),
         },
     ),
-    "d2h": (Work.D2H, {_For.UPDATE: (Use.GRADIENTS,), _For.SWAP: (Use.SWAPPED,), _For.REST: (Use.STATE_DOWN,)}),
-    "cpu": (Work.CPU_UPDATE, {_For.UPDATE: (Use.CPU_UPDATE,)}),
+    "d2h": (Work.D2H, {_For.UPDATE: (Quantity.GRADIENTS,), _For.SWAP: (Quantity.SWAPPED,), _For.REST: (Quantity.STATE_DOWN,)}),
+    "cpu": (Work.CPU_UPDATE, {_For.UPDATE: (Quantity.CPU_UPDATE,)}),
     "disk_read": (
         Work.DISK_READ,
-        {_For.UPDATE: (Use.STATE_READ,), _For.PASS: (Use.PASSED_DISK,), _For.SWAP: (Use.SWAPPED_DISK,)},
+        {_For.UPDATE: (Quantity.STATE_READ,), _For.PASS: (Quantity.PASSED_DISK,), _For.SWAP: (Quantity.SWAPPED_DISK,)},
     ),
-    "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Use.SWAPPED_DISK,), _For.REST: (Use.STORED,)}),
+    "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Quantity.SWAPPED_DISK,), _For.REST: (Quantity.STORED,)}),
 }
 _WORKS = {lane: (work,) for lane, (work, _) in LANES.items()} | {"disk": (Work.DISK_READ, Work.DISK_WRITE)}
 
@@ -233,7 +237,7 @@ def rows(
     micro_batches: int = 1,
     staging_bytes: int = 0,
     updates: Updates = Updates.IN_BACKWARD,
-) -> tuple[Row, ...]:
+) -> tuple[BoundRow, ...]:
     """All lower bounds; see [Note: Bound].
 
     Args:
@@ -244,71 +248,71 @@ def rows(
         updates: When updates may run.
     """
     traffic, m = _traffic(hardware), micro_batches
-    on_device = {Use.DEVICE_UPDATE: unit_s(Rates(hardware), Work.DEVICE_UPDATE)}
-    compute = Row(resource="compute", always={Use.COMPUTE_S: 1.0, **on_device}, whole=True)
+    on_device = {Quantity.DEVICE_UPDATE: unit_s(Rates(hardware), Work.DEVICE_UPDATE)}
+    compute = BoundRow(resource="compute", always={Quantity.COMPUTE_S: 1.0, **on_device}, whole=True)
     found = [compute]
     update = _total(*(traffic[lane][_For.UPDATE] for lane in ("d2h", "cpu", "h2d")))
     swap = _times(m, _total(traffic["d2h"][_For.SWAP], traffic["h2d"][_For.SWAP]))
-    found.append(Row(resource="update", early={Use.COMPUTE_S: (m - 1) / m}, late={Use.COMPUTE_S: 1.0}, here=update))
-    found.append(Row(resource="swap", early={Use.COMPUTE_S: 1.0}, here=_total({Use.COMPUTE_S: 1.0}, swap)))
+    found.append(BoundRow(resource="update", early={Quantity.COMPUTE_S: (m - 1) / m}, late={Quantity.COMPUTE_S: 1.0}, here=update))
+    found.append(BoundRow(resource="swap", early={Quantity.COMPUTE_S: 1.0}, here=_total({Quantity.COMPUTE_S: 1.0}, swap)))
     for name, kinds in traffic.items():
         whole = _whole(name, kinds, m)
         found.append(whole)
         found += _updates(name, kinds[_For.UPDATE], m, staging_bytes, updates)
         swaps, passes = _times(m, kinds[_For.SWAP]), _times(2 * m, kinds[_For.PASS])
-        before = {Use.COMPUTE_S: 1.0, **on_device}
+        before = {Quantity.COMPUTE_S: 1.0, **on_device}
         if swaps:
-            found.append(Row(resource=name, early=before, late=swaps))
+            found.append(BoundRow(resource=name, early=before, late=swaps))
         if passes:
-            found.append(Row(resource=name, early=before, late=_total(swaps, passes), rooms=_cached(passes)))
+            found.append(BoundRow(resource=name, early=before, late=_total(swaps, passes), rooms=_cached(passes)))
         found += _contended(compute, whole, hardware)
     return (*found, *_phases(traffic, model, m, staging_bytes))
 
 
-def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Updates) -> Iterator[Row]:
+def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Updates) -> Iterator[BoundRow]:
     """What passes a resource for updates, between the late blocks' backward and their next forward, at least."""
-    early, ahead_s = _total({Use.COMPUTE_S: (m - 1) / m}, work), staging_bytes * work.get(Use.STATE_READ, 0.0)
-    late = {Use.COMPUTE_S: 1.0}
-    yield Row(resource=name, late=late, early=early, constant_s=-ahead_s)
+    early, ahead_s = _total({Quantity.COMPUTE_S: (m - 1) / m}, work), staging_bytes * work.get(Quantity.STATE_READ, 0.0)
+    late = {Quantity.COMPUTE_S: 1.0}
+    yield BoundRow(resource=name, late=late, early=early, constant_s=-ahead_s)
     if work:
-        yield Row(resource=name, late=late, early=early, here=work, constant_s=-ahead_s)
-    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Use.GRADIENTS}  # they leave as they come
+        yield BoundRow(resource=name, late=late, early=early, here=work, constant_s=-ahead_s)
+    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Quantity.GRADIENTS}  # they leave as they come
     if after and updates is Updates.AFTER_VERDICT:
-        early = _total({Use.FORWARD_S: -1.0}, after)
-        yield Row(resource=name, always=late, early=early, constant_s=-ahead_s)
-        yield Row(resource=name, always=late, early=early, here=after, constant_s=-ahead_s)
+        early = _total({Quantity.FORWARD_S: -1.0}, after)
+        yield BoundRow(resource=name, always=late, early=early, constant_s=-ahead_s)
+        yield BoundRow(resource=name, always=late, early=early, here=after, constant_s=-ahead_s)
 
 
-def _whole(name: str, kinds: Mapping[_For, _Seconds], m: int) -> Row:
+def _whole(name: str, kinds: Mapping[_For, _Seconds], m: int) -> BoundRow:
     """All that passes a resource in a step."""
     # A pass whose weights the CPU has just made is not spared by a cache: FRESH counts it.
-    passes = {use: seconds * (2 * m - (use is Use.PASSED_CPU)) for use, seconds in kinds[_For.PASS].items()}
+    passes = {use: seconds * (2 * m - (use is Quantity.PASSED_CPU)) for use, seconds in kinds[_For.PASS].items()}
     always = _total(kinds[_For.UPDATE], kinds[_For.REST], _times(m, kinds[_For.SWAP]), passes)
-    if Use.GRADIENTS in always:
-        always[Use.GRADIENTS] *= m
-    return Row(resource=name, always=always, rooms=_cached(passes), whole=True)
+    if Quantity.GRADIENTS in always:
+        always[Quantity.GRADIENTS] *= m
+    return BoundRow(resource=name, always=always, rooms=_cached(passes), whole=True)
 
 
-def _cached(passes: Mapping[Use, float]) -> dict[Room, float]:
-    return {ROOMS[use]: -seconds for use, seconds in passes.items()}
+def _cached(passes: Mapping[Quantity, float]) -> dict[SpareMemory, float]:
+    return {SPARE_FOR[use]: -seconds for use, seconds in passes.items()}
 
 
-def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile, m: int, staging_bytes: int) -> Iterator[Row]:
+def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile, m: int, staging_bytes: int) -> Iterator[BoundRow]:
     """Forward and what comes after it, each bound by one resource; all but the last of several backwards count as forward."""
     forward_s = sum(b.forward_s for b in model.blocks)
-    first = [Row(resource="compute", always={Use.COMPUTE_S: (m - 1) / m}, constant_s=forward_s)]
-    second = [Row(resource="compute", always={Use.COMPUTE_S: 1 / m}, constant_s=-forward_s)]
+    first = [BoundRow(resource="compute", always={Quantity.COMPUTE_S: (m - 1) / m}, constant_s=forward_s)]
+    second = [BoundRow(resource="compute", always={Quantity.COMPUTE_S: 1 / m}, constant_s=-forward_s)]
     for name, kinds in traffic.items():
         passes = _times(2 * m - 1, kinds[_For.PASS])
         if passes:
             cached = _cached(passes)
-            if Room.PASSED_CPU in cached:  # the first forward's pass is never spared
-                cached[Room.PASSED_CPU] *= (2 * m - 2) / (2 * m - 1)
-            first.append(Row(resource=name, always=passes, rooms=cached))
+            if SpareMemory.PASSED_CPU in cached:  # the first forward's pass is never spared
+                cached[SpareMemory.PASSED_CPU] *= (2 * m - 2) / (2 * m - 1)
+            first.append(BoundRow(resource=name, always=passes, rooms=cached))
         if name != "dram":
             second.append(_after_forward(name, kinds, model, staging_bytes))
     for a, b in product(first, second):
-        yield Row(
+        yield BoundRow(
             resource=b.resource if a.resource == "compute" else a.resource,
             always=_total(a.always, b.always),
             rooms=_total(a.rooms, b.rooms),
@@ -316,7 +320,7 @@ def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile,
         )
 
 
-def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfile, staging_bytes: int) -> Row:
+def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfile, staging_bytes: int) -> BoundRow:
     """What passes a resource during the last backward, at least.
 
     Of updates all but those whose gradients are waiting then: in host memory, and those of two blocks on the device
@@ -324,19 +328,19 @@ def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfil
     """
     size = model.compute_itemsize
     per_gradient: _Seconds = {
-        Use.GRADIENTS: 0.0,
-        Use.CPU_UPDATE: cpu_update_bytes(1) / size,
-        Use.STATE_READ: model.state_itemsize / size,
-        Use.STORED: max((_stored(model, b) for b in model.blocks if b.num_trainable_params), default=0.0),
+        Quantity.GRADIENTS: 0.0,
+        Quantity.CPU_UPDATE: cpu_update_bytes(1) / size,
+        Quantity.STATE_READ: model.state_itemsize / size,
+        Quantity.STORED: max((_stored(model, b) for b in model.blocks if b.num_trainable_params), default=0.0),
     }
     work = {use: seconds for use, seconds in _total(kinds[_For.UPDATE], kinds[_For.REST]).items() if use in per_gradient}
     waiting_s = sum(seconds * per_gradient[use] for use, seconds in work.items())
     on_device = DEVICE_GRADIENTS * max(b.num_trainable_params for b in model.blocks) * size
-    left_s = on_device * (waiting_s + work.get(Use.GRADIENTS, 0.0))
-    staged_s = staging_bytes * max((s for u, s in work.items() if u in (Use.STATE_READ, Use.STORED)), default=0.0)
+    left_s = on_device * (waiting_s + work.get(Quantity.GRADIENTS, 0.0))
+    staged_s = staging_bytes * max((s for u, s in work.items() if u in (Quantity.STATE_READ, Quantity.STORED)), default=0.0)
     passes = kinds[_For.PASS]
-    rooms = _total({Room.WAITING: -waiting_s}, _cached(passes))
-    return Row(resource=name, always=_total(work, passes), rooms=rooms, constant_s=-left_s - staged_s)
+    rooms = _total({SpareMemory.WAITING: -waiting_s}, _cached(passes))
+    return BoundRow(resource=name, always=_total(work, passes), rooms=rooms, constant_s=-left_s - staged_s)
 
 
 def _stored(model: ModelProfile, block: BlockProfile) -> float:
@@ -345,7 +349,7 @@ def _stored(model: ModelProfile, block: BlockProfile) -> float:
     return weights + model.state_itemsize / model.compute_itemsize
 
 
-def _contended(compute: Row, other: Row, hardware: HardwareProfile) -> Iterator[Row]:
+def _contended(compute: BoundRow, other: BoundRow, hardware: HardwareProfile) -> Iterator[BoundRow]:
     """Compute and other work that slow each other, ``a`` and ``b`` times.
 
     In ``t`` seconds together they do ``t/a`` and ``t/b`` seconds' worth, of which there is ``C`` and ``U``, so that
@@ -359,13 +363,13 @@ def _contended(compute: Row, other: Row, hardware: HardwareProfile) -> Iterator[
     b = min(rates.slowdown(work, Work.COMPUTE) for work in works)
     if a * b == 1.0:
         return
-    alone = Row(resource="compute", always={Use.COMPUTE_S: 1.0}) if hardware.shared_memory else compute
+    alone = BoundRow(resource="compute", always={Quantity.COMPUTE_S: 1.0}) if hardware.shared_memory else compute
     for row, spared, factor in ((other, alone, a * (1 - 1 / b)), (alone, other, b * (1 - 1 / a))):
         if 1 / a + 1 / b < 1:
             factor = 1.0  # together they are slower than one after the other
         always = _total(row.always, _times(factor, spared.always))
         rooms = {**row.rooms, **_times(factor, spared.rooms)}
-        yield Row(resource=f"{alone.resource}|{other.resource}", always=always, rooms=rooms)
+        yield BoundRow(resource=f"{alone.resource}|{other.resource}", always=always, rooms=rooms)
 
 
 class Matrices:
@@ -375,11 +379,11 @@ class Matrices:
         found: The rows.
     """
 
-    def __init__(self, found: Sequence[Row]) -> None:
+    def __init__(self, found: Sequence[BoundRow]) -> None:
         self.rows = tuple(found)
         tables = ("always", "early", "late", "here")
-        self.always, self.early, self.late, self.here = (_matrix([getattr(r, table) for r in found], Use) for table in tables)
-        self.rooms = _matrix([r.rooms for r in found], Room)
+        self.always, self.early, self.late, self.here = (_matrix([getattr(r, table) for r in found], Quantity) for table in tables)
+        self.rooms = _matrix([r.rooms for r in found], SpareMemory)
         self.constant_s = np.array([r.constant_s for r in found])
         self.uncut = np.array([not (r.early or r.late or r.here) for r in found])
         self.single = np.array([bool(r.here) for r in found])
@@ -388,8 +392,8 @@ class Matrices:
         """The bounds of plans, seconds.
 
         Args:
-            taken: What each block takes: plans x blocks x :class:`Use`.
-            rooms: Bytes: plans x :class:`Room`.
+            taken: What each block takes: plans x blocks x :class:`Quantity`.
+            rooms: Bytes: plans x :class:`SpareMemory`.
         """
         total = taken.sum(axis=1)
         before, cut = np.zeros_like(total), np.full((len(taken), len(self.rows)), -np.inf)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan
-from lightning_hetero.planners.holistic.bounds import Room, Use, Vector, uses
+from lightning_hetero.planners.holistic.bounds import Quantity, SpareMemory, Vector, uses
 from lightning_hetero.planners.holistic.relaxation import Relaxation
 
 
@@ -38,11 +38,11 @@ class PlanBounds:
         return float(self.of(self.taken(plan)[None], priority=plan.priority)[0])
 
     def taken(self, plan: Plan) -> Vector:
-        """What each block takes under a fitted plan: blocks x :class:`Use`."""
+        """What each block takes under a fitted plan: blocks x :class:`Quantity`."""
         return np.array([self.taken_of(index, rule) for index, rule in enumerate(plan.blocks)])
 
     def taken_of(self, index: int, rule: BlockPlan) -> Vector:
-        """What one block takes under a rule, by :class:`Use`."""
+        """What one block takes under a rule, by :class:`Quantity`."""
         operators = tuple(sorted(rule.operators.items())) if rule.operators else ()
         key = (self.kinds[index], rule.weights, rule.state, rule.update, rule.saved, rule.boundary, operators)
         found = self._uses.get(key)
@@ -55,29 +55,29 @@ class PlanBounds:
         """The bounds of many plans at once, seconds.
 
         Args:
-            taken: Plans x blocks x :class:`Use`.
+            taken: Plans x blocks x :class:`Quantity`.
             priority: As in :class:`Plan`.
         """
         h, total = self._relaxation.hardware, taken.sum(axis=1)
-        left = np.zeros((len(taken), len(Room)))
-        device = np.maximum(0.0, h.device_memory_bytes - total[:, Use.DEVICE_HELD])
-        for room, use in ((Room.PASSED_CPU, Use.PASSED_CPU), (Room.PASSED_DEVICE, Use.PASSED_DEVICE)):
+        left = np.zeros((len(taken), len(SpareMemory)))
+        device = np.maximum(0.0, h.device_memory_bytes - total[:, Quantity.DEVICE_HELD])
+        for room, use in ((SpareMemory.PASSED_CPU, Quantity.PASSED_CPU), (SpareMemory.PASSED_DEVICE, Quantity.PASSED_DEVICE)):
             left[:, room] = np.minimum(device, total[:, use])
-        host = np.maximum(0.0, h.host_memory_bytes - total[:, Use.HOST_HELD])
-        left[:, Room.PASSED_DISK] = np.minimum(host, total[:, Use.PASSED_DISK])
-        left[:, Room.WAITING] = h.host_memory_bytes if priority else 0.0  # else the next forward waits for all updates
+        host = np.maximum(0.0, h.host_memory_bytes - total[:, Quantity.HOST_HELD])
+        left[:, SpareMemory.PASSED_DISK] = np.minimum(host, total[:, Quantity.PASSED_DISK])
+        left[:, SpareMemory.WAITING] = h.host_memory_bytes if priority else 0.0  # else the next forward waits for all updates
         return self._relaxation.matrices.largest(taken, left)
 
     def may_fit(self, taken: Vector) -> NDArray[np.bool_]:
         """Which of many plans have room for weights, state and activations alone: one that has not fits nowhere.
 
         Args:
-            taken: Plans x blocks x :class:`Use`.
+            taken: Plans x blocks x :class:`Quantity`.
         """
         h, m, total = self._relaxation.hardware, self._relaxation.model, taken.sum(axis=1)
-        device = total[:, Use.DEVICE_HELD] + total[:, Use.DEVICE_SAVED] + m.constant_device_bytes
-        host = total[:, Use.HOST_HELD] + total[:, Use.HOST_SAVED] + m.constant_host_bytes
-        disk = total[:, Use.DISK_HELD]
+        device = total[:, Quantity.DEVICE_HELD] + total[:, Quantity.DEVICE_SAVED] + m.constant_device_bytes
+        host = total[:, Quantity.HOST_HELD] + total[:, Quantity.HOST_SAVED] + m.constant_host_bytes
+        disk = total[:, Quantity.DISK_HELD]
         if h.shared_memory:
             device, host = np.zeros(len(taken)), device + host
         sizes = ((device, h.device_memory_bytes), (host, h.host_memory_bytes), (disk, h.disk_capacity_bytes))

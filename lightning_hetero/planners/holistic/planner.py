@@ -31,7 +31,7 @@ from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.frontier import NAME, Frontier
 from lightning_hetero.planners.holistic.plan_bounds import PlanBounds
 from lightning_hetero.planners.holistic.relaxation import Relaxation, load_solver
-from lightning_hetero.planners.holistic.remedies import Request, check_rates, infeasible
+from lightning_hetero.planners.holistic.remedies import SearchRequest, check_rates, infeasible
 from lightning_hetero.planners.holistic.search import Search
 from lightning_hetero.planners.micro_batches import split
 
@@ -97,7 +97,7 @@ def plan(
         found[-1].run(min((j.evaluator.best_s for j in found[:-1]), default=math.inf))
     best = min(found, key=lambda j: j.evaluator.best_s)
     if best.evaluator.best is None:
-        raise infeasible(Request(model=model, hardware=hardware, parts=found[-1].parts, updates=updates))
+        raise infeasible(SearchRequest(model=model, hardware=hardware, parts=found[-1].parts, updates=updates))
     return best.described(best.evaluator.best)
 
 

@@ -26,7 +26,7 @@ from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.planners.holistic.block_choices import Choice, Column, columns
-from lightning_hetero.planners.holistic.bounds import LANES, ROOMS, Matrices, Room, Use, Vector, rows
+from lightning_hetero.planners.holistic.bounds import LANES, SPARE_FOR, Matrices, Quantity, SpareMemory, Vector, rows
 from lightning_hetero.planners.holistic.segments import places, segments
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
@@ -84,7 +84,7 @@ class _Extra(IntEnum):
     TIME = 3  # seconds of the step, in units of its compute
 
 
-_SECONDS = np.isin(np.arange(len(Use)), (Use.COMPUTE_S, Use.FORWARD_S))  # of all uses
+_SECONDS = np.isin(np.arange(len(Quantity)), (Quantity.COMPUTE_S, Quantity.FORWARD_S))  # of all uses
 _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
 
@@ -140,9 +140,9 @@ class Relaxation:
         starts = sorted({place + end for place in self._places for end in (0, 1)} - {len(self.segments)})
         self._group = np.searchsorted(starts, self._segment, side="right") - 1
         # Variables: the columns, then the rooms, the others, and what each group takes of each use.
-        self._rooms = len(self.columns) + np.arange(len(Room))
+        self._rooms = len(self.columns) + np.arange(len(SpareMemory))
         self._extra = self._rooms[-1] + 1 + np.arange(len(_Extra))
-        self._sums = self._extra[-1] + 1 + np.arange(len(starts) * len(Use)).reshape(len(starts), len(Use))
+        self._sums = self._extra[-1] + 1 + np.arange(len(starts) * len(Quantity)).reshape(len(starts), len(Quantity))
         self._size = int(self._sums[-1, -1]) + 1
         self._times: dict[tuple[float, bool], tuple[Matrix, Vector]] = {}
 
@@ -192,28 +192,31 @@ class Relaxation:
         units = np.where(_SECONDS, 1.0, GB)
         matrix = np.zeros((self._sums.size, self._size))
         for place, column in enumerate(self.columns):
-            matrix[self._group[place] * len(Use) + np.arange(len(Use)), place] = column.taken / units
+            matrix[self._group[place] * len(Quantity) + np.arange(len(Quantity)), place] = column.taken / units
         matrix[np.arange(self._sums.size), self._sums.ravel()] = -1.0
         return matrix
 
     def _memory(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
         """What must fit each tier, at the moments of [Note: Needs] in ``lowering.needs``; in GB."""
         h, m = self.hardware, self.model
-        device, host = self._uses(Use.DEVICE_HELD), self._uses(Use.HOST_HELD)
-        saved, swapped = self._variables(self._taken[Use.DEVICE_SAVED] / GB), self._variables(self._taken[Use.SWAPPED] / GB)
-        below = host + self._rooms_of(Room.PASSED_DISK) + self._extras_of(_Extra.STAGING)
-        above = device + self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE)
+        device, host = self._uses(Quantity.DEVICE_HELD), self._uses(Quantity.HOST_HELD)
+        saved, swapped = (
+            self._variables(self._taken[Quantity.DEVICE_SAVED] / GB),
+            self._variables(self._taken[Quantity.SWAPPED] / GB),
+        )
+        below = host + self._rooms_of(SpareMemory.PASSED_DISK) + self._extras_of(_Extra.STAGING)
+        above = device + self._rooms_of(SpareMemory.PASSED_CPU, SpareMemory.PASSED_DEVICE)
         after_backward = above + self._extras_of(_Extra.MOVING)
         if practice.depth:  # updates follow each block's backward; else state may come in the place of all activations
             above = after_backward
-        gradients = self._uses(Use.DEVICE_GRADIENTS)
+        gradients = self._uses(Quantity.DEVICE_GRADIENTS)
         room = {
             Tier.DEVICE: h.device_memory_bytes - m.constant_device_bytes,
             Tier.HOST: h.host_memory_bytes - m.constant_host_bytes,
         }
         if h.shared_memory:
             room = {Tier.HOST: room[Tier.HOST] - m.constant_device_bytes}
-            above = below = device + host + self._rooms_of(Room.PASSED_DISK) + self._extras_of(_Extra.STAGING)
+            above = below = device + host + self._rooms_of(SpareMemory.PASSED_DISK) + self._extras_of(_Extra.STAGING)
         top = Tier.HOST if h.shared_memory else Tier.DEVICE
         for place, segment in enumerate(self.segments):
             block = segment.least
@@ -232,9 +235,9 @@ class Relaxation:
         first = self.segments[0].least
         after = gradients if h.shared_memory else 0.0
         least = first.activation_bytes + first.transient_bytes if h.shared_memory else 0
-        yield Tier.HOST, (below + self._uses(Use.HOST_SAVED), room[Tier.HOST] / GB)
-        yield Tier.HOST, (below + after + self._rooms_of(Room.WAITING), (room[Tier.HOST] - least) / GB)
-        yield Tier.DISK, (self._uses(Use.DISK_HELD), h.disk_capacity_bytes / GB)
+        yield Tier.HOST, (below + self._uses(Quantity.HOST_SAVED), room[Tier.HOST] / GB)
+        yield Tier.HOST, (below + after + self._rooms_of(SpareMemory.WAITING), (room[Tier.HOST] - least) / GB)
+        yield Tier.DISK, (self._uses(Quantity.DISK_HELD), h.disk_capacity_bytes / GB)
 
     def _least(self, practice: Practice) -> Iterator[_Row]:
         """Rooms are at least what one block needs, and serve at most what passes them."""
@@ -243,9 +246,9 @@ class Relaxation:
         sizes = [(c.passing_bytes, c.fetched_bytes, c.waiting_bytes, c.moving_bytes) for c in self.columns]
         device, host, waiting, moving = (np.array(column) / GB for column in zip(*sizes, strict=True))
         rooms = (
-            (device, self._rooms_of(Room.PASSED_CPU, Room.PASSED_DEVICE), practice.slots),
-            (host, self._rooms_of(Room.PASSED_DISK), practice.slots),
-            (waiting, self._rooms_of(Room.WAITING), practice.slots),
+            (device, self._rooms_of(SpareMemory.PASSED_CPU, SpareMemory.PASSED_DEVICE), practice.slots),
+            (host, self._rooms_of(SpareMemory.PASSED_DISK), practice.slots),
+            (waiting, self._rooms_of(SpareMemory.WAITING), practice.slots),
             (moving, self._extras_of(_Extra.MOVING), 1),
             (disk, self._extras_of(_Extra.STAGING), 1),
         )
@@ -254,15 +257,15 @@ class Relaxation:
                 mine = needed * (self._segment == place)
                 if mine.any():
                     yield min(slots, len(segment)) * self._variables(mine) - room, 0.0
-        for use, place in ROOMS.items():
+        for use, place in SPARE_FOR.items():
             yield self._rooms_of(place) - self._uses(use), 0.0
         if self.micro_batches > 1:
-            yield self._variables(waiting) - self._rooms_of(Room.WAITING), 0.0
+            yield self._variables(waiting) - self._rooms_of(SpareMemory.WAITING), 0.0
 
     def _variables(self, columns: Vector) -> Vector:
         return np.append(columns, np.zeros(self._size - len(self.columns)))
 
-    def _uses(self, use: Use) -> Vector:
+    def _uses(self, use: Quantity) -> Vector:
         """What all columns take of a use, in GB: by the variables of the groups, which are fewer."""
         return self._chosen(self._sums[:, use])
 
@@ -270,9 +273,11 @@ class Relaxation:
         """What the segments in front of one keep on the device: whole groups, and the columns of its own group."""
         group = self._group[self._segment == place][0]
         mine = (self._group == group) & (self._segment < place)
-        return self._chosen(self._sums[:group, Use.DEVICE_SAVED]) + self._variables(mine * self._taken[Use.DEVICE_SAVED] / GB)
+        return self._chosen(self._sums[:group, Quantity.DEVICE_SAVED]) + self._variables(
+            mine * self._taken[Quantity.DEVICE_SAVED] / GB
+        )
 
-    def _rooms_of(self, *rooms: Room) -> Vector:
+    def _rooms_of(self, *rooms: SpareMemory) -> Vector:
         return self._chosen(self._rooms[list(rooms)])
 
     def _extras_of(self, extra: _Extra) -> Vector:
@@ -326,7 +331,7 @@ class Relaxation:
             spare = self._extras_of(_Extra.LACKING) if tier is short else 0.0
             rows.append((row - spare, capacity))
         if not practice.state_moves:
-            rows.append((self._uses(Use.STATE_UP), 0.0))
+            rows.append((self._uses(Quantity.STATE_UP), 0.0))
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
         x, (equal, value) = cp.Variable(self._size, nonneg=True), self._equalities
@@ -363,9 +368,9 @@ class Relaxation:
 
     def held_bytes(self, column: Column) -> dict[Tier, float]:
         """What a column's choice holds on each tier."""
-        device = float(column.taken[Use.DEVICE_HELD] + column.taken[Use.DEVICE_SAVED])
-        host = float(column.taken[Use.HOST_HELD] + column.taken[Use.HOST_SAVED])
-        disk = float(column.taken[Use.DISK_HELD])
+        device = float(column.taken[Quantity.DEVICE_HELD] + column.taken[Quantity.DEVICE_SAVED])
+        host = float(column.taken[Quantity.HOST_HELD] + column.taken[Quantity.HOST_SAVED])
+        disk = float(column.taken[Quantity.DISK_HELD])
         if self.hardware.shared_memory:
             return {Tier.DEVICE: 0.0, Tier.HOST: device + host, Tier.DISK: disk}
         return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
@@ -398,5 +403,5 @@ class Relaxation:
             busy_s={self.matrices.rows[i].resource: max(0.0, float(work[i])) for i in self._whole(("compute", *LANES))},
             seconds=float(values[self._extra[_Extra.TIME]]) * self._unit_s,
             shares=tuple(shares),
-            waiting_bytes=float(rooms[Room.WAITING]),
+            waiting_bytes=float(rooms[SpareMemory.WAITING]),
         )

@@ -43,7 +43,7 @@ def check_rates(model: ModelProfile, hardware: HardwareProfile) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SearchRequest:
     """What was asked for.
 
     Attributes:
@@ -95,7 +95,7 @@ class Request:
         parts = times * self.parts
         return not self.hardware.shared_memory and parts <= _MOST_PARTS and self.model.tokens % parts == 0
 
-    def _smaller(self, times: int) -> Request:
+    def _smaller(self, times: int) -> SearchRequest:
         return replace(self, parts=times * self.parts) if self.may_split(times) else replace(self, model=split(self.model, times))
 
     def smaller(self) -> int | None:
@@ -108,7 +108,7 @@ class Request:
         return enough
 
 
-def infeasible(request: Request) -> PlanError:
+def infeasible(request: SearchRequest) -> PlanError:
     """Why nothing fits, and what would change that, cheapest first.
 
     The tightest tier is the one that lacks least, were it alone to grow; of equals the cheaper one. Smaller micro-batches cost
@@ -135,7 +135,7 @@ def infeasible(request: Request) -> PlanError:
     )
 
 
-def _least_short(request: Request) -> tuple[Tier, int]:
+def _least_short(request: SearchRequest) -> tuple[Tier, int]:
     """The tier that the plan which takes least memory lacks most of, and how much."""
     search = request.search()
     for _ in search.frugal():

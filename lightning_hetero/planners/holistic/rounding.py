@@ -15,13 +15,13 @@ from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.planners.holistic.block_choices import INPUT, REST, Choice
 from lightning_hetero.planners.holistic.bounds import Vector
 from lightning_hetero.planners.holistic.relaxation import Relaxation, Relaxed
-from lightning_hetero.planners.holistic.segments import Segment
+from lightning_hetero.planners.holistic.segments import BlockRun
 
 Indices = NDArray[np.intp]
 Chosen = list[dict[str | None, Choice]]  # for each block its placement, and the policies of what it saves
 
 
-def rounded(relaxed: Relaxed, segments: Sequence[Segment], *, grouped: bool) -> Chosen:
+def rounded(relaxed: Relaxed, segments: Sequence[BlockRun], *, grouped: bool) -> Chosen:
     """Whole blocks whose choices come as close to the shares as they can.
 
     Args:

@@ -21,7 +21,7 @@ _MOST_PLACES = 12  # at which a model is cut in two; every one adds some thirty 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class BlockRun:
     """Blocks of one kind that follow each other; see [Note: Segments].
 
     Attributes:
@@ -45,13 +45,13 @@ class Segment:
         return _kind(self.block)
 
 
-def segments(model: ModelProfile) -> tuple[Segment, ...]:
+def segments(model: ModelProfile) -> tuple[BlockRun, ...]:
     """Cuts a model into segments: runs of equal blocks, long ones in several, shorter ones towards both ends of the model.
 
     The next step needs the first blocks' updates first, and backward the last blocks' activations: there the windows of
     [Note: Bound] are narrow.
     """
-    found: list[Segment] = []
+    found: list[BlockRun] = []
     for _, run in groupby(enumerate(model.blocks), key=lambda pair: _kind(pair[1])):
         indices = [index for index, _ in run]
         found += [_segment(model.blocks, indices[a:b]) for a, b in pairwise(_cuts(len(indices)))]
@@ -74,15 +74,15 @@ def _kind(block: BlockProfile) -> tuple[object, ...]:
     return (*sizes, *((o.name, o.bytes) for o in block.operators))
 
 
-def _segment(blocks: Sequence[BlockProfile], indices: Sequence[int]) -> Segment:
+def _segment(blocks: Sequence[BlockProfile], indices: Sequence[int]) -> BlockRun:
     chosen = [blocks[i] for i in indices]
     first, count = chosen[0], len(chosen)
     mean = replace(first, forward_s=sum(b.forward_s for b in chosen) / count, backward_s=sum(b.backward_s for b in chosen) / count)
     least = replace(first, forward_s=min(b.forward_s for b in chosen), transient_bytes=min(b.transient_bytes for b in chosen))
-    return Segment(start=indices[0], stop=indices[-1] + 1, block=mean, least=least)
+    return BlockRun(start=indices[0], stop=indices[-1] + 1, block=mean, least=least)
 
 
-def places(found: Sequence[Segment]) -> tuple[int, ...]:
+def places(found: Sequence[BlockRun]) -> tuple[int, ...]:
     """The segments in front of which a model is cut: all, or where they are many those at both ends and at equal shares of compute.
 
     At the ends the windows of [Note: Bound] are narrow.
