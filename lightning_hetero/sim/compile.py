@@ -10,8 +10,8 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates, urgency
 from lightning_hetero.sim.disk import DEPTH
-from lightning_hetero.sim.memory import Occupancy
 from lightning_hetero.sim.program import Job, Program, Role, Server
+from lightning_hetero.sim.step_memory import Occupancy
 from lightning_hetero.units import KIB, MIB
 
 _CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/live/geometry.py, _CHUNK_ELEMENTS)
@@ -34,7 +34,7 @@ Key = tuple[OpKind, int]
 
 
 @dataclass(slots=True)
-class _Stream:
+class _StagedUpdate:
     """An update that goes through staging, or whose file is written piece by piece."""
 
     number: int
@@ -124,7 +124,7 @@ class _Compiler:
     def _schedule(self, schedule: Schedule) -> None:
         self._updates, self._verdict = schedule.signature.updates, len(schedule.anchors) - 1
         self._done: dict[int, int] = {}  # op -> the job that ends it
-        self._streams: dict[int, _Stream] = {}  # block -> its update
+        self._streams: dict[int, _StagedUpdate] = {}  # block -> its update
         self._stores = {op.block: op for op in schedule.ops if op.kind is OpKind.STORE}
         self._resident = set(schedule.resident_before)
         if self._compute is not None:
@@ -171,7 +171,7 @@ class _Compiler:
 
     def _job(
         self, source: Op | Anchor | None, server: Server, *, amount: float = 0.0, work: Work = Work.COMPUTE, rank: int = 0,
-        transfers: float = 0.0, stream: _Stream | None = None, role: Role = Role.NONE,
+        transfers: float = 0.0, stream: _StagedUpdate | None = None, role: Role = Role.NONE,
     ) -> Job:  # fmt: skip
         number = -1 if stream is None else stream.number
         return Job(source, self._group, int(server), int(work), amount, rank, transfers, int(role), number)
@@ -258,7 +258,7 @@ class _Compiler:
     def _is_streamed(self, block: int) -> bool:
         return stored_bytes(*self._placed(block), self._model) > 0
 
-    def _stream(self, block: int) -> _Stream:
+    def _stream(self, block: int) -> _StagedUpdate:
         """The block's update; begun by whichever of its ops comes first."""
         if block not in self._streams:
             profile, placed = self._placed(block)
@@ -271,7 +271,7 @@ class _Compiler:
             num_pieces = min(self._num_pieces, num_chunks)
             number = len(self._program.piece_bytes)
             self._program.piece_bytes.append(num_chunks / num_pieces * self._program.buffer_bytes)
-            self._streams[block] = _Stream(
+            self._streams[block] = _StagedUpdate(
                 number=number,
                 num_pieces=num_pieces,
                 num_chunks=num_chunks,

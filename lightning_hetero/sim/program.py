@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lightning_hetero.ir.schedule import Anchor, Op, Phase
-from lightning_hetero.sim.memory import Effect
+from lightning_hetero.sim.step_memory import Effect
 
 
 class Server(IntEnum):

@@ -16,10 +16,10 @@ from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.lowering import lent_bytes, mirrored_bytes, num_slots
 from lightning_hetero.sim.compile import compile_step
-from lightning_hetero.sim.engine import Engine, Step, busy_s
+from lightning_hetero.sim.event_loop import EventLoop, Step, busy_s
 from lightning_hetero.sim.links import SharedRates
-from lightning_hetero.sim.memory import Memory
 from lightning_hetero.sim.program import Program, Role, Server
+from lightning_hetero.sim.step_memory import StepMemory
 
 _DISK = "disk"  # as a bottleneck, where reads and writes share one link
 _WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane in Lane}
@@ -53,7 +53,7 @@ class Simulation:
     trace: Trace
     busy: Mapping[str, float]
     waits: Mapping[str, float]
-    memory: Memory
+    memory: StepMemory
     iterations_s: tuple[float, ...]
     begin_s: float
     steady: bool
@@ -89,7 +89,7 @@ def simulate(
     """
     rates = Rates(hardware)
     program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
-    engine = Engine(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
+    engine = EventLoop(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
     cycle = engine.run(max(1, steps))
     reported = engine.steps[-cycle:] if cycle else engine.steps[1:] or engine.steps
     return Simulation(
@@ -175,10 +175,10 @@ def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
     return waits
 
 
-def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> Memory:
+def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> StepMemory:
     host, last = max(step.host_peak_bytes for step in steps), steps[-1]
     shared = hardware.shared_memory  # one pool, which is counted as the host's
-    return Memory(
+    return StepMemory(
         device_peak_bytes=host if shared else max(step.device_peak_bytes for step in steps),
         host_peak_bytes=host,
         timeline=tuple((at - last.begin_s, host if shared else device, host) for at, device, host in last.timeline),
@@ -188,7 +188,7 @@ def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> Memory:
 # ---- the trace ------------------------------------------------------------------------------------------------------------
 
 
-def _trace(engine: Engine, program: Program, model: ModelProfile) -> Trace:
+def _trace(engine: EventLoop, program: Program, model: ModelProfile) -> Trace:
     """Spans with the names and lanes that ``runtime.recorder`` gives them; an op in pieces is one span, once all are done."""
     spans: dict[tuple[int, int], Span] = {}
     waits: list[Span] = []

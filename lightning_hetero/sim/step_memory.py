@@ -19,7 +19,7 @@ Effect = tuple[int, int]  # bytes on the device, bytes on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class StepMemory:
     """Memory over one step.
 
     Attributes:

@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.sim.disk import DiskQueue
 from lightning_hetero.sim.links import SharedRates
-from lightning_hetero.sim.memory import Effect
 from lightning_hetero.sim.program import Job, Program, Role, Server
+from lightning_hetero.sim.step_memory import Effect
 
 # Plain numbers: enums are too slow for the inner loop.
 _COMPUTE, _D2H, _DISK = int(Server.COMPUTE), int(Server.D2H), int(Server.DISK)
@@ -64,20 +64,20 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _StepBegin:
     """What a step begins with, as far as the future depends on it; see [Note: Steady state]."""
 
     waiting: tuple[int, ...]  # per job from the first one that has not ended: what it waits for
     handed: tuple[int, ...]  # jobs with the disk, counted from there
     left: tuple[tuple[int, float], ...]  # of jobs that have begun and not ended, the same, and the share that is left
 
-    def is_same(self, other: _State) -> bool:
+    def is_same(self, other: _StepBegin) -> bool:
         if (self.waiting, self.handed) != (other.waiting, other.handed) or len(self.left) != len(other.left):
             return False
         return all(a[0] == b[0] and abs(a[1] - b[1]) < _SAME for a, b in zip(self.left, other.left, strict=True))
 
 
-class Engine:
+class EventLoop:
     """Runs a program.
 
     Args:
@@ -118,7 +118,7 @@ class Engine:
         # The step.
         self._device, self._host = program.constant
         self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
-        self._states: list[_State] = []  # as each step began
+        self._states: list[_StepBegin] = []  # as each step began
         self._unended = 0  # all jobs before this one have ended
         self._usage: Usage = {}
         self._turned_s = 0.0  # when the phase began
@@ -268,12 +268,12 @@ class Engine:
             self._step.timeline.append((self._now, self._device, self._host))
         self._turn(Phase.FORWARD)
 
-    def _state(self, base: int) -> _State:
+    def _state(self, base: int) -> _StepBegin:
         while self._left[self._unended] == _ENDED:
             self._unended += 1
         first = self._unended
         left = {number: self._rest[server] for server, number in self._running.items()} | self._interrupted
-        return _State(
+        return _StepBegin(
             waiting=(base - first, *self._left[first:]),
             handed=tuple(number - base for jobs in self._disk.handed.values() for number in jobs),
             left=tuple(sorted((number - base, rest / self._jobs[number % self._size].amount) for number, rest in left.items())),
