@@ -55,7 +55,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.profiling import hardware
-from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.profiling.machine import MeasuredMachine
 from lightning_hetero.strategies.autoplan import Stage
 
 MODELS = {
@@ -326,7 +326,7 @@ def main() -> None:
     settings = {
         "rounds": args.rounds,
         "steps": args.steps,
-        "machine": Machine.of(args.dir, device="cpu", update_threads=None).fingerprint(),
+        "machine": MeasuredMachine.of(args.dir, device="cpu", update_threads=None).fingerprint(),
     }
     log = Log(args.log, settings | {"models": {name: [asdict(size), *shape] for name, (size, *shape) in MODELS.items()}})
     with scratch(args.dir) as args.directory:

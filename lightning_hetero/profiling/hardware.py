@@ -28,7 +28,7 @@ from pathlib import Path
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
-from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.profiling.machine import MeasuredMachine
 from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
 from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
@@ -93,7 +93,7 @@ def measure(
     """
     if not seconds > 0:
         raise ConfigError(f"seconds={seconds!r}; allowed: more than 0, usually {SECONDS:g}.")
-    machine = Machine.of(path, device=device, update_threads=update_threads)
+    machine = MeasuredMachine.of(path, device=device, update_threads=update_threads)
     known = None if refresh else _known(machine, disk=disk)
     if known is None:
         with cache.one_at_a_time():
@@ -103,7 +103,7 @@ def measure(
     return with_capacities(known, machine)
 
 
-def _measured(machine: Machine, seconds: float) -> HardwareProfile:
+def _measured(machine: MeasuredMachine, seconds: float) -> HardwareProfile:
     what = f"{machine.device.type}, host memory" + ("" if machine.volume is None else f" and the disk under {machine.path}")
     log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
     begin_s = time.perf_counter()
@@ -123,10 +123,10 @@ def _measured(machine: Machine, seconds: float) -> HardwareProfile:
 
 def known(path: str | Path | None = None, *, device: str | None = None) -> HardwareProfile | None:
     """What was measured earlier of this machine, with the same arguments to :func:`measure`; ``None`` if nothing was."""
-    return _known(Machine.of(path, device=device, update_threads=None))
+    return _known(MeasuredMachine.of(path, device=device, update_threads=None))
 
 
-def _known(machine: Machine, *, disk: bool = True) -> HardwareProfile | None:
+def _known(machine: MeasuredMachine, *, disk: bool = True) -> HardwareProfile | None:
     profile = cache.load(machine.fingerprint())
     if not disk:
         return profile or cache.load(machine.without_disk().fingerprint())
@@ -134,7 +134,7 @@ def _known(machine: Machine, *, disk: bool = True) -> HardwareProfile | None:
     return None if without_disk and machine.path_given else profile  # who names a disk shall hear what is wrong with it
 
 
-def with_capacities(profile: HardwareProfile, machine: Machine) -> HardwareProfile:
+def with_capacities(profile: HardwareProfile, machine: MeasuredMachine) -> HardwareProfile:
     """The profile with the memory and the disk space that are free now."""
     host = available_memory_bytes()
     device = host if profile.shared_memory else machine.device_memory_bytes()
@@ -154,7 +154,7 @@ def _now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Measured:
     """A profile, and whether the machine had other work meanwhile."""
 
     profile: HardwareProfile
@@ -165,10 +165,10 @@ class _Found:
 class _Benchmarks:
     """All benchmarks of one machine."""
 
-    machine: Machine
+    machine: MeasuredMachine
     how: dict[str, str] = field(default_factory=dict)  # what each load did, for the sources
 
-    def run(self, seconds: float) -> _Found:
+    def run(self, seconds: float) -> _Measured:
         """Measures; capacities are left at what they are now."""
         begin_s, neighbours = time.perf_counter(), Neighbours()
         with ExitStack() as undo:
@@ -183,7 +183,7 @@ class _Benchmarks:
         text = f"{len(results)} rounds, readings lie {noise:.0%} from their median, other processes took {share:.0%} of the CPUs"
         profile = replace(profile, source={**profile.source, "noise": text})
         taken = self.machine.whole_cpus and share > _BUSY_SHARE
-        return _Found(profile, busy=taken or noise > _BUSY_NOISE or len(results) < _LEAST_ROUNDS)
+        return _Measured(profile, busy=taken or noise > _BUSY_NOISE or len(results) < _LEAST_ROUNDS)
 
     def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
         """The loads by name, and why there are none of a disk."""
@@ -194,7 +194,7 @@ class _Benchmarks:
         made: list[Load] = [
             machine.compute(room),
             undo.enter_context(loads.Update(params, machine.update_threads)),
-            undo.enter_context(loads.Memory(params, machine.cores)),
+            undo.enter_context(loads.MemoryTraffic(params, machine.cores)),
             loads.Downcast(params),
         ]
         self.how["compute"] = f"forward and backward of transformer blocks, {machine.compute_text()}"
@@ -232,7 +232,7 @@ class _Benchmarks:
             )
         return (free * 3 // 4 - least) // _SHARES
 
-    def _disk_loads(self, volume: Volume, most_bytes: int, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
+    def _disk_loads(self, volume: Volume, most_bytes: int, undo: ExitStack) -> tuple[loads.DiskTransfer, loads.DiskTransfer]:
         machine = self.machine
         num_bytes = min(most_bytes, volume.free_bytes // _DISK_SHARE)
         directory = StoreDirectory.create_or_adopt(

@@ -142,7 +142,7 @@ class Update(Load):
         self._undo.close()
 
 
-class Memory(Load):
+class MemoryTraffic(Load):
     """Moves the bytes of an update, with next to no arithmetic, on all threads; units: bytes.
 
     Args:
@@ -187,7 +187,7 @@ class Downcast(Load):
         return float(self._wide.numel())
 
 
-class Disk(Load):
+class DiskTransfer(Load):
     """Streams blocks of plain bytes from or to files of a store, past the page cache; units: bytes.
 
     Reads and writes have an engine each: in one, writes would go before reads.
@@ -251,7 +251,9 @@ class Disk(Load):
         self._undo.close()
 
 
-def disk_loads(directory: StoreDirectory, num_bytes: int, options: EngineOptions, undo: ExitStack) -> tuple[Disk, Disk]:
+def disk_loads(
+    directory: StoreDirectory, num_bytes: int, options: EngineOptions, undo: ExitStack
+) -> tuple[DiskTransfer, DiskTransfer]:
     """Reads and writes of files in a directory.
 
     Args:
@@ -277,8 +279,8 @@ def disk_loads(directory: StoreDirectory, num_bytes: int, options: EngineOptions
             user_bytes=0,
         )
     )
-    reads = undo.enter_context(Disk(store, range(count), write=False, options=options))
-    return reads, undo.enter_context(Disk(store, range(count, 2 * count), write=True, options=options))
+    reads = undo.enter_context(DiskTransfer(store, range(count), write=False, options=options))
+    return reads, undo.enter_context(DiskTransfer(store, range(count, 2 * count), write=True, options=options))
 
 
 def compute_bytes(*, dtype: torch.dtype, hidden: int, tokens: int) -> int:

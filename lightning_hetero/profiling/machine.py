@@ -25,7 +25,7 @@ _COPY_BYTES, _DEVICE_PARAMS = 64 * MIB, 64 * MIB  # some milliseconds each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MeasuredMachine:
     """The parts of this machine that are measured.
 
     Attributes:
@@ -49,7 +49,7 @@ class Machine:
     cache_bytes: int
 
     @classmethod
-    def of(cls, path: str | Path | None, *, device: str | None, update_threads: int | None) -> Machine:
+    def of(cls, path: str | Path | None, *, device: str | None, update_threads: int | None) -> MeasuredMachine:
         """Looks at this machine; see ``hardware.measure`` for the arguments.
 
         Raises:
@@ -90,7 +90,7 @@ class Machine:
         """No control group gives this process less than the CPUs that it may run on: else they are meant for others too."""
         return self.cores >= len(os.sched_getaffinity(0))
 
-    def without_disk(self) -> Machine:
+    def without_disk(self) -> MeasuredMachine:
         """The same machine, whose disk nobody looks at."""
         return replace(self, volume=None, path_given=False)
 

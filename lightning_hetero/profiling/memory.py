@@ -10,7 +10,7 @@ from itertools import pairwise, repeat
 
 from lightning_hetero.ir.model import BackwardOperator, OperatorProfile
 from lightning_hetero.ir.schedule import Phase
-from lightning_hetero.profiling.operators import Made, Ran
+from lightning_hetero.profiling.operators import RecordedOperator, RecordedStorage
 from lightning_hetero.profiling.timeline import Stretch
 from lightning_hetero.runtime.activations.names import OperatorNames
 from lightning_hetero.units import MIB
@@ -38,8 +38,8 @@ class Observed:
 
     stretches: tuple[Stretch, ...]
     tokens: int = 1
-    ran: tuple[Ran, ...] = ()
-    made: tuple[Made, ...] = ()
+    ran: tuple[RecordedOperator, ...] = ()
+    made: tuple[RecordedStorage, ...] = ()
     live_bytes: tuple[int, ...] = ()
     saved_live_bytes: tuple[int, ...] = ()
     peak_bytes: int = 0
@@ -124,7 +124,7 @@ def kept_bytes(observed: Observed, grown_bytes: int) -> int:
     return max(0, grown_bytes - observed.peak_bytes)
 
 
-class Memory:
+class RecordedMemory:
     """The memory and the FLOP of each block, from one recorded batch.
 
     [Note: Whose activation]

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import NO_BLOCK, Phase
-from lightning_hetero.profiling.memory import Memory, Observed
+from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, BoundAddresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
 from lightning_hetero.runtime.device.executor import DeviceExecutor
@@ -227,7 +227,7 @@ def model_profile(
     def seconds(phase: Phase, block: int) -> float:
         return statistics.median(recorded.tokens / clock.tokens * clock.seconds(phase, block) for clock in clocks)
 
-    memory = Memory(recorded, len(model.blocks))
+    memory = RecordedMemory(recorded, len(model.blocks))
     memory.correct([int(statistics.median(clock.grown_bytes(i) for clock in clocks)) for i in range(len(model.blocks))])
     backward = memory.backward()
     state_itemsize = 8 if compute_itemsize == 4 else 12

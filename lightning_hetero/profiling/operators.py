@@ -38,7 +38,7 @@ _QUERY_AT = {_ATEN._scaled_dot_product_flash_attention: 0, _ATEN._scaled_dot_pro
 
 
 @dataclass(slots=True)
-class Made:
+class RecordedStorage:
     """A storage that an operator has made.
 
     Attributes:
@@ -55,7 +55,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class RecordedOperator:
     """One operator as it ran.
 
     Attributes:
@@ -131,8 +131,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float], *, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._addresses, self._clock, self._device_type = addresses, clock, device_type
-        self.ran: list[Ran] = []
-        self.made: list[Made] = []
+        self.ran: list[RecordedOperator] = []
+        self.made: list[RecordedStorage] = []
         self.events: list[int] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # a storage's identity -> its number
 
@@ -153,7 +153,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         made = tuple(self._note(leaf, number) for leaf in leaves(out) if self._is_new(leaf, given))
         packet = func._overloadpacket
         self.ran.append(
-            Ran(
+            RecordedOperator(
                 name=packet.__name__,
                 param=self._addresses.first(tensors),
                 start_s=start,
@@ -212,7 +212,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
                 self.events.append(~number)
 
         self._alive[identity] = number, weakref.ref(storage, freed)
-        self.made.append(Made(operator, storage.nbytes()))
+        self.made.append(RecordedStorage(operator, storage.nbytes()))
         self.events.append(number)
         return number
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase
-from lightning_hetero.profiling.memory import Memory, Observed
+from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
@@ -212,7 +212,7 @@ def profiled(net: nn.Module, blocks: dict[str, nn.Module], forward: Callable[[],
         live_bytes=tuple(live_bytes(recorder)), saved_live_bytes=tuple(live_bytes(recorder, only=saved)), saved=saved,
         inputs=inputs,
     )  # fmt: skip
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     return [
         BlockProfile(
             name=row.name, num_params=0, num_trainable_params=0, forward_s=1.0, backward_s=1.0,

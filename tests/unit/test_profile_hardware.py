@@ -25,7 +25,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, hardware, loads, timing
 from lightning_hetero.profiling import machine as machine_module
 from lightning_hetero.profiling.hardware import measure
-from lightning_hetero.profiling.machine import Machine
+from lightning_hetero.profiling.machine import MeasuredMachine
 from lightning_hetero.profiling.timing import Load, Measured, alone, progress, rates, rounds, slowdown
 from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
@@ -255,7 +255,7 @@ def test_updates_change_the_weights_and_the_engine_is_closed() -> None:
 
 
 def test_memory_moves_28_bytes_a_parameter() -> None:
-    with loads.Memory(4096, 1) as load:
+    with loads.MemoryTraffic(4096, 1) as load:
         assert load.step() == 28 * 4096
 
 
@@ -281,7 +281,7 @@ def test_a_device_update_updates() -> None:
     assert load._param.detach().abs().min() > 0
 
 
-def _disk(path: Path, undo: ExitStack) -> tuple[loads.Disk, loads.Disk]:
+def _disk(path: Path, undo: ExitStack) -> tuple[loads.DiskTransfer, loads.DiskTransfer]:
     directory = StoreDirectory.create_or_adopt(None, default_root=path, manifest={}, needed_bytes=loads.disk_bytes(16 * MIB))
     undo.callback(directory.close)
     return loads.disk_loads(directory, 16 * MIB, EngineOptions(), undo)
@@ -671,7 +671,7 @@ def test_a_busy_machine_is_said_and_measured_again_after_an_hour(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(hardware.Neighbours, "share", lambda self: share)
-    monkeypatch.setattr(Machine, "whole_cpus", True)
+    monkeypatch.setattr(MeasuredMachine, "whole_cpus", True)
     measured = hardware.alone
     monkeypatch.setattr(hardware, "alone", lambda *a: replace(measured(*a), noise=noise))
     monkeypatch.setattr(hardware, "rounds", lambda *a, **k: timing.rounds(*a, seconds=0.1, repetitions=1)[:1] * rounds)
@@ -689,7 +689,7 @@ def test_capacities_are_those_of_this_moment(measured: HardwareProfile, once: _O
     assert again.device_flop_per_s == measured.device_flop_per_s
 
 
-class _Accelerated(Machine):
+class _Accelerated(MeasuredMachine):
     """The CPU in the part of an accelerator: what moves between the two is copied within the host."""
 
     __slots__ = ()
@@ -707,8 +707,8 @@ class _Accelerated(Machine):
 
 
 def test_a_machine_with_a_device_has_links_and_contention_with_copies(disk_path: Path) -> None:
-    plain = Machine.of(disk_path, device="cpu", update_threads=1)
-    device = _Accelerated(**{f.name: getattr(plain, f.name) for f in fields(Machine)})
+    plain = MeasuredMachine.of(disk_path, device="cpu", update_threads=1)
+    device = _Accelerated(**{f.name: getattr(plain, f.name) for f in fields(MeasuredMachine)})
     profile = hardware.with_capacities(hardware._Benchmarks(device).run(QUICK_S).profile, device)
     assert not profile.shared_memory
     assert profile.device_memory_bytes == 1000

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import Phase
 from lightning_hetero.planners.protrain.formulas import backward_operators, peak_base_bytes
-from lightning_hetero.profiling.memory import Memory, Observed, kept_bytes, measures
+from lightning_hetero.profiling.memory import Observed, RecordedMemory, kept_bytes, measures
 from lightning_hetero.profiling.model import model_profile
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
@@ -219,7 +219,7 @@ def test_saved_bytes_are_those_that_saved_tensors_hooks_see(recompute: bool, tok
     torch.manual_seed(1)
     net = Net(recompute=recompute)
     observed, blocks = observe(net, tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     loss = 4  # it exists without being saved
     assert sum(memory.activation_bytes) == saved_by_hooks(net, tokens) + loss
     assert sum(memory.activation_bytes) == sum(observed.made[n].num_bytes for n in observed.saved)
@@ -238,7 +238,7 @@ def test_flop_are_those_of_torchs_counter(tokens: Tensor) -> None:
     known = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
     attention = 0 if known else 2 * (2 * batch * length * length * width)
     observed, blocks = observe(net, tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     assert sum(memory.forward_flop) == forward + 3 * attention
     total = sum(op.flop for op in observed.ran)
     assert total == counter.get_total_flops() + 3 * attention * 7 // 2  # its backward multiplies five times, forward twice
@@ -258,7 +258,7 @@ def test_heads_that_queries_share_count_as_often_as_they_are_used() -> None:
 def test_operators_of_equal_blocks_have_equal_names_flop_and_bytes(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     index = {b.name: b.index for b in blocks}
     second, third = (memory.operators(index[f"layers.{i}"]) for i in (1, 2))
     assert second == third
@@ -275,7 +275,7 @@ def test_operators_of_equal_blocks_have_equal_names_flop_and_bytes(tokens: Tenso
 def test_the_boundary_of_a_block_is_what_it_gets(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     index = {b.name: b.index for b in blocks}
     hidden, mask = 4 * tokens.numel() * 16, 4 * tokens.shape[1] ** 2
     assert memory.boundary_bytes[index["layers.0"]] == hidden + mask  # the mask comes to all of them, first to this one
@@ -291,7 +291,7 @@ def test_what_a_block_needs_beside_what_it_saves(tokens: Tensor) -> None:
     """The largest: backward of the first linear of the MLP holds the gradient of its output and of its input."""
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     index = {b.name: b.index for b in blocks}
     wide = 4 * tokens.numel() * 4 * 16
     assert wide <= memory.transient_bytes[index["layers.1"]] <= 4 * wide
@@ -305,7 +305,7 @@ def test_what_a_block_needs_beside_what_it_saves(tokens: Tensor) -> None:
 def test_protrain_s_walk_over_a_recorded_backward_finds_its_peak(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
-    memory = Memory(observed, len(blocks))
+    memory = RecordedMemory(observed, len(blocks))
     sizes = {"num_params": 1, "num_trainable_params": 1, "forward_s": 1.0, "backward_s": 1.0, "forward_flop": 1.0}
     backward = memory.backward()
     rows = [
