@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "cvxpy",
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """What was found.
 
     Attributes:
@@ -33,9 +33,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def examine(path: Path) -> Report:
+def examine(path: Path) -> DoctorReport:
     """Looks at everything; ``path`` is where the disk tier would go."""
-    report = Report()
+    report = DoctorReport()
     for look in (_versions, _processor, _native, _memory, _torch):
         look(report)
     _disk(report, path)
@@ -72,7 +72,7 @@ def _text(name: str, value: Any) -> str:
     return format_bytes(value) if name.endswith("_bytes") else str(value)
 
 
-def _versions(report: Report) -> None:
+def _versions(report: DoctorReport) -> None:
     found: dict[str, Any] = {"lightning-hetero": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -98,7 +98,7 @@ def _versions(report: Report) -> None:
             report.problems.append(f"{requirement.name} {got} is installed; needed: {requirement.specifier}. Install it with pip.")
 
 
-def _processor(report: Report) -> None:
+def _processor(report: DoctorReport) -> None:
     from lightning_hetero.store.capacity import available_cores
 
     report.facts["processor"] = {
@@ -109,7 +109,7 @@ def _processor(report: Report) -> None:
     }
 
 
-def _native(report: Report) -> None:
+def _native(report: DoctorReport) -> None:
     """The library, its instruction set, and the back end that its disk I/O uses, with the reason."""
     from lightning_hetero import _native
     from lightning_hetero._native.library import library_path
@@ -142,7 +142,7 @@ def _io_backend(wanted: str) -> str:
         engine.close()
 
 
-def _memory(report: Report) -> None:
+def _memory(report: DoctorReport) -> None:
     import psutil
 
     from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
@@ -164,7 +164,7 @@ def _memory(report: Report) -> None:
         )
 
 
-def _torch(report: Report) -> None:
+def _torch(report: DoctorReport) -> None:
     try:
         import torch
     except ImportError as error:
@@ -182,7 +182,7 @@ def _torch(report: Report) -> None:
     report.facts["device"] = _device(report, torch)
 
 
-def _device(report: Report, torch: Any) -> dict[str, Any]:
+def _device(report: DoctorReport, torch: Any) -> dict[str, Any]:
     """The accelerator: its memory, and the rates of its link where `profile` has measured them."""
     from lightning_hetero.profiling.hardware import known
 
@@ -204,7 +204,7 @@ def _device(report: Report, torch: Any) -> dict[str, Any]:
     return facts
 
 
-def _disk(report: Report, path: Path) -> None:
+def _disk(report: DoctorReport, path: Path) -> None:
     from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume
 
     facts: dict[str, Any] = {"path": str(path.absolute())}

@@ -15,7 +15,7 @@ from lightning_hetero.ir.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class VerifyReport:
     """What was checked.
 
     Attributes:
@@ -59,7 +59,7 @@ def run(path: Path, *, as_json: bool) -> bool:
     return bool(report.faults)
 
 
-def _store(path: Path) -> Report:
+def _store(path: Path) -> VerifyReport:
     from lightning_hetero.store.format.audit import StoreFiles
     from lightning_hetero.store.format.pins import pins
     from lightning_hetero.store.format.stored_model import block_names
@@ -81,21 +81,21 @@ def _store(path: Path) -> Report:
     notes += [f"{report.path.name}: {note}" for report in kept for note in report.notes]
     what = f"stamps and digests of {len(blocks)} blocks" + (f" and {states} state files" if states else "")
     checked = "; ".join([f"{step}: {what}", *(f"{r.path.name}, {r.checked}" for r in kept)])
-    return Report(kind=STORE, path=path, checked=checked, faults=faults, notes=tuple(notes))
+    return VerifyReport(kind=STORE, path=path, checked=checked, faults=faults, notes=tuple(notes))
 
 
-def _weights(path: Path) -> Report:
+def _weights(path: Path) -> VerifyReport:
     from lightning_hetero.convert.safetensors import WeightFiles
 
     checked = "headers against the files' sizes; the format has no checksums"
     try:
         files = WeightFiles.open(path)
     except ConfigError as error:
-        return Report(kind="safetensors", path=path, checked=checked, faults=(str(error),))
-    return Report(kind="safetensors", path=path, checked=f"{checked}; {len(files.tensors)} tensors", faults=())
+        return VerifyReport(kind="safetensors", path=path, checked=checked, faults=(str(error),))
+    return VerifyReport(kind="safetensors", path=path, checked=f"{checked}; {len(files.tensors)} tensors", faults=())
 
 
-def _checkpoint(path: Path) -> Report:
+def _checkpoint(path: Path) -> VerifyReport:
     faults = tuple(_archive_faults(path))
     notes: tuple[str, ...] = ()
     if not faults:
@@ -105,7 +105,7 @@ def _checkpoint(path: Path) -> Report:
             faults = (str(error),)
         else:
             notes = (f"loading it would execute {', '.join(foreign)}",) if foreign else ()
-    return Report(kind=CHECKPOINT, path=path, checked="checksums of all records of the archive", faults=faults, notes=notes)
+    return VerifyReport(kind=CHECKPOINT, path=path, checked="checksums of all records of the archive", faults=faults, notes=notes)
 
 
 def _archive_faults(path: Path) -> Iterator[str]:
@@ -122,9 +122,9 @@ def _archive_faults(path: Path) -> Iterator[str]:
         yield f"{path.name}: {error}"
 
 
-def _plan(path: Path) -> Report:
+def _plan(path: Path) -> VerifyReport:
     try:
         Plan.load(path)
     except ConfigError as error:
-        return Report(kind=PLAN, path=path, checked="the plan's rules", faults=(str(error),))
-    return Report(kind=PLAN, path=path, checked="the plan's rules", faults=())
+        return VerifyReport(kind=PLAN, path=path, checked="the plan's rules", faults=(str(error),))
+    return VerifyReport(kind=PLAN, path=path, checked="the plan's rules", faults=())

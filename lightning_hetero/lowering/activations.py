@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.chains import Carried, Issue
-from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.placement import PlacedBlock
 
 
-def swapped_before(block: int, placed: Placement) -> tuple[Carried, ...]:
+def swapped_before(block: int, placed: PlacedBlock) -> tuple[Carried, ...]:
     """What activations that leave wait for of an earlier step: state or weights on their way back to the host.
 
     The latest SWAP_OUT of a block then stands for all before it, whatever they move.
@@ -39,7 +39,7 @@ class ActivationMoves:
         depth: Uses that may be on their way.
     """
 
-    def __init__(self, placed: Sequence[Placement], issue: Issue, order: Sequence[int], *, depth: int) -> None:
+    def __init__(self, placed: Sequence[PlacedBlock], issue: Issue, order: Sequence[int], *, depth: int) -> None:
         self._placed, self._issue, self._order, self._depth = placed, issue, order, depth
         self._uses = [use for use, block in enumerate(order) if placed[block].swaps]
         self._out: dict[int, int] = {}  # use -> SWAP_OUT from the device

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
-from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.placement import PlacedBlock
 
 Carried = tuple[OpKind, int]
 
@@ -55,7 +55,7 @@ def chains_of(kind: OpKind, lane: Lane, payload: Payload, *, device: bool) -> tu
     return _CHAINS.get((kind, payload), tuple(Chain))
 
 
-def carried_into(chain: Chain, kind: OpKind, block: int, placed: Placement) -> Iterator[Carried]:
+def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) -> Iterator[Carried]:
     """What the first op of a chain waits for, of earlier steps.
 
     - On the host: the STORE, which reads what the UPDATE wrote; likewise for state, which waits for its way back before it goes up.
@@ -84,7 +84,7 @@ class Issue:
         at: The anchor that issues the next ones.
     """
 
-    def __init__(self, placed: Sequence[Placement], *, device: bool) -> None:
+    def __init__(self, placed: Sequence[PlacedBlock], *, device: bool) -> None:
         self.ops: list[Op] = []
         self.at = 0
         self._placed, self._device = placed, device

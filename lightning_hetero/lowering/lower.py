@@ -19,7 +19,7 @@ from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Cache, Uses
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placement import Placement, keeps_less, placements, updates_in_backward
+from lightning_hetero.lowering.placement import PlacedBlock, keeps_less, placements, updates_in_backward
 from lightning_hetero.lowering.rooms import DeviceRoom
 from lightning_hetero.lowering.updates import UpdateMoves
 from lightning_hetero.lowering.weights import WeightMoves
@@ -64,7 +64,7 @@ def expected_anchors(signature: StepSignature) -> list[Anchor]:
     return anchors
 
 
-def last_step(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Carried]:
+def last_step(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[Carried]:
     """All that the updates of an earlier step end with, for a forward that waits for all of it (``Plan.priority`` is false)."""
     for block in dict.fromkeys(order):
         row = placed[block]
@@ -78,7 +78,7 @@ def last_step(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Car
             yield OpKind.SWAP_OUT, block
 
 
-def last_kept(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Carried]:
+def last_kept(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[Carried]:
     """What the first forward waits for where steps are kept: MIRRORs of what a device with memory of its own has updated."""
     for block in dict.fromkeys(order):
         row = placed[block]
@@ -86,7 +86,7 @@ def last_kept(placed: Sequence[Placement], order: Sequence[int]) -> Iterator[Car
             yield OpKind.MIRROR, block
 
 
-def last_gradients(placed: Sequence[Placement], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
+def last_gradients(placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
 
     After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose place its gradients take; and before
@@ -105,7 +105,7 @@ class _Lowering:
         self,
         plan: Plan,
         signature: StepSignature,
-        placed: Sequence[Placement],
+        placed: Sequence[PlacedBlock],
         resident: frozenset[int],
         capacity_bytes: int,
         device: DeviceRoom | None,
@@ -190,7 +190,7 @@ class _Lowering:
         return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
 
 
-def _check_plan(plan: Plan, placed: Sequence[Placement], capacity_bytes: int, device: DeviceRoom | None) -> None:
+def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, device: DeviceRoom | None) -> None:
     if device is None and plan.micro_batches > 1:
         raise ConfigError(
             f"plan {plan.name!r}: micro_batches={plan.micro_batches}; where the device is the host's own CPU a batch is not split. "
@@ -225,7 +225,7 @@ def _check_plan(plan: Plan, placed: Sequence[Placement], capacity_bytes: int, de
             )
 
 
-def _refuse_swaps(plan: Plan, placed: Placement) -> NoReturn:
+def _refuse_swaps(plan: Plan, placed: PlacedBlock) -> NoReturn:
     rule = placed.plan
     knobs = {"saved": rule.saved, "boundary": rule.boundary} | {f"operators[{k!r}]": v for k, v in rule.operators.items()}
     knob, value = next((k, v) for k, v in knobs.items() if v is not Saved.KEEP)

@@ -40,7 +40,7 @@ from enum import StrEnum
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.placement import Placement, placements, speculates, updates_in_backward
+from lightning_hetero.lowering.placement import PlacedBlock, placements, speculates, updates_in_backward
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
@@ -197,7 +197,7 @@ def _sum(a: Rows, b: Rows) -> Rows:
     return {purpose: a.get(purpose, 0) + b.get(purpose, 0) for purpose in (*a, *b)}
 
 
-def _held(placed: Sequence[Placement], constant: Constant, staging_bytes: int) -> tuple[Rows, Rows]:
+def _held(placed: Sequence[PlacedBlock], constant: Constant, staging_bytes: int) -> tuple[Rows, Rows]:
     """What is in memory all the time, on the device and on the host."""
     device = {
         Purpose.CONSTANT: constant.device_bytes,
@@ -214,7 +214,7 @@ def _held(placed: Sequence[Placement], constant: Constant, staging_bytes: int) -
     return device, host
 
 
-def _spare_bytes(placed: Sequence[Placement]) -> int:
+def _spare_bytes(placed: Sequence[PlacedBlock]) -> int:
     """Old weights of updates that may be taken back, where no file has them."""
     return sum(p.shape.weight_bytes for p in placed if p.revocable and not p.on_disk)
 
@@ -230,7 +230,7 @@ def _moment(
     return ({}, _sum(device, host)) if shared else (device, host)
 
 
-def _activations(plan: Plan, placed: Sequence[Placement]) -> Iterator[tuple[int, int]]:
+def _activations(plan: Plan, placed: Sequence[PlacedBlock]) -> Iterator[tuple[int, int]]:
     """Activations while each block computes, on the device and on the host."""
     depth, kept, to_host = plan.prefetch_depth, 0, 0
     swapped: list[int] = []
@@ -248,7 +248,7 @@ def _activations(plan: Plan, placed: Sequence[Placement]) -> Iterator[tuple[int,
 
 
 def _gradients(
-    plan: Plan, placed: Sequence[Placement], *, in_backward: bool, last: bool, shared: bool
+    plan: Plan, placed: Sequence[PlacedBlock], *, in_backward: bool, last: bool, shared: bool
 ) -> Iterator[tuple[int, int]]:
     """Gradients while each block's backward runs, from the last block to the first, on the device and on the host.
 

@@ -11,7 +11,7 @@ from lightning_hetero.ir.schedule import Updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class PlacedBlock:
     """One block under one plan on one kind of machine.
 
     Attributes:
@@ -92,7 +92,7 @@ def _staying(plan: BlockPlan, device: bool) -> BlockPlan:
     return replace(plan, weights=Tier.HOST) if plan.weights is Tier.DISK else plan
 
 
-def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placement, ...]:
+def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[PlacedBlock, ...]:
     """Reads a resolved plan.
 
     Args:
@@ -103,11 +103,11 @@ def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[Placemen
     return tuple(_placement(s, p, device, model.kept_every == 1) for s, p in zip(model.blocks, plan.blocks, strict=True))
 
 
-def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> Placement:
+def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> PlacedBlock:
     trainable = shape.num_trainable_params > 0
     on_cpu = trainable and plan.update is UpdateLane.CPU
     on_device = device and trainable and not on_cpu
-    return Placement(
+    return PlacedBlock(
         shape=shape,
         plan=plan,
         has_device=device,

@@ -12,7 +12,7 @@ from lightning_hetero.lowering.activations import ActivationMoves
 from lightning_hetero.lowering.cache import Uses
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.placement import Placement, speculates, updates_in_backward
+from lightning_hetero.lowering.placement import PlacedBlock, speculates, updates_in_backward
 from lightning_hetero.lowering.weights import WeightMoves
 
 
@@ -33,7 +33,7 @@ class UpdateMoves:
         self,
         plan: Plan,
         signature: StepSignature,
-        placed: Sequence[Placement],
+        placed: Sequence[PlacedBlock],
         issue: Issue,
         uses: Uses,
         weights: WeightMoves,
@@ -70,7 +70,7 @@ class UpdateMoves:
         if self._may_update(placed) and not (self._speculates and index > self._last_stop):
             self._update(index, block)
 
-    def _may_update(self, placed: Placement) -> bool:
+    def _may_update(self, placed: PlacedBlock) -> bool:
         """Whether the block's update may follow its backward."""
         if self._speculates:
             return placed.revocable

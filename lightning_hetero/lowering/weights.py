@@ -10,7 +10,7 @@ from itertools import islice
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.cache import Cache, Uses
 from lightning_hetero.lowering.chains import Issue
-from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.placement import PlacedBlock
 
 
 class WeightMoves:
@@ -27,7 +27,7 @@ class WeightMoves:
     """
 
     def __init__(
-        self, placed: Sequence[Placement], issue: Issue, uses: Uses, *, host: Cache, device: Cache | None, depth: int
+        self, placed: Sequence[PlacedBlock], issue: Issue, uses: Uses, *, host: Cache, device: Cache | None, depth: int
     ) -> None:
         self.host, self.device = host, device
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth

@@ -3,4 +3,4 @@
 from lightning_hetero.sim.simulate import HasStaging, Simulation, simulate
 from lightning_hetero.sim.step_memory import StepMemory
 
-__all__ = ["HasStaging", "Memory", "Simulation", "simulate"]
+__all__ = ["HasStaging", "Simulation", "StepMemory", "simulate"]

@@ -99,7 +99,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return _checked_state(last, path)
 
 
-def _checked_state(last: record.Record, path: Path) -> dict[str, Any]:
+def _checked_state(last: record.StepRecord, path: Path) -> dict[str, Any]:
     state = record.state_of(last, str(path))
     record.check_state(state, path, value_shapes.Fields(record.STATE))
     return state
@@ -134,7 +134,7 @@ def read_for_evaluation(path: Path, module: Any, precision: Any, opened: ExitSta
     return {**checkpoint, "state_dict": weights | state["buffers"]}
 
 
-def _last_record(path: Path) -> record.Record:
+def _last_record(path: Path) -> record.StepRecord:
     manifest_fd = os.open(path / MANIFEST, _FLAGS)
     try:
         manifest = read_manifest(path, manifest_fd)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, StepSignature
-from lightning_hetero.lowering.placement import Placement
+from lightning_hetero.lowering.placement import PlacedBlock
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class SwapUses:
         given: For each direction the ops that give it back.
     """
 
-    def __init__(self, signature: StepSignature, placed: Sequence[Placement]) -> None:
+    def __init__(self, signature: StepSignature, placed: Sequence[PlacedBlock]) -> None:
         self._placed = placed
         order = signature.order if signature.training else ()
         self._last_backward = 2 * len(signature.order) - 1  # the index of its anchor

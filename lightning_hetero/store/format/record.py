@@ -100,7 +100,7 @@ class PartEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StepRecord:
     """A record that was read back.
 
     Attributes:
@@ -170,7 +170,7 @@ def compose(parts: Sequence[str], state: str, why: str, owners: Sequence[Sequenc
     return f'{head},"parts":[{",".join(parts)}],"state":{state or "null"}}}'.encode()
 
 
-def parse(blob: bytes) -> Record:
+def parse(blob: bytes) -> StepRecord:
     """Reads a user blob; nothing in it is trusted.
 
     Raises:
@@ -195,7 +195,7 @@ def parse(blob: bytes) -> Record:
     ids = [block.id for part in parts for block in part.files]
     if len(ids) != len(set(ids)):
         raise ConfigError("the commit record gives the same files to two parts; it was written by another program.")
-    return Record(parts, "" if state is None else json.dumps(state), why, files, owners)
+    return StepRecord(parts, "" if state is None else json.dumps(state), why, files, owners)
 
 
 def files_of(blob: bytes) -> Mapping[str, int]:
@@ -227,7 +227,7 @@ def global_step_of(blob: bytes) -> int | None:
     return step
 
 
-def state_of(record: Record, path: str | os.PathLike[str], *only: str) -> dict[str, Any]:
+def state_of(record: StepRecord, path: str | os.PathLike[str], *only: str) -> dict[str, Any]:
     """The training state of a record.
 
     Args:
