@@ -10,6 +10,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Schedule, Updates
+from lightning_hetero.ir.step_seconds import StepSeconds
 from lightning_hetero.lowering import Rooms, check, fitted, rooms, steady, step_signatures
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
@@ -43,6 +44,25 @@ def simulation(
     if prove:
         _check(plan, model, space, schedules)
     return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
+
+
+def speculation(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> StepSeconds:
+    """Simulates a plan's step with and without speculation.
+
+    Args:
+        plan: The plan; patterns are resolved.
+        model: The model's profile.
+        hardware: The machine's profile.
+
+    Raises:
+        PlanError: A tier is too small for it; speculation takes spare memory for weights that no file has.
+        ConfigError: The plan does not fit the model.
+    """
+    waiting, kept, redone = (
+        simulation(plan, model, hardware, updates=updates).prediction.iteration_s
+        for updates in (Updates.AFTER_VERDICT, Updates.SPECULATIVE, Updates.REDONE)
+    )
+    return StepSeconds(waiting_s=waiting, kept_s=kept, redone_s=redone)
 
 
 def proved(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:

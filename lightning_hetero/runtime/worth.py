@@ -6,7 +6,7 @@ and those that waited for the verdict. What a step costs beyond its backward com
 So its seconds are those from its verdict to the next one, and count where the next step goes the same way, trying or waiting. Of
 each kind the median of the latest ones counts, which a validation or a checkpoint in between does not move.
 
-From the three follows the share of discards at which trying and waiting take equally long (``ir.speculation``). Until they are
+From the three follows the share of discards at which trying and waiting take equally long (``ir.step_seconds``). Until they are
 known a given one holds: the simulator's, if there is one. Once several verdicts have discarded, a few steps wait and a few try, to
 measure what is missing; before, nothing is lost by trying. Where steps wait, a few try again after many, at first after
 ``_PATIENCE`` of them and each time after twice as many: what was measured first may have been something else, such as a cold disk.
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from lightning_hetero.ir.speculation import StepSeconds
+from lightning_hetero.ir.step_seconds import StepSeconds
 
 _GIVEN = 0.25  # where nothing is known: a discard costs three times what a kept step saves
 _MEMORY = 16  # verdicts that the share of discards remembers

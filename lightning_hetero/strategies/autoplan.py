@@ -38,7 +38,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS
-from lightning_hetero.planners.speculation import speculation
+from lightning_hetero.planners.evaluation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
 from lightning_hetero.runtime.device.executor import DeviceExecutor

@@ -10,10 +10,9 @@ from support.machines import MB, ROOMY
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.ir.speculation import StepSeconds
+from lightning_hetero.ir.step_seconds import StepSeconds
 from lightning_hetero.lowering.needs import Purpose, needs_of
-from lightning_hetero.planners.evaluation import simulation
-from lightning_hetero.planners.speculation import speculation
+from lightning_hetero.planners.evaluation import simulation, speculation
 
 OWN_CPU = replace(ROOMY, name="cpu", shared_memory=True, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9)
 LAYERS, PARAMS = 8, 5 * MB

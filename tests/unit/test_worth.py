@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_hetero.ir.speculation import StepSeconds
+from lightning_hetero.ir.step_seconds import StepSeconds
 from lightning_hetero.runtime.worth import Worth
 
 
