@@ -2,9 +2,9 @@
 
 Every pair of a model and a plan gets a process. There the strategy profiles the model in its first batches, as ``plan="auto"``
 does, and the plan is simulated with that profile and this machine's, which was measured just before. Then rounds follow: batches
-are timed again and the plan evaluated again (``strategy.replan()``), and steps are measured. Prediction and measurement of a round are
-seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated, up
-to as many times as there are rounds.
+are timed again and the plan evaluated again (``strategy.replan()``), and steps are measured. Prediction and measurement of a round
+are seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated,
+up to as many times as there are rounds.
 
 One more pair is a device with memory of its own (``EmulatedDevice``) whose first batch does not fit: its memory is what weights and
 gradients take under the plan that it starts with, and about half of what forward saves. The batch begins again under lesser plans,

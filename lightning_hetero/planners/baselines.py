@@ -1,8 +1,8 @@
 """The plans that need no search: the resident one, the two plain offloads, and those that the papers compare with.
 
 Each is a function of the blocks alone, so the strategy may use it before anything is measured. :data:`BASELINES` are planners made
-of them: of a system's variants the first one that fits the machine, evaluated by the simulator. Variants come in the order in which a
-user would turn the switches: activations stay on the device as long as they fit, then all are recomputed.
+of them: of a system's variants the first one that fits the machine, evaluated by the simulator. Variants come in the order in which
+a user would turn the switches: activations stay on the device as long as they fit, then all are recomputed.
 
 The papers give no formula for these systems, so ``objective_s`` is the simulator's iteration.
 """

@@ -1,4 +1,4 @@
-"""The uses of blocks whose activations leave the device, and how far each of them has come; see [Note: Swaps] in ``activations``."""
+"""The uses of blocks whose activations leave the device, hop by hop; see [Note: Swaps] in ``activations``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; a search evaluates plans by simulation.
+"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; a search simulates plans.
 
 What is decided together: for each block the tiers of its weights and state, the lane of its update, and what becomes of each
 operator's output and of its input; for the plan the depths of prefetching and of waiting gradients, and how a batch is split.

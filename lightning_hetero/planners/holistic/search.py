@@ -3,8 +3,8 @@
 [Note: Starts]
 The programme of :mod:`.relaxation` knows work and memory, not how a schedule spends them: that weights pass through a tier two or
 three blocks at a time, that a queue runs dry, that a transfer begins late. So it is solved several times, with more or less of that
-(:class:`Start`), its shares become whole blocks in one of two arrangements (:mod:`.rounding`), and the evaluator says which of these
-plans is the best. Then the depths of that plan are moved up and down for as long as it helps.
+(:class:`Start`), its shares become whole blocks in one of two arrangements (:mod:`.rounding`), and the evaluator says which of
+these plans is the best. Then the depths of that plan are moved up and down for as long as it helps.
 """
 
 from __future__ import annotations

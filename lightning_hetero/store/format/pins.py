@@ -2,7 +2,7 @@
 
 [Note: Pins]
 Blocks on disk are written in every step, to their two slots in turn, so what a step has written is written over two steps later.
-A pin gives it a third slot: it is a snapshot (``store.format.snapshots``) inside the store, a directory ``kept-`` and the number of its
+A pin gives it a third slot: it is a snapshot (``snapshots.py``) inside the store, a directory ``kept-`` and the number of its
 record, whose links make the engine take fresh files for what comes after. It is made before the pin before it is removed, so at
 any moment the newest pin is whole. A resume that finds a last record without a step rolls the store back to it.
 """
