@@ -48,7 +48,7 @@ class StagedSteps:
 
         Default: pairs of Linears of which one widens and the next narrows.
         """
-        from lightning_hetero.parallel.pipeline.tensor import linear_pairs
+        from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
 
         return linear_pairs(layer)
 

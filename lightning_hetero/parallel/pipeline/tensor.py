@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,28 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.parallel.pipeline.layers import Layers
-
-
-def linear_pairs(layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Styles for Linears that widen, and the one behind them that narrows again: what feed-forward blocks are made of.
-
-    What is between them stays a DTensor, so whatever is computed there is right; torch raises where it cannot. Source: Shoeybi et
-    al. 2019, section 3.
-    """
-    styles: dict[str, ParallelStyle] = {}
-    for prefix, parent in layer.named_modules():
-        linears = [(name, child) for name, child in parent.named_children() if isinstance(child, nn.Linear)]
-        wide: list[tuple[str, nn.Linear]] = []
-        for (name, child), (after, narrow) in pairwise(linears):
-            if child.out_features <= child.in_features:
-                wide = []
-                continue
-            wide.append((name, child))
-            if narrow.in_features == child.out_features > narrow.out_features:
-                found = [n for n, w in wide if (w.in_features, w.out_features) == (child.in_features, child.out_features)]
-                styles |= {_join(prefix, n): ColwiseParallel(use_local_output=False) for n in found}
-                styles[_join(prefix, after)] = RowwiseParallel()
-    return styles
+from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
 
 
 def styles_of(layers: Layers, index: int) -> dict[str, ParallelStyle]:
@@ -122,7 +100,3 @@ def same_random_numbers(group: Any, device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if module is not None:
         module.set_rng_state(states[1], device)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
