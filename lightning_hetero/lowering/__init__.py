@@ -3,7 +3,7 @@
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
 from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots
-from lightning_hetero.lowering.placement import fitted, lent_bytes, mirrored_bytes
+from lightning_hetero.lowering.placed_blocks import fitted, lent_bytes, mirrored_bytes
 from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, budgeted, rooms
 from lightning_hetero.lowering.steady import steady, step_signatures
 

@@ -6,7 +6,7 @@ memory of its own works on several copies of a block at once, so there a block h
 *device*, that on the *host*, its *state*, and its *gradients*. An op belongs to the chains of the copies that it reads or writes,
 an UPDATE to all of them. It follows the previous op of each of its chains; the first one of a chain follows what ended it in an
 earlier step. RELEASEs of one tier run one after the other too, so an op that follows the last of them may take over the memory
-of all. Activations have one chain per use of a block, see ``lowering.activations``.
+of all. Activations have one chain per use of a block, see ``activation_moves.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
-from lightning_hetero.lowering.placement import PlacedBlock
+from lightning_hetero.lowering.placed_blocks import PlacedBlock
 
 Carried = tuple[OpKind, int]
 

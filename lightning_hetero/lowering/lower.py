@@ -1,8 +1,10 @@
 """Plan → schedule: one fixed lowering, pure and deterministic.
 
-It walks the anchors of a step and asks three questions at each: which weights have to be where (``weights``), which activations
-(``activations``), and which gradients and updates follow (``updates``). See [Note: Residency] in ``cache`` for what is evicted,
-[Note: Chains] in ``chains`` for the order of ops, [Note: Swaps] in ``activations`` and [Note: Devices] in ``ir.schedule``.
+It walks the anchors of a step and asks three questions at each: which weights have to be where
+(``weight_moves.py``), which activations (``activation_moves.py``), and which gradients and updates
+follow (``update_moves.py``). See [Note: Residency] in ``weight_cache.py`` for what is evicted,
+[Note: Chains] in ``chains.py`` for the order of ops, [Note: Swaps] in ``activation_moves.py``, and
+[Note: Devices] in ``ir.schedule``.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Saved, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, OpKind, Phase, Schedule, StepSignature, Updates
-from lightning_hetero.lowering.activations import ActivationMoves
-from lightning_hetero.lowering.cache import Cache, Uses
+from lightning_hetero.lowering.activation_moves import ActivationMoves
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placement import PlacedBlock, keeps_less, placements, updates_in_backward
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, keeps_less, placements, updates_in_backward
 from lightning_hetero.lowering.rooms import DeviceRoom
-from lightning_hetero.lowering.updates import UpdateMoves
-from lightning_hetero.lowering.weights import WeightMoves
+from lightning_hetero.lowering.update_moves import UpdateMoves
+from lightning_hetero.lowering.weight_cache import Cache, Uses
+from lightning_hetero.lowering.weight_moves import WeightMoves
 from lightning_hetero.units import format_bytes
 
 

@@ -40,7 +40,7 @@ from enum import StrEnum
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.placement import PlacedBlock, placements, speculates, updates_in_backward
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, speculates, updates_in_backward
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2

@@ -14,7 +14,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
-from lightning_hetero.lowering.placement import placements
+from lightning_hetero.lowering.placed_blocks import placements
 from lightning_hetero.lowering.refusals import device_too_small
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES

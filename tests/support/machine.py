@@ -17,7 +17,7 @@ from random import Random
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
-from lightning_hetero.lowering.placement import placements, speculates
+from lightning_hetero.lowering.placed_blocks import placements, speculates
 
 Place = tuple[object, ...]
 

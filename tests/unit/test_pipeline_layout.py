@@ -14,8 +14,8 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline.layers import Layers, is_elsewhere
 from lightning_hetero.parallel.pipeline.layout import Layout, Slot, is_data_parallel
-from lightning_hetero.parallel.pipeline.sums import Sums, split
 from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
+from lightning_hetero.parallel.pipeline.sums import Sums, split
 
 PLAN = cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,)))
 

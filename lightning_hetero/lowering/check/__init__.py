@@ -47,7 +47,7 @@ def check(
       UPDATE that makes them; state and weights that the device has updated go back to the host.
     - *gradients*: no more than two blocks' for the CPU are on the device.
     - *activations*: what a plan swaps leaves, comes back over the same hops, and has been waited for when its backward begins;
-      what is on its way keeps to its memory (``lowering.activations``).
+      what is on its way keeps to its memory (``activation_moves.py``).
 
     Args:
         schedule: The schedule of one step.

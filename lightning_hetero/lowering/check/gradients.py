@@ -6,7 +6,7 @@ from lightning_hetero.ir.schedule import Anchor, Op, Phase
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.lower import last_gradients
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placement import updates_in_backward
+from lightning_hetero.lowering.placed_blocks import updates_in_backward
 
 
 def host_anchor_begins(h: History, index: int, anchor: Anchor) -> None:

@@ -11,7 +11,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.chains import Chain, chains_of
 from lightning_hetero.lowering.check.swap_uses import SwapUses
-from lightning_hetero.lowering.placement import placements, speculates
+from lightning_hetero.lowering.placed_blocks import placements, speculates
 
 
 class History:

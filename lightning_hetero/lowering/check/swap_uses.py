@@ -1,4 +1,4 @@
-"""The uses of blocks whose activations leave the device, hop by hop; see [Note: Swaps] in ``activations``."""
+"""The uses of blocks whose activations leave the device, hop by hop; see [Note: Swaps] in ``activation_moves.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, StepSignature
-from lightning_hetero.lowering.placement import PlacedBlock
+from lightning_hetero.lowering.placed_blocks import PlacedBlock
 
 
 @dataclass(slots=True)

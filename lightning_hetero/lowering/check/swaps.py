@@ -1,9 +1,9 @@
-"""Rule *activations*: what a plan swaps leaves the device and is back for its backward; see [Note: Swaps] in ``activations``."""
+"""Rule *activations*: what leaves the device comes back in time; see [Note: Swaps] in ``activation_moves.py``."""
 
 from __future__ import annotations
 
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Phase
-from lightning_hetero.lowering.activations import swapped_before
+from lightning_hetero.lowering.activation_moves import swapped_before
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.check.swap_uses import SwapUse
 

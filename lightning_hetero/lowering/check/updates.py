@@ -6,7 +6,7 @@ from lightning_hetero.ir.plan import Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Updates
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.needs import DEVICE_STATES
-from lightning_hetero.lowering.placement import updates_in_backward
+from lightning_hetero.lowering.placed_blocks import updates_in_backward
 
 
 def open_state(h: History, op: Op, _: Anchor) -> None:

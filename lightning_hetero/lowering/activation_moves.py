@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.chains import Carried, Issue
-from lightning_hetero.lowering.placement import PlacedBlock
+from lightning_hetero.lowering.placed_blocks import PlacedBlock
 
 
 def swapped_before(block: int, placed: PlacedBlock) -> tuple[Carried, ...]:

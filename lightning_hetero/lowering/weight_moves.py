@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
-from lightning_hetero.lowering.cache import Cache, Uses
 from lightning_hetero.lowering.chains import Issue
-from lightning_hetero.lowering.placement import PlacedBlock
+from lightning_hetero.lowering.placed_blocks import PlacedBlock
+from lightning_hetero.lowering.weight_cache import Cache, Uses
 
 
 class WeightMoves:

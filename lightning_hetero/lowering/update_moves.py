@@ -8,12 +8,12 @@ from itertools import islice
 
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
-from lightning_hetero.lowering.activations import ActivationMoves
-from lightning_hetero.lowering.cache import Uses
+from lightning_hetero.lowering.activation_moves import ActivationMoves
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.placement import PlacedBlock, speculates, updates_in_backward
-from lightning_hetero.lowering.weights import WeightMoves
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, speculates, updates_in_backward
+from lightning_hetero.lowering.weight_cache import Uses
+from lightning_hetero.lowering.weight_moves import WeightMoves
 
 
 class UpdateMoves:
