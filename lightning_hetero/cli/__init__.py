@@ -1,7 +1,8 @@
 """The command ``lightning-hetero``; ``--help`` lists what it does.
 
-Exit codes: 0 all is well; 1 a problem was found, or something unexpected happened; 2 the request is wrong or impossible, and
-standard error says why (with ``--json`` standard output too, as ``{"error": ...}``).
+Exit codes: 0 all is well; 1 a problem was found, or something unexpected happened; 2 the request is
+wrong or impossible, and standard error says why (with ``--json`` standard output too, as
+``{"error": ...}``).
 """
 
 from __future__ import annotations

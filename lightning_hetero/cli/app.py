@@ -1,4 +1,7 @@
-"""The commands and their options. Each body imports what it needs: ``--help`` loads no planner, and ``plan`` no torch."""
+"""The commands and their options.
+
+Each body imports the modules that it needs: ``--help`` loads no planner, and ``plan`` no torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _IMPOSSIBLE = (ConfigError, PlanError, OutOfMemoryBudgetError, UnsupportedError)
 
 
 class Commands(TyperGroup):
-    """Turns errors into exit codes, and into JSON where JSON was asked for."""
+    """Turns errors into exit codes, and into JSON with ``--json``."""
 
     def main(
         self,
@@ -32,7 +35,7 @@ class Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs the command and exits; without ``standalone_mode`` returns, and leaves errors to the caller."""
+        """Runs the command and exits. Without ``standalone_mode`` returns or raises instead."""
         given = sys.argv[1:] if args is None else list(args)
         if not standalone_mode:
             return super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
@@ -52,7 +55,7 @@ class Commands(TyperGroup):
         except HeteroError as error:
             return _fail(described(error), PROBLEM, as_json=as_json)
         except Exception as error:
-            traceback.print_exc()  # a bug of ours, or the machine's: the place matters
+            traceback.print_exc()  # a bug, ours or the machine's: show where
             return _fail({"error": f"{type(error).__name__}: {error}"}, PROBLEM, as_json=as_json)
 
 
@@ -66,8 +69,8 @@ def _fail(out: dict[str, Any], code: int, *, as_json: bool, hint: str = "") -> i
 app = typer.Typer(
     cls=Commands,
     name="lightning-hetero",
-    help="Measure a machine, plan for a model, explain the plan; look into stores and weights, and convert them.",
-    epilog="Exit codes: 0 all is well; 1 a problem was found; 2 the request is wrong or impossible.",
+    help="Measure a machine, plan for a model, explain the plan; inspect stores and weights, and convert them.",
+    epilog="Exit codes: 0 success; 1 a problem was found; 2 the request is wrong or impossible.",
     add_completion=False,
     rich_markup_mode=None,
 )
@@ -95,10 +98,13 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (JSO
 
 @app.command()
 def doctor(
-    path: Annotated[Path, typer.Option(metavar="DIR", help="Where the disk tier would go.")] = Path(),
+    path: Annotated[Path, typer.Option(metavar="DIR", help="The directory for the disk tier.")] = Path(),
     as_json: o.Json = False,
 ) -> None:
-    """Checks this machine. Versions, native library, memory limits, disk, device; exits 1 if something is wrong."""
+    """Checks this machine.
+
+    Versions, native library, memory limits, disk, device; exits 1 if something is wrong.
+    """
     from lightning_hetero.cli import doctor as command
 
     if command.run(path, as_json=as_json):
@@ -109,16 +115,20 @@ def doctor(
 def profile(
     path: Annotated[Path | None, typer.Option(metavar="DIR", help="A directory on the disk to measure.  [default: .]")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile here.")] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew instead of reading what was measured before.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again instead of using the cached profile.")] = False,
     device: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Where training computes: cpu or cuda.  [default: a GPU where there is one]")
+        str | None, typer.Option(metavar="KIND", help="Where training computes: cpu or cuda.  [default: a GPU if there is one]")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="FILE:FUNCTION", help="Measure the layers of your model instead, for plan-cluster.")
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measures this machine. Links, disk, update kernels, memory, and how much they slow each other; or the layers of a model."""
+    """Measures this machine.
+
+    Links, disk, update kernels, memory, and how much they slow each other; or the layers of a
+    model.
+    """
     from lightning_hetero.cli import profile as command
     from lightning_hetero.cli import profile_model
 
@@ -174,7 +184,10 @@ def explain(
     link: o.Link = None,
     as_json: o.Json = False,
 ) -> None:
-    """Explains a plan. What is where and why, what binds, what other planners would do, what more hardware would bring."""
+    """Explains a plan.
+
+    Placement and reasons, the binding resource, other planners' plans, the gain from more hardware.
+    """
     from lightning_hetero.ir.cluster_plan import is_cluster_plan
 
     if plan.is_file() and is_cluster_plan(plan.read_bytes()):
@@ -232,7 +245,10 @@ def plan_cluster(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here; of all planners' the fastest.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Plans a cluster whose devices differ. Says which form pipelines, who holds which layers, and how long a step will take."""
+    """Plans a cluster of different devices.
+
+    Says which devices form pipelines and hold which layers, and the step time.
+    """
     from lightning_hetero.cli import plan_cluster as command
     from lightning_hetero.cli.clusters import ClusterRequest
 
@@ -247,13 +263,16 @@ def launch(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A cluster plan (JSON).")],
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT...", help="The training script and its arguments.")],
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the rendezvous store runs.")],
-    least_nodes: Annotated[int, typer.Option(metavar="N", help="Training goes on with so many nodes.")] = 1,
-    run_id: Annotated[str, typer.Option(metavar="NAME", help="Tells runs on one store apart.")] = "hetero",
+    least_nodes: Annotated[int, typer.Option(metavar="N", help="Least number of nodes with which training continues.")] = 1,
+    run_id: Annotated[str, typer.Option(metavar="NAME", help="Distinguishes several runs that use one store.")] = "hetero",
     steps: Annotated[str | None, typer.Option(metavar="PATH", help="Where steps are committed; a directory or URL.")] = None,
     run: Annotated[str | None, typer.Option(metavar="NODE", help='Run this node\'s line, or the "store".')] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Prints the torchrun lines that start a cluster plan, or runs one. Nodes may vanish and join while it trains."""
+    """Prints the torchrun commands that start a cluster plan, or runs one.
+
+    Nodes may vanish and join during training.
+    """
     from lightning_hetero.cli import launch as command
 
     command.run(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, steps=steps, name=run, as_json=as_json)
@@ -270,7 +289,10 @@ Dtype = Annotated[
 
 @app.command()
 def inspect(path: SomePath, as_json: o.Json = False) -> None:
-    """Shows what a path holds. A store, safetensors, a checkpoint or a plan; only headers are read, nothing is executed."""
+    """Shows the contents of a path.
+
+    A store, safetensors, a checkpoint or a plan; reads headers only, executes nothing.
+    """
     from lightning_hetero.cli import inspect as command
 
     command.run(path, as_json=as_json)
@@ -278,7 +300,10 @@ def inspect(path: SomePath, as_json: o.Json = False) -> None:
 
 @app.command()
 def verify(path: SomePath, as_json: o.Json = False) -> None:
-    """Checks that a path is whole. Every stamp, digest, checksum and header; exits 1 if something is wrong."""
+    """Checks that a path is complete and undamaged.
+
+    Every stamp, digest, checksum and header; exits 1 if something is wrong.
+    """
     from lightning_hetero.cli import verify as command
 
     if command.run(path, as_json=as_json):
@@ -294,7 +319,10 @@ def export(
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="No safetensors file is larger.")] = "5GB",
     as_json: o.Json = False,
 ) -> None:
-    """Writes weights for other programs. As safetensors, or as a Lightning checkpoint that holds weights only."""
+    """Writes weights for other programs.
+
+    As safetensors, or as a Lightning checkpoint with weights only.
+    """
     from lightning_hetero.cli import weights as command
 
     command.export(source, destination, module=module, dtype=dtype, max_shard_size=max_shard_size, as_json=as_json)
@@ -311,7 +339,10 @@ def import_(
     dtype: Dtype = None,
     as_json: o.Json = False,
 ) -> None:
-    """Makes a Lightning checkpoint of safetensors. It holds weights only; nothing is loaded as a whole."""
+    """Converts safetensors to a Lightning checkpoint with weights only.
+
+    Nothing is loaded as a whole.
+    """
     from lightning_hetero.cli import weights as command
 
     command.import_(source, destination, module=module, ties=tie or [], dtype=dtype, as_json=as_json)

@@ -1,4 +1,4 @@
-"""The clusters and models that ``plan-cluster`` and ``explain`` are asked about, and how their plans are shown."""
+"""The clusters and models of ``plan-cluster`` and ``explain``, and how their plans are printed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
-    """One model on one cluster, as the options say it.
+    """One model on one cluster, as the options give it.
 
     Attributes:
-        cluster: A cluster file, the name of a known cluster, or a line such as ``"4xa100-80+2xh800"``.
+        cluster: A cluster file, the name of a known cluster, or a line such as
+            ``"4xa100-80+2xh800"``.
         micro_batches: Micro-batches of one step, of all groups together.
         model: The options of the model.
-        tensor_parallel: Degrees to try; none: all that are possible.
+        tensor_parallel: Degrees to try; empty: all possible ones.
     """
 
     cluster: str
@@ -39,7 +40,7 @@ class ClusterRequest:
 
     @classmethod
     def from_origin(cls, plan: ClusterPlan, *, folder: Path, source: str) -> ClusterRequest:
-        """What :meth:`origin` wrote into a plan whose file is in ``folder``.
+        """Reads the request that :meth:`origin` wrote into a plan file in ``folder``.
 
         Raises:
             ConfigError: Something is missing or of the wrong type.
@@ -48,7 +49,7 @@ class ClusterRequest:
         file, name, batches = origin.pop("cluster_file", None), origin.pop("cluster", None), origin.pop("micro_batches", None)
         degrees = str(origin.pop("tensor_parallel", ""))
         if not isinstance(batches, int) or not isinstance(file or name, str):
-            raise ConfigError(f"{source} does not say for what cluster and how many micro-batches it is; plan again with --out.")
+            raise ConfigError(f"{source} does not name its cluster and number of micro-batches; plan again with --out.")
         if not all(t.isdecimal() for t in degrees.split()):
             raise ConfigError(f"{source}: tensor_parallel={degrees!r} in its origin; allowed: degrees such as '1 2'.")
         return cls(
@@ -59,7 +60,7 @@ class ClusterRequest:
         )
 
     def origin(self, *, folder: Path) -> dict[str, str | int]:
-        """What a plan whose file is in ``folder`` keeps of the request."""
+        """The request as stored in a plan file in ``folder``."""
         is_file = Path(self.cluster).is_file()
         place = {"cluster_file": os.path.relpath(self.cluster, folder)} if is_file else {"cluster": self.cluster}
         degrees = {"tensor_parallel": " ".join(map(str, self.tensor_parallel))} if self.tensor_parallel else {}
@@ -90,13 +91,13 @@ def describe(model: ModelProfile, cluster: Cluster, micro_batches: int) -> dict[
 
 
 def print_plan(screen: Console, plan: ClusterPlan, cluster: Cluster) -> None:
-    """What a step takes, and the pipelines."""
+    """Prints the time of a step, and the pipelines."""
     screen.print(pairs(f"Plan of {plan.name}", summary(plan, cluster)))
     screen.print(pipelines(plan))
 
 
 def summary(plan: ClusterPlan, cluster: Cluster) -> dict[str, str]:
-    """A step in numbers; costs where the cluster file has all prices."""
+    """A step in numbers, with its cost if the cluster file has all prices."""
     from lightning_hetero.parallel.planner.schedule import step_s
 
     devices = Counter({n.name: n.count for n in cluster.nodes})
@@ -117,7 +118,7 @@ def summary(plan: ClusterPlan, cluster: Cluster) -> dict[str, str]:
 
 
 def pipelines(plan: ClusterPlan) -> Table:
-    """Stages by group; equal groups once, with how many there are."""
+    """Stages by group; equal groups once, with their number."""
     rows, t = [], plan.tensor_parallel
     for group, times in Counter(plan.groups).items():
         for index, stage in enumerate(group.stages):

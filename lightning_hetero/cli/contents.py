@@ -1,4 +1,7 @@
-"""What a path of the user's holds: a store, weights in safetensors, a checkpoint, or a plan; found out without loading it."""
+"""The contents of a path: a store, weights in safetensors, a checkpoint, or a plan.
+
+Read without loading it.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What there is.
+    """The contents of a path.
 
     Attributes:
         kind: ``"store"``, ``"safetensors"``, ``"checkpoint"`` or ``"plan"``.
-        path: Where.
-        facts: What else is known, by name.
+        path: The path.
+        facts: Other facts, by name.
         tensors: Its tensors.
         blocks: A store's blocks.
     """
@@ -62,10 +65,10 @@ class Contents:
 
 
 def kind_of(path: Path) -> str:
-    """What kind of thing a path is, by its first bytes and names.
+    """The kind of a path, by its first bytes and names.
 
     Raises:
-        ConfigError: It is none that we know.
+        ConfigError: It is of no known kind.
     """
     if path.is_dir():
         if (path / MANIFEST).exists():
@@ -88,10 +91,10 @@ def kind_of(path: Path) -> str:
 
 
 def contents_of(path: Path) -> Contents:
-    """What a path holds; at most headers are read.
+    """The contents of a path; reads headers only.
 
     Raises:
-        ConfigError: It is nothing that we know, or not whole.
+        ConfigError: It is of no known kind, or incomplete.
         StoreBusyError: A process uses the store.
     """
     kind = kind_of(path)
@@ -111,7 +114,12 @@ def contents_of(path: Path) -> Contents:
 
 
 def grouped(tensors: Iterable[TensorRow]) -> list[tuple[str, int, TensorRow]]:
-    """Tensors that differ only in numbers of their names: the name with ``*`` for what differs, how many, and the first of them."""
+    """Groups tensors whose names differ only in numbers.
+
+    Returns:
+        For each group the name with ``*`` for each number, the number of tensors, and the first
+        one.
+    """
     groups: dict[tuple[Any, ...], list[TensorRow]] = {}
     for row in tensors:
         groups.setdefault((re.sub(r"\d+", "*", row.name), row.dtype, row.shape), []).append(row)
@@ -183,7 +191,7 @@ def _of_checkpoint(path: Path) -> Contents:
     from lightning_hetero.convert.exporting import load_checkpoint
 
     if foreign := unsafe_globals(path):
-        # Its pickle names what only executing it would make; that much can be said, and no more is looked at.
+        # Its pickle needs code to be executed. Report that and read no further.
         return Contents(kind=CHECKPOINT, path=path, facts={"needs_to_execute": foreign})
     content = load_checkpoint(path)
     facts: dict[str, Any] = {}
@@ -194,7 +202,7 @@ def _of_checkpoint(path: Path) -> Contents:
 
 
 def unsafe_globals(path: Path) -> list[str]:
-    """Classes and functions that a checkpoint names and that ``torch.load(weights_only=True)`` would not make.
+    """Classes and functions that a checkpoint names and ``torch.load(weights_only=True)`` refuses.
 
     Raises:
         ConfigError: It is not a checkpoint.

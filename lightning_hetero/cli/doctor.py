@@ -1,4 +1,4 @@
-"""``lightning-hetero doctor``: what this machine has, and what is wrong with it."""
+"""``lightning-hetero doctor``: describes this machine and finds its problems."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "cvxpy",
 
 @dataclass(slots=True)
 class DoctorReport:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
         facts: Per topic, names and values; bytes, elements/s and so on without units.
-        problems: What training would fail on, each with its remedy.
-        notes: What is worth knowing.
+        problems: Conditions under which training fails, each with its remedy.
+        notes: Other useful facts.
     """
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class DoctorReport:
 
 
 def examine(path: Path) -> DoctorReport:
-    """Looks at everything; ``path`` is where the disk tier would go."""
+    """Examines the machine; ``path`` is the directory for the disk tier."""
     report = DoctorReport()
     for look in (_versions, _processor, _native, _memory, _torch):
         look(report)
@@ -110,7 +110,7 @@ def _processor(report: DoctorReport) -> None:
 
 
 def _native(report: DoctorReport) -> None:
-    """The library, its instruction set, and the back end that its disk I/O uses, with the reason."""
+    """The library, its instruction set, and the back end of its disk I/O with the reason."""
     from lightning_hetero import _native
     from lightning_hetero._native.library import library_path
 

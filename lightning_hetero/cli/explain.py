@@ -1,4 +1,4 @@
-"""``lightning-hetero explain``: what a plan does, why, what binds it, and what else could be had."""
+"""``lightning-hetero explain``: explains a plan, its binding resource and its alternatives."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _FULL = 0.95  # of a tier's capacity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything that is said of a plan.
+    """Everything that ``explain`` reports about a plan.
 
     Attributes:
-        plan: The resolved plan, evaluated again.
+        plan: The resolved plan, simulated again.
         model: The model, at the batch of a step.
         part: The model at the batch of one forward.
         hardware: The machine.
         simulation: The plan's step.
-        influences: What a faster resource brings.
-        alternatives: What another placement of one block brings.
+        influences: The gain from each resource being faster.
+        alternatives: The effect of another placement of one block.
         others: The other planners' plans, fastest first.
-        planner: Who plans the what-ifs.
-        what_ifs: Other models and machines, and the best plans for them: new ones, or this one kept.
+        planner: The planner of the what-ifs.
+        what_ifs: Other models and machines, each with its best plan: a new one or this one.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Explanation:
 
     @property
     def predicted(self) -> Prediction:
-        """The plan's step, as :func:`evaluated` found it."""
+        """The plan's step, as :func:`judged` predicts it."""
         return self.plan.require_predicted()
 
     @property
@@ -82,7 +82,7 @@ def run(path: Path, request: Request, *, as_json: bool) -> None:
 
 
 def explain(plan: Plan, request: Request) -> Explanation:
-    """Simulates the plan, its neighbours, its rivals and the same for other machines.
+    """Simulates the plan, changes of it, the other planners' plans, and plans for other machines.
 
     Raises:
         ConfigError: The request is wrong.
@@ -125,7 +125,10 @@ def explain(plan: Plan, request: Request) -> Explanation:
 
 
 def best_of_both(scenario: reasons.Scenario, plan: Plan, found: Outcome) -> Outcome:
-    """What a planner found for a scenario, or the plan at hand if that is faster there: a search need not come upon it again."""
+    """The planner's plan for a scenario, or the current plan if it is faster there.
+
+    A search need not find the current plan again.
+    """
     from lightning_hetero.planners.evaluation import evaluated
 
     try:
@@ -181,9 +184,11 @@ def _print(e: Explanation) -> None:
 
 
 def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
-    """Bytes of weights, optimizer state and saved activations, by where they live. On shared memory the device is the host.
+    """Bytes of weights, optimizer state and saved activations, by where they live.
 
-    Where steps are kept, also the bytes that a kept step writes to the disk of what lives in memory (``mirrors``).
+    On shared memory the device is the host.
+
+    If steps are kept, also the bytes in memory that a kept step writes to the disk (``mirrors``).
     """
     out = {what: {tier.value: 0 for tier in Tier} for what in ("weights", "state", "activations")}
     out["activations"]["recomputed"] = 0
@@ -205,7 +210,7 @@ def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
 
 
 def full(use: dict[str, dict[str, int]]) -> list[str]:
-    """Tiers whose peak comes close to what they hold."""
+    """Tiers whose peak is close to their capacity."""
     return [tier for tier, row in use.items() if row["capacity_bytes"] and row["peak_bytes"] >= _FULL * row["capacity_bytes"]]
 
 
@@ -241,7 +246,7 @@ def _placements(plan: Plan, model: ModelProfile) -> Table:
 
 
 def _activations(group: reasons.Group, plan: Plan, model: ModelProfile) -> str:
-    """What becomes of what the group's blocks save: shares of the bytes."""
+    """The treatment of the activations that the group's blocks save, as shares of their bytes."""
     found = [saved_bytes(model.blocks[index], plan.blocks[index]) for index in group.indices]
     policies = {
         "keep": sum(s.kept for s in found),
@@ -270,7 +275,7 @@ def _alternatives(found: Sequence[reasons.Alternative], iteration_s: float) -> T
         else:
             effect = change(a.iteration_s, iteration_s)
         rows.append((a.block, a.change, effect))
-    return table("Why not otherwise: one block changed, and what becomes of the step", ("block", "change", "step"), rows)
+    return table("Why not otherwise: the step after a change of one block", ("block", "change", "step"), rows)
 
 
 def _binding(influences: Sequence[reasons.Influence], full_tiers: Sequence[str], use: dict[str, dict[str, int]]) -> str:

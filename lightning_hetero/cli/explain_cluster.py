@@ -1,4 +1,7 @@
-"""``lightning-hetero explain`` for the plan of a cluster: what binds it, what others would do, what more hardware would bring."""
+"""``lightning-hetero explain`` for a cluster plan.
+
+It shows the binding stage, other planners' plans, and the gain from more hardware.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def run(path: Path, *, as_json: bool) -> None:
     """Explains a cluster plan's file.
 
     Raises:
-        ConfigError: It is not a cluster plan, or does not say what it is for.
+        ConfigError: It is not a cluster plan, or does not name its model and cluster.
     """
     from lightning_hetero.parallel.planner import PLANNERS, plan
 
@@ -63,7 +66,7 @@ def run(path: Path, *, as_json: bool) -> None:
 
 
 def binding(plan: ClusterPlan) -> dict[str, Any]:
-    """The slowest group and its slowest stage, and where the rest of the step goes."""
+    """The slowest group and its slowest stage, and the parts of the rest of the step."""
     group = max(range(len(plan.groups)), key=lambda j: plan.groups[j].seconds)
     slow = plan.groups[group]
     stage = max(range(len(slow.stages)), key=lambda s: slow.stages[s].micro_batch_s)
@@ -91,7 +94,10 @@ def _binding_texts(b: dict[str, Any]) -> dict[str, str]:
 
 
 def _what_ifs(model: ModelProfile, cluster: Cluster, request: ClusterRequest) -> Iterator[tuple[str, float | None, float | None]]:
-    """Other clusters: the change, seconds of a step and tokens a second of the plan for it; ``None`` if there is none."""
+    """Plans other clusters: the change, seconds per step, tokens per second.
+
+    ``None`` without a plan.
+    """
     from lightning_hetero.parallel.planner import plan
 
     for text, other, batches in _scenarios(cluster, request.micro_batches):

@@ -1,4 +1,4 @@
-"""``lightning-hetero inspect``: what a store, weights, a checkpoint or a plan holds, without loading it."""
+"""``lightning-hetero inspect``: shows the contents of a store, weights, a checkpoint or a plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_hetero.units import format_bytes
 
 
 def run(path: Path, *, as_json: bool) -> None:
-    """Prints what there is.
+    """Prints the contents of a path.
 
     Raises:
-        ConfigError: It is nothing that we know, or not whole.
+        ConfigError: It is of no known kind, or incomplete.
         StoreBusyError: A process uses the store.
     """
     contents = contents_of(path)

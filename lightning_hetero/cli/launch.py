@@ -1,8 +1,12 @@
-"""``lightning-hetero launch``: the lines that start a cluster plan, one per node.
+"""``lightning-hetero launch``: the commands that start a cluster plan, one per node.
 
-They are torchrun's, with the elastic settings under which a lost or a new node costs seconds: a rendezvous store that outlives
-every node, because it runs outside of those that may vanish; after each restart a store of the workers' own (stale keys of a shared
-one made restarts hang); a short last call; and frequent signs of life, since nobody may rejoin before a lost node counts as dead.
+They call torchrun with elastic settings under which a lost or a new node costs only seconds:
+
+* The rendezvous store outlives every node: it runs on a machine that does not vanish.
+* After each restart the workers get a store of their own; stale keys of a shared one made restarts
+  hang.
+* The last call of a rendezvous is short.
+* Signs of life are frequent, because nodes can rejoin only after a lost node counts as dead.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 STEPS_VARIABLE = "LIGHTNING_HETERO_STEPS"  # read by parallel.elastic, which imports torch
 RENDEZVOUS = {
     "is_host": "false",
-    "last_call_timeout": 2,  # seconds that it waits for further nodes once it has the fewest that it needs
-    "keep_alive_interval": 1,  # seconds from a node's sign of life to the next
-    "keep_alive_max_attempt": 5,  # so many may be missing: a node is dead after 5 s, by default after 15
+    "last_call_timeout": 2,  # seconds to wait for further nodes once it has the minimum
+    "keep_alive_interval": 1,  # seconds between two signs of life of a node
+    "keep_alive_max_attempt": 5,  # number that may be missing: a node is dead after 5 s; torchrun's default is 15 s
 }
 MAX_RESTARTS = 1000  # every change of membership counts as one
 
@@ -38,7 +42,7 @@ _STORE = (
 )
 
 
-STORE = "store"  # what --run names beside nodes
+STORE = "store"  # --run takes it like a node's name
 
 
 def run(
@@ -52,10 +56,11 @@ def run(
     name: str | None,
     as_json: bool,
 ) -> None:
-    """Prints the lines, or becomes the process of one of them.
+    """Prints the commands, or replaces this process by one of them.
 
     Raises:
-        ConfigError: The file is not a cluster plan, ``rendezvous`` is no address, or no line has that ``name``.
+        ConfigError: The file is not a cluster plan, ``rendezvous`` is no address, or no node has
+            that ``name``.
     """
     plan = ClusterPlan.load(path)
     lines = launch_lines(plan, script, rendezvous=rendezvous, least_nodes=least_nodes, run_id=run_id, steps=steps)
@@ -82,15 +87,15 @@ def launch_lines(
     """The commands, as lists of arguments.
 
     Args:
-        plan: What is started; a node runs one process for each of its devices that work.
+        plan: The cluster plan; a node runs one process for each of its devices that the plan uses.
         script: The training script and its arguments.
         rendezvous: ``"host:port"`` of the store.
-        least_nodes: Training goes on as long as there are so many.
-        run_id: Tells runs on one store apart.
-        steps: Where the strategy commits steps, if its own options do not say.
+        least_nodes: The least number of nodes with which training continues.
+        run_id: Distinguishes several runs that use one store.
+        steps: Where the strategy commits steps, unless its own options say it.
 
     Raises:
-        ConfigError: ``rendezvous`` is no address, or there are fewer nodes.
+        ConfigError: ``rendezvous`` is no address, or the plan has fewer nodes.
     """
     match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:]+):([0-9]{1,5})", rendezvous)
     if match is None or not 0 < int(match.group(2)) < 65536:

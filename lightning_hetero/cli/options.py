@@ -1,4 +1,4 @@
-"""The options that several commands share, and what they ask for: one model on one machine."""
+"""The options that several commands share. They describe one model on one machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences p
 Sequence = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL)]
 Precision = Annotated[
     Literal["16", "32"] | None,
-    typer.Option(help="Bits of a weight that computes.  [default: 16]", rich_help_panel=_MODEL),
+    typer.Option(help="Bits of the weights in compute.  [default: 16]", rich_help_panel=_MODEL),
 ]
 HardwareFile = Annotated[
     Path | None, typer.Option("--hardware-profile", metavar="FILE", help="A hardware profile (JSON).", rich_help_panel=_MACHINE)
@@ -51,7 +51,7 @@ Link = Annotated[str | None, typer.Option(metavar="NAME", help="Its link to the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One model on one machine, as the options say it; what is ``None`` was not given.
+    """One model on one machine, as the options give it. ``None``: not given.
 
     Attributes:
         model_profile: File of a model profile.
@@ -59,7 +59,8 @@ class Request:
         batch: Sequences per step and device, for ``preset_model``.
         sequence: Tokens per sequence, for ``preset_model``.
         precision: Bits of a weight, ``"16"`` or ``"32"``, for ``preset_model``.
-        hardware_profile: File of a hardware profile. With nothing that names a machine it is this one, as ``profile`` measured it.
+        hardware_profile: File of a hardware profile. If no option names a machine, it is this one,
+            as ``profile`` measured it.
         machine: Name of a paper's machine.
         device: Name of a known device.
         host_memory: Host memory of the machine with that device, or instead of the paper's.
@@ -83,12 +84,12 @@ class Request:
 
     @classmethod
     def of(cls, context: typer.Context) -> Request:
-        """What the options of a command say."""
+        """The request that the options of a command give."""
         return cls(**{f.name: context.params[f.name] for f in fields(cls)})
 
     @classmethod
     def from_origin(cls, origin: Any, *, folder: Path) -> Request:
-        """What :meth:`origin` wrote into a plan whose file is in ``folder``.
+        """Reads the request that :meth:`origin` wrote into a plan file in ``folder``.
 
         Raises:
             ConfigError: It holds an unknown key, or a value of the wrong type.
@@ -99,7 +100,10 @@ class Request:
         return cls(**{k: folder / v if k.endswith("_profile") else v for k, v in origin.items()})
 
     def origin(self, *, folder: Path) -> dict[str, str | int]:
-        """What a plan whose file is in ``folder`` keeps of the request: files relative to there, so that they move together."""
+        """The request as stored in a plan file in ``folder``.
+
+        Paths are relative, so the files can move together.
+        """
         out: dict[str, str | int] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -108,7 +112,10 @@ class Request:
         return out
 
     def or_else(self, other: Request) -> Request:
-        """The same, completed with what the other says: a file replaces its whole model or machine, other options single keys."""
+        """This request, completed from ``other``.
+
+        A file replaces the whole model or machine, other options single keys.
+        """
         values: dict[str, Any] = {}
         for file, *names in (_MODEL_KEYS, _MACHINE_KEYS):
             if getattr(self, file) is not None:
@@ -130,7 +137,8 @@ class Request:
         """The model and the machine.
 
         Raises:
-            ConfigError: Options are missing or contradict each other, a file cannot be read, a name is unknown.
+            ConfigError: Options are missing or contradict each other, a file cannot be read, a name
+                is unknown.
         """
         self._check()
         hardware = self.hardware()
@@ -160,7 +168,7 @@ class Request:
         return self.preset_model, self.batch, self.sequence
 
     def hardware(self) -> HardwareProfile:
-        """The machine; this one, as ``profile`` measured it, if none is named."""
+        """The machine; if none is named, this one, as ``profile`` measured it."""
         if self.hardware_profile is not None:
             return HardwareProfile.load(self.hardware_profile)
         from lightning_hetero.profiling import presets
@@ -174,7 +182,7 @@ class Request:
         )
 
     def model(self, hardware: HardwareProfile) -> ModelProfile:
-        """The model; a known one's times are those of the machine's device."""
+        """The model. A preset has the times of the machine's device."""
         if self.model_profile is not None:
             return ModelProfile.load(self.model_profile)
         from lightning_hetero.profiling import presets
@@ -184,10 +192,13 @@ class Request:
         return presets.model(name, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
 
     def model_alone(self) -> ModelProfile:
-        """The model where no machine is asked about: a known one's times are those of some device, its FLOP and bytes are its own.
+        """The model without a machine.
+
+        A preset has the times of an arbitrary device; its FLOP and bytes are exact.
 
         Raises:
-            ConfigError: Options are missing or contradict each other, a file cannot be read, a name is unknown.
+            ConfigError: Options are missing or contradict each other, a file cannot be read, a name
+                is unknown.
         """
         from lightning_hetero.profiling import presets
 
@@ -219,11 +230,11 @@ def load_plan(path: Path, request: Request) -> tuple[Plan, Request]:
     """A plan file, and the request completed with the plan's own origin.
 
     Raises:
-        ConfigError: The file is not a plan, or neither it nor the options say for what model it is.
+        ConfigError: The file is not a plan, or neither it nor the options name the model.
     """
     plan = Plan.load(path)
     origin = {key: value for key, value in plan.origin.items() if key != OPTIONS}
     complete = request.or_else(Request.from_origin(origin, folder=path.absolute().parent))
     if complete.model_profile is None and complete.preset_model is None:
-        raise ConfigError(f"{path} does not say for what model it is; give --model-profile or --preset-model.")
+        raise ConfigError(f"{path} does not name its model; give --model-profile or --preset-model.")
     return plan, complete

@@ -1,4 +1,7 @@
-"""What the commands print: JSON for programs, tables for people. Numbers get their units here and nowhere else."""
+"""Output of the commands: JSON for programs, tables for people.
+
+Only this module gives numbers units.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_PIPED_WIDTH = 140  # columns where standard output is not a terminal
+_PIPED_WIDTH = 140  # columns if standard output is not a terminal
 
 
 def seconds(value: float) -> str:
@@ -32,7 +35,7 @@ def seconds(value: float) -> str:
 
 
 def count(value: float, unit: str = "") -> str:
-    """A number with a decimal prefix: ``count(6.7e9) == "6.70 G"``, ``count(1.65e14, "FLOP/s") == "165 TFLOP/s"``."""
+    """A number with a decimal prefix: ``count(1.65e14, "FLOP/s") == "165 TFLOP/s"``."""
     for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= factor:
             return f"{_digits(value / factor)} {prefix}{unit}"
@@ -40,7 +43,7 @@ def count(value: float, unit: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one: ``percent(0.123) == "12 %"``; tenths where it is small."""
+    """A share of one: ``percent(0.123) == "12 %"``; small shares with tenths."""
     value = 100 * share
     if 0 < abs(value) < 0.05:
         return "<0.1 %"
@@ -48,7 +51,7 @@ def percent(share: float) -> str:
 
 
 def change(value: float, reference: float) -> str:
-    """A time against another one: ``change(0.9, 1.0) == "-10.0 %"``."""
+    """A time relative to another one: ``change(0.9, 1.0) == "-10.0 %"``."""
     relative = 100 * (value / reference - 1) if reference else 0.0
     return "the same" if abs(relative) < 0.05 else f"{relative:+.1f} %"
 
@@ -59,7 +62,7 @@ def _digits(value: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON types: dataclasses as objects, and ``null`` for numbers that JSON lacks (infinity, NaN)."""
+    """The value in JSON types: dataclasses become objects, infinity and NaN ``null``."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Enum):
@@ -91,7 +94,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def console() -> Console:
-    """Standard output; wide enough for the tables where it is a pipe or a file."""
+    """Standard output; if it is a pipe or a file, wide enough for the tables."""
     from rich.console import Console
 
     out = Console(highlight=False)
@@ -102,7 +105,7 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on standard error, where that is a terminal, what takes a while."""
+    """Shows a status on standard error during a long action, if that is a terminal."""
     from rich.console import Console
 
     screen = Console(stderr=True)
@@ -117,11 +120,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     """A table for people.
 
     Args:
-        title: What it shows.
+        title: The title.
         columns: Heads of the columns.
         rows: One text per column.
         right: Columns with numbers.
-        best: The row that stands out.
+        best: The row to highlight.
     """
     from rich import box
     from rich.table import Table

@@ -21,12 +21,12 @@ from lightning_hetero.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDE = 130  # columns that a comparison takes with everything in it
+_WIDE = 130  # columns of the screen for a complete comparison
 _NARROW = ("planner", "step", "x best", "device", "host", "disk")
 
 
 def run(request: Request, *, planner: str, options: Iterable[str], out: Path | None, as_json: bool) -> None:
-    """Plans, prints, and writes the plan to ``out``: of all planners' plans the fastest.
+    """Plans, prints, and writes the plan, or the fastest of all planners' plans, to ``out``.
 
     Raises:
         ConfigError: The request is wrong.
@@ -52,7 +52,7 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
 
 
 def _refusal(outcomes: Sequence[Outcome]) -> Exception:
-    """Why there is no plan; of several reasons the one that lacks the fewest bytes."""
+    """The reason why there is no plan; of several, the one with the smallest shortage."""
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == 1:
         return reasons[0]
@@ -106,9 +106,9 @@ def _details(plan: Plan, planning_s: float, model: ModelProfile) -> dict[str, st
 
 
 def paper_optimum(plan: Plan) -> dict[str, str]:
-    """Two lines on the optimum of a paper's own equations, where the plan is another: what it is, and why it was not taken."""
+    """Two lines on the optimum of a paper's equations, if the plan is another one."""
     paper = plan.decisions.get("paper_optimum")
-    if not isinstance(paper, Mapping) or not {"objective_s", "reason"} <= paper.keys():  # none, or of a file written by hand
+    if not isinstance(paper, Mapping) or not {"objective_s", "reason"} <= paper.keys():  # none, or a file that was written by hand
         return {}
     paper = dict(paper)
     objective_s, reason = paper.pop("objective_s"), str(paper.pop("reason"))
@@ -140,13 +140,14 @@ def _decision(name: str, value: Any) -> str:
 
 
 def comparison(title: str, outcomes: Sequence[Outcome], *, width: int, this: Outcome | None = None) -> Table:
-    """A table of plans side by side; ``this``, or else the first one, stands out.
+    """A table of plans side by side. It highlights ``this``, or else the first one.
 
     Args:
-        title: What is compared.
+        title: The title.
         outcomes: The plans, in the order of the rows.
-        width: Columns of the screen; on a narrow one phases, objectives and planning times are left out.
-        this: The plan that stands out.
+        width: Columns of the screen; on a narrow one phases, objectives and planning times are left
+            out.
+        this: The plan to highlight.
     """
     fastest = min(o.iteration_s for o in outcomes)
     columns = (
@@ -184,7 +185,7 @@ def comparison(title: str, outcomes: Sequence[Outcome], *, width: int, this: Out
         )
     wide = width >= _WIDE
     if wide:
-        title += " (beside each phase what bounds it)"
+        title += " (each phase with the resource that bounds it)"
     shown = [index for index, name in enumerate(columns) if wide or name in _NARROW]
     return table(
         title,

@@ -1,4 +1,4 @@
-"""``lightning-hetero plan-cluster``: which devices form which pipelines, for a cluster whose devices differ."""
+"""``lightning-hetero plan-cluster``: plans pipelines for a cluster of different devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_hetero.ir.cluster_plan import ClusterPlan
 
 
 def run(request: ClusterRequest, *, planner: str, out: Path | None, as_json: bool) -> None:
-    """Plans, prints, and writes the plan to ``out``: of all planners' plans the fastest.
+    """Plans, prints, and writes the plan, or the fastest of all planners' plans, to ``out``.
 
     Raises:
         ConfigError: The request is wrong.

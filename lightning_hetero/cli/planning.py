@@ -1,4 +1,4 @@
-"""Runs planners by name, with options from the command line, and keeps what came of each."""
+"""Runs planners by name, with options from the command line, and keeps the outcome of each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OPTIONS = "options"  # key of a plan's origin: the planner's options as JSON tex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one planner: a plan, or the reason why there is none.
+    """The outcome of one planner: a plan, or the reason why there is none.
 
     Attributes:
         planner: Its name.
         plan: The plan, with ``predicted``.
         error: The reason.
-        planning_s: Seconds that it took, the solver loaded.
-        kept: It is a plan for another model or machine, which is kept.
+        planning_s: Seconds of planning, without the import of the solver.
+        kept: The plan was made for another model or machine and is kept.
     """
 
     planner: str
@@ -46,7 +46,7 @@ class Outcome:
         return self.plan.predicted.iteration_s if self.plan is not None and self.plan.predicted is not None else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints of it."""
+        """The outcome as ``--json`` prints it."""
         if self.plan is None:
             return {"planner": self.planner, "planning_s": self.planning_s, **described(self.error)}
         return {
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def described(error: Exception | None) -> dict[str, Any]:
-    """An error as JSON: its text and, where a plan does not fit, the tightest tier and what is missing there."""
+    """An error as JSON: its text; for a plan that does not fit, also the tier and missing bytes."""
     out: dict[str, Any] = {"error": str(error)}
     if isinstance(error, PlanError) and error.tier:
         out |= {"tier": error.tier, "shortfall_bytes": error.shortfall_bytes}
@@ -85,7 +85,7 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def micro_batch(model: ModelProfile, plan: Plan) -> ModelProfile:
-    """What one forward of the plan computes: the whole batch, or one part where the plan splits it."""
+    """The model at the batch of one forward: the whole batch, or one micro-batch of the plan."""
     if plan.micro_batches == 1:
         return model
     from lightning_hetero.planners.micro_batches import split
@@ -97,7 +97,7 @@ def stored_options(plan: Plan) -> dict[str, Any]:
     """The options that a plan was made with.
 
     Raises:
-        ConfigError: Its origin holds something else there.
+        ConfigError: Its origin has no options there.
     """
     return parse_object(str(plan.origin.get(OPTIONS, "{}")), what="planner's options", source=f"the origin of plan {plan.name!r}")
 
@@ -106,7 +106,7 @@ def planners(name: str) -> dict[str, Callable[..., Plan]]:
     """The planner of that name, or all of them.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such planner.
     """
     from lightning_hetero.planners import PLANNERS
 
@@ -141,7 +141,10 @@ def run(
 def run_one(
     name: str, planner: Callable[..., Plan], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
 ) -> Outcome:
-    """Runs one planner. Only what the request cannot have is an outcome; anything else is a fault and goes up."""
+    """Runs one planner.
+
+    An impossible request is an outcome; any other error is a fault and is raised.
+    """
     if name == DEFAULT:
         from lightning_hetero.planners.holistic.relaxation import load_solver
 
@@ -158,14 +161,14 @@ def _options_of(name: str, planner: Callable[..., Plan]) -> dict[str, Any]:
     """The options that a planner has, and their types."""
     function: Callable[..., Plan] = getattr(planner, "func", planner)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        function = importlib.import_module(f"lightning_hetero.planners.{name}").plan  # imported when it is asked to plan
+        function = importlib.import_module(f"lightning_hetero.planners.{name}").plan  # imported when it plans
     types, bound = get_type_hints(function), getattr(planner, "keywords", {})
     parameters = inspect.signature(function).parameters.values()
     return {p.name: types.get(p.name) for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in bound}
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """An option's value as its planner wants it: text becomes a member of an enumeration."""
+    """An option's value in its planner's type: text becomes a member of an enumeration."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         return value
     try:

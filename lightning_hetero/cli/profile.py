@@ -1,4 +1,4 @@
-"""``lightning-hetero profile``: measures this machine, or shows what was measured before, each figure with its source."""
+"""``lightning-hetero profile``: measures this machine, or shows the cached profile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def run(path: Path | None, *, out: Path | None, refresh: bool, device: str | Non
     """Measures, prints, and writes the profile to ``out``.
 
     Args:
-        path: A directory on the disk to measure; ``None``: the working directory, if it can be a disk tier.
-        out: Where the profile goes beside the cache.
-        refresh: Measure even if this machine was measured before.
-        device: ``"cpu"`` or the kind of an accelerator; ``None``: the accelerator where there is one.
+        path: A directory on the disk to measure; ``None``: the working directory, if it can be a
+            disk tier.
+        out: A file for the profile, beside the cache.
+        refresh: Measure even if there is a cached profile.
+        device: ``"cpu"`` or the kind of an accelerator; ``None``: the accelerator if there is one.
         as_json: Print the profile's JSON.
 
     Raises:
-        ConfigError: ``path`` is no directory, there is no such device, or ``out`` cannot be written.
+        ConfigError: ``path`` is no directory, there is no such device, or ``out`` cannot be
+            written.
         StoreError: The disk failed.
     """
     from lightning_hetero.profiling.hardware import measure

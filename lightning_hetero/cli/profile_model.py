@@ -1,4 +1,4 @@
-"""``lightning-hetero profile --model``: measures the layers of a user's model, for the plan of a cluster."""
+"""``lightning-hetero profile --model``: measures the layers of a model, for a cluster plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def run(target: str, *, out: Path | None, device: str | None, as_json: bool) -> 
     """Measures, prints, and writes the profile to ``out``.
 
     Args:
-        target: ``"FILE.py:FUNCTION"`` or ``"MODULE:FUNCTION"``: what gives the module and one micro-batch.
-        out: Where the model's profile goes.
-        device: ``"cpu"`` or the kind of an accelerator; ``None``: the accelerator where there is one.
+        target: ``"FILE.py:FUNCTION"`` or ``"MODULE:FUNCTION"``; returns the module and one
+            micro-batch.
+        out: A file for the model's profile.
+        device: ``"cpu"`` or the kind of an accelerator; ``None``: the accelerator if there is one.
         as_json: Print the profile and the times as JSON.
 
     Raises:
-        ConfigError: There is no such function, or it gives something else; no such device; ``out`` cannot be written.
+        ConfigError: There is no such function or device, it returns something else, or ``out``
+            cannot be written.
         UnsupportedError: The module's layers cannot run in pipelines.
     """
     from lightning_hetero.parallel.pipeline.automatic import profile_layers
@@ -44,7 +46,7 @@ def run(target: str, *, out: Path | None, device: str | None, as_json: bool) -> 
     columns = ("layer", "parameters", "forward", "saved for backward", "with tensor parallelism shared")
     screen.print(table(profile.name, columns, rows(profile), right=columns[1:4]))
     layers = ", ".join(f"{2**k}: {seconds(s)}" for k, s in enumerate(times.seconds))
-    screen.print(f"Forward and backward of one micro-batch through so many layers: {layers}.", markup=False)
+    screen.print(f"Forward and backward of one micro-batch, by number of layers: {layers}.", markup=False)
     taken = ", ".join(f"{s:.3g}" for s in times.seconds)
     screen.print(f"In a cluster file: layer_times: [{{tensor_parallel: 1, seconds: [{taken}]}}]", markup=False)
     if out is not None:
@@ -65,11 +67,11 @@ def _shared(block: BlockProfile) -> str:
         return "nothing"
     of = {"parameters": (sharding.num_params, block.num_params), "FLOP": (sharding.forward_flop, block.forward_flop)}
     shares = ", ".join(f"{percent(part / whole)} of {what}" for what, (part, whole) in of.items() if whole)
-    return f"{shares}; by what divides {sharding.ways}"
+    return f"{shares}; degrees that divide {sharding.ways}"
 
 
 def _made(target: str) -> tuple[Any, Any]:
-    """What the function gives."""
+    """The function's result."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigError(f"--model {target!r}; allowed: FILE.py:FUNCTION or MODULE:FUNCTION, such as train.py:model_and_batch.")

@@ -1,6 +1,6 @@
-"""Why a plan is as it is: what one change would cost, which resource binds, and what another machine or batch would bring.
+"""Reasons for a plan: costs of changes, the binding resource, gains from other machines or batches.
 
-Every answer is a simulation of the changed plan, model or machine; nothing is guessed from the plan's text.
+Every answer is a simulation of the changed plan, model or machine.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from lightning_hetero.lowering import fitted
 from lightning_hetero.units import GIB
 
 MORE_HOST_BYTES = 32 * GIB
-FASTER = 1.1  # how much faster a resource becomes when its influence is asked for
+FASTER = 1.1  # factor by which a resource is faster when its influence is computed
 _UP = {Tier.DISK: Tier.HOST, Tier.HOST: Tier.DEVICE}
-_DRIVE = "nvme-gen4"  # what "+1 SSD" is on a machine without one
+_DRIVE = "nvme-gen4"  # the drive of "+1 SSD" on a machine without one
 _MOST_GROUPS = 8  # beyond these, reasons repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Blocks that are placed alike.
+    """Blocks with the same placement.
 
     Attributes:
-        indices: Which ones.
-        placed: How, with the first one's name.
+        indices: The blocks.
+        placed: Their placement, with the first block's name.
     """
 
     indices: tuple[int, ...]
     placed: BlockPlan
 
     def names(self, plan: Plan) -> str:
-        """The blocks' names: runs of neighbours as first and last, many runs as one with gaps."""
+        """The blocks' names: neighbours as first and last, many runs as one with gaps."""
         runs: list[list[int]] = []
         for index in self.indices:
             if runs and runs[-1][-1] == index - 1:
@@ -62,14 +62,14 @@ def groups(plan: Plan) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One block placed otherwise.
+    """Another placement of one block.
 
     Attributes:
         block: The block.
-        change: What is changed.
-        iteration_s: Predicted seconds of one step; ``None`` if the plan does not fit then.
-        tier: The tier that is too small then.
-        shortfall_bytes: What is missing there.
+        change: The change.
+        iteration_s: Predicted seconds of one step; ``None`` if the changed plan does not fit.
+        tier: The tier that is then too small.
+        shortfall_bytes: The bytes that are missing there.
     """
 
     block: str
@@ -80,7 +80,10 @@ class Alternative:
 
 
 def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Alternative]:
-    """What it would cost to place one block of each group otherwise; changes that no plan may make are left out."""
+    """Simulates another placement of one block of each group.
+
+    Leaves out changes that no plan may make.
+    """
     from lightning_hetero.planners.evaluation import evaluated
 
     out, shape, on_device = [], model.shape(), not hardware.shared_memory
@@ -100,7 +103,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
             except PlanError as error:
                 found = Alternative(block=block, change=change, tier=error.tier, shortfall_bytes=error.shortfall_bytes)
             except ConfigError:
-                continue  # the plan format rules it out
+                continue  # the plan format forbids it
             else:
                 found = Alternative(block=block, change=change, iteration_s=step_s)
             out.append(found)
@@ -108,7 +111,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
 
 
 def _changes(block: BlockPlan, *, shared: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Changes of one block, as text and as values: a nearer tier, the other lane, other activations."""
+    """Changes of one block, as text and as values: tier, update lane, activations."""
     for key, tier in (("weights", block.weights), ("state", block.state)):
         up = _UP.get(tier)
         if up is None or (shared and up is Tier.DEVICE):  # on shared memory the device is the host
@@ -125,11 +128,11 @@ def _changes(block: BlockPlan, *, shared: bool) -> Iterator[tuple[str, dict[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Influence:
-    """How much a step gains from one resource.
+    """The gain of a step from one faster resource.
 
     Attributes:
-        resource: What becomes :data:`FASTER`.
-        saved_share: The share of the step that this saves.
+        resource: The resource that is :data:`FASTER`.
+        saved_share: The share of the step's time that this saves.
     """
 
     resource: str
@@ -137,7 +140,7 @@ class Influence:
 
 
 def influences(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> list[Influence]:
-    """The same plan on machines on which one resource is a tenth faster; the most influential first."""
+    """Simulates the plan with each resource a tenth faster; the most influential first."""
     from lightning_hetero.planners.evaluation import simulation
 
     before = simulation(plan, model, hardware).prediction.iteration_s
@@ -175,9 +178,9 @@ class Scenario:
     """Another model or machine to plan for.
 
     Attributes:
-        change: What is changed.
-        model: The model then.
-        hardware: The machine then.
+        change: The change.
+        model: The changed model.
+        hardware: The changed machine.
     """
 
     change: str
@@ -186,7 +189,7 @@ class Scenario:
 
 
 def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) -> Sequence[Scenario]:
-    """What one might buy or try: more host memory, one more drive, twice the batch, a faster link."""
+    """What-if changes: more host memory, one more drive, twice the batch, a faster link."""
     more = hardware.host_memory_bytes + MORE_HOST_BYTES
     device = more if hardware.shared_memory else hardware.device_memory_bytes
     found = [
@@ -206,7 +209,7 @@ def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) 
 
 
 def with_one_more_drive(request: Request, hardware: HardwareProfile) -> HardwareProfile:
-    """The machine with one drive more of its kind, or with one good drive where it has none.
+    """The machine with one more drive of its kind, or with one good drive if it has none.
 
     A hardware profile does not say how many drives it was measured with: it counts as one.
     """
@@ -246,7 +249,10 @@ def _twice_the_batch(request: Request, model: ModelProfile, hardware: HardwarePr
 
 
 def scaled_batch(model: ModelProfile, factor: int) -> ModelProfile:
-    """A model whose tokens, times and activations grow with the batch; its weights and constant parts stay as they are."""
+    """The model with a larger batch: tokens, times and activations grow.
+
+    Weights and constants do not.
+    """
     blocks = tuple(
         replace(
             b,

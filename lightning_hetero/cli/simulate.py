@@ -1,4 +1,4 @@
-"""``lightning-hetero simulate``: one step of a plan, as numbers, as a Chrome trace and as a picture."""
+"""``lightning-hetero simulate``: one step of a plan as numbers, Chrome trace and picture."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _print(simulation: Simulation, hardware: HardwareProfile, head: dict[str, st
 
 
 def lanes(simulation: Simulation) -> Table:
-    """How busy each lane is."""
+    """The busy time of each lane."""
     total = simulation.prediction.iteration_s
     ranked = sorted(simulation.busy.items(), key=lambda item: -item[1])
     rows = [(lane, percent(share), seconds(share * total), "█" * round(40 * share)) for lane, share in ranked]
@@ -90,7 +90,7 @@ def lanes(simulation: Simulation) -> Table:
 
 
 def waits(simulation: Simulation) -> Table:
-    """What compute waits for."""
+    """The ops that compute waits for."""
     total = simulation.prediction.iteration_s
     ranked = sorted(simulation.waits.items(), key=lambda item: -item[1])
     rows = [(what, seconds(waited), percent(waited / total)) for what, waited in ranked]
@@ -98,12 +98,12 @@ def waits(simulation: Simulation) -> Table:
 
 
 def last_stalls(simulation: Simulation) -> list[Stall]:
-    """The waits from the last step's first forward to where the next one begins, longest first."""
+    """The waits from the last step's first forward to the next step, longest first."""
     return sorted((s for s in stalls(simulation.trace) if s.start_s >= simulation.begin_s), key=lambda s: -s.seconds)
 
 
 def longest(simulation: Simulation, *, most: int = 6) -> Table:
-    """The longest waits of a step, and what was done meanwhile that the wait was for."""
+    """The longest waits of a step, and the ops that compute waited for meanwhile."""
     rows = [
         (stall.at, seconds(stall.seconds), op_of_block(stall.waited_for), ", ".join(_parts(stall)))
         for stall in last_stalls(simulation)[:most]
@@ -112,7 +112,7 @@ def longest(simulation: Simulation, *, most: int = 6) -> Table:
 
 
 def _parts(stall: Stall) -> list[str]:
-    """The kinds of ops that a wait went by with, longest first."""
+    """The kinds of ops during a wait, longest first."""
     totals: dict[str, float] = {}
     for name, waited in stall.chain:
         kind = name.rpartition(" ")[0] or name
@@ -122,7 +122,7 @@ def _parts(stall: Stall) -> list[str]:
 
 
 def tiers(simulation: Simulation, hardware: HardwareProfile) -> dict[str, dict[str, int]]:
-    """What each tier holds at most, and what it could hold, bytes."""
+    """Peak and capacity of each tier, bytes."""
     p = simulation.prediction
     rows = {
         "device": {"peak_bytes": p.device_peak_bytes, "capacity_bytes": hardware.device_memory_bytes},
@@ -130,5 +130,5 @@ def tiers(simulation: Simulation, hardware: HardwareProfile) -> dict[str, dict[s
         "disk": {"peak_bytes": p.disk_bytes, "capacity_bytes": hardware.disk_capacity_bytes},
     }
     if hardware.shared_memory:
-        del rows["device"]  # it is the host's
+        del rows["device"]  # it is host memory
     return rows

@@ -1,4 +1,4 @@
-"""What the operating system says of this machine. Everything is read, nothing is measured and nothing is changed."""
+"""Facts that the operating system reports about this machine. Nothing is measured or changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cpu_name(root: Path = Path("/")) -> str:
 
 
 def huge_pages(root: Path = Path("/")) -> dict[str, int | str]:
-    """Huge pages: the mode of transparent ones (``always``, ``madvise``, ``never``) and the reserved ones."""
+    """Huge pages: the mode of transparent ones (such as ``madvise``) and the reserved ones."""
     mode = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
     rows = {key: value.split() for key, _, value in (line.partition(":") for line in _read(root / "proc/meminfo").splitlines())}
     page_kib = int(rows.get("Hugepagesize", ["0"])[0])
@@ -39,7 +39,10 @@ def memlock_bytes() -> int | None:
 
 
 def direct_io_error(path: Path) -> str:
-    """Writes one page past the page cache to a file that is then gone; empty if that works, else what the system said."""
+    """Writes one page with O_DIRECT to a temporary file.
+
+    Returns the system's error, or an empty text.
+    """
     try:
         fd, name = tempfile.mkstemp(dir=path, prefix="lightning-hetero-")
     except OSError as error:

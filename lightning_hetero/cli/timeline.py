@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lightning_hetero.sim import Simulation
 
-# Colours that stay apart for colour-blind eyes where they meet on one lane.
+# Colours that meet on one lane are distinct for colour-blind readers too.
 _KINDS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", "#4c9be8"),
     "B": ("backward", "#1b4f91"),
@@ -32,7 +32,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "GRAD": ("gradients (device → host)", "#d1495b"),
     "UPDATE": ("optimizer update", "#8e5bb5"),
     "STORE": ("store (host → disk)", "#8c6239"),
-    "MIRROR": ("mirror of what lives in memory", "#5c4a2f"),
+    "MIRROR": ("mirror (memory → disk)", "#5c4a2f"),
     "SWAP_OUT": ("activations out", "#e8d33f"),
     "SWAP_IN": ("activations in", "#f39ac0"),
     "SWAP_OUT state": ("state out", "#b8a400"),
@@ -74,15 +74,18 @@ class Bar:
 
 
 def window(simulation: Simulation) -> tuple[float, float]:
-    """Begin and end of the step that is shown, on the trace's clock: the last one, of which the prediction and the memory speak."""
+    """Begin and end of the last step, on the trace's clock.
+
+    Prediction and memory are of this step.
+    """
     return simulation.begin_s, simulation.begin_s + simulation.iterations_s[-1]
 
 
 def spans(simulation: Simulation) -> list[Span]:
-    """The trace's spans, and those of ops that have not ended as the simulation has.
+    """The trace's spans, and spans of ops that run beyond the end of the simulation.
 
-    In steady state the last step leaves to the next what the one before has left to it, so their ends are known; of a cycle of
-    several steps nearly so.
+    In steady state the last step leaves to the next what the one before has left to it, so their
+    ends are known; of a cycle of several steps nearly so.
     """
     found = list(simulation.trace.spans)
     begin_s, end_s = window(simulation)
@@ -95,7 +98,7 @@ def spans(simulation: Simulation) -> list[Span]:
 
 
 def bars(found: Iterable[Span], begin_s: float, end_s: float) -> dict[Lane, list[Bar]]:
-    """What happens between two moments, by lane; ops of a lane that overlap get tracks of their own."""
+    """The bars between two moments, by lane; overlapping ops of a lane get tracks of their own."""
     lanes: dict[Lane, list[Bar]] = {}
     free: dict[Lane, list[float]] = {}
     for span in sorted(found, key=lambda s: s.start_s):
@@ -119,10 +122,11 @@ def bars(found: Iterable[Span], begin_s: float, end_s: float) -> dict[Lane, list
 
 
 def draw(path: Path, simulation: Simulation, plan: Plan, model_name: str, hardware: HardwareProfile) -> None:
-    """Writes the picture; the file's ending says in which format.
+    """Writes the picture; the file's ending chooses the format.
 
     Raises:
-        ConfigError: The format is unknown, the file cannot be written, or matplotlib is not installed.
+        ConfigError: The format is unknown, the file cannot be written, or matplotlib is not
+            installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -163,7 +167,7 @@ def _draw_lanes(
     scale: float,
     width: float,
 ) -> None:
-    """One row a lane, top down, as high as its tracks need."""
+    """One row per lane, top down, as high as its tracks."""
     middles, top = [], 0.0
     for lane, height in heights.items():
         _draw_lane(axes, shown[lane], top + 0.05 * _LANE_HEIGHT, height - 0.1 * _LANE_HEIGHT, scale, width)
@@ -204,7 +208,7 @@ def _draw_lane(axes: Axes, found: Sequence[Bar], top: float, height: float, scal
 
 
 def _draw_memory(axes: Axes, simulation: Simulation, hardware: HardwareProfile, scale: float, width: float) -> None:
-    """Memory in use over the step, as a share of what the machine has."""
+    """Memory in use over the step, as a share of the machine's memory."""
     times = [at * scale for at, _, _ in simulation.memory.timeline] + [width]
     tiers = [("host", 2, hardware.host_memory_bytes, simulation.memory.host_peak_bytes, "#12858c", "-")]
     if not hardware.shared_memory:

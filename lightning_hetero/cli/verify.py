@@ -1,4 +1,4 @@
-"""``lightning-hetero verify``: whether a store, weights or a checkpoint is whole."""
+"""``lightning-hetero verify``: checks that a store, weights or a checkpoint is undamaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hetero.ir.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked.
+    """The result of a check.
 
     Attributes:
         kind: What the path is.

@@ -1,4 +1,4 @@
-"""``lightning-hetero export`` and ``import``: weights from one format to another, one tensor at a time."""
+"""``lightning-hetero export`` and ``import``: convert weights, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""The pipeline as data: model → plan → schedule → trace. Frozen dataclasses with text codecs; standard library only."""
+"""The pipeline as data: model → plan → schedule → trace.
+
+Frozen dataclasses with text codecs; standard library only.
+"""

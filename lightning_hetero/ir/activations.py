@@ -1,4 +1,4 @@
-"""What becomes of what a block's forward saves, under a plan: the one place that adds it up."""
+"""Sums up the activations that a block's forward saves, by their treatment under a plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_hetero.ir.plan import BlockPlan, Saved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """The bytes that one forward of a block saves, by what becomes of them.
+    """The bytes that one forward of a block saves, by their treatment.
 
     Attributes:
-        kept: They stay on the device until backward.
-        to_host: They leave for host memory after forward and come back before backward.
+        kept: Bytes that stay on the device until backward.
+        to_host: Bytes that are moved to host memory after forward and back before backward.
         to_disk: The same for the disk.
-        recomputed: They are dropped after forward and exist again during backward.
+        recomputed: Bytes that are dropped after forward and recomputed in backward.
     """
 
     kept: int
@@ -26,7 +26,10 @@ class SavedBytes:
 
 
 def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedBytes:
-    """Splits ``block.activation_bytes``: the input follows ``boundary``, each operator its own policy, the rest ``saved``."""
+    """Splits ``block.activation_bytes`` by treatment.
+
+    The input follows ``boundary``, each operator its own policy, the rest ``saved``.
+    """
     totals = [(placed.boundary, block.boundary_bytes)]
     rest = block.activation_bytes - block.boundary_bytes
     for operator in block.operators if placed.operators else ():
@@ -51,8 +54,8 @@ def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedByt
 def recomputed_share(block: BlockProfile, placed: BlockPlan) -> float:
     """The share of the block's forward that backward repeats, from 0 to 1.
 
-    A block that is recomputed repeats all but the operators whose outputs it has otherwise (LoHan eq. 7); another repeats just the
-    operators that are recomputed.
+    A recomputed block repeats all operators except those whose outputs are kept or swapped (LoHan
+    eq. 7). Other blocks repeat only the operators that are recomputed.
     """
     if block.forward_flop <= 0:
         return 1.0 if placed.saved is Saved.RECOMPUTE else 0.0

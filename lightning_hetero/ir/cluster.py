@@ -1,4 +1,4 @@
-"""What a planner knows of a cluster: nodes, the devices in them, and what connects them."""
+"""The planners' input about a cluster: its nodes, their devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Measured times of consecutive layers on one kind of device, for layer counts 1, 2, 4, 8, … (AutoHet, equation 5).
+    """Measured times of 1, 2, 4, 8, … consecutive layers on one kind of device (AutoHet, eq. 5).
 
     Attributes:
         tensor_parallel: Devices that compute one layer together.
@@ -27,15 +27,16 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """One kind of device. A figure that is missing is that of the preset of this name.
+    """One kind of device. A missing figure is taken from the preset of this name.
 
     Attributes:
-        name: As nodes name it; a preset such as ``"a100-80"``, or any other if all three figures are given.
+        name: The name that nodes use; a preset such as ``"a100-80"``, or any other if all three
+            figures are given.
         memory_bytes: Memory of one device that training may use, bytes.
         flop_per_s: FLOP/s that it reaches on this kind of model.
-        peer_bytes_per_s: To the other devices of its node, one direction, bytes/s.
-        price_per_hour: Of one device, in any currency.
-        layer_times: Measured times; they replace what FLOP and ``flop_per_s`` give.
+        peer_bytes_per_s: Bandwidth to the other devices of its node, one direction, bytes/s.
+        price_per_hour: Price of one device, in any currency.
+        layer_times: Measured times; they replace the times computed from FLOP and ``flop_per_s``.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Node:
     Attributes:
         name: Unique in the cluster.
         device: The kind of its devices.
-        count: How many it has.
+        count: The number of its devices.
     """
 
     name: str
@@ -66,10 +67,11 @@ class Cluster:
     """Machines that train one model together.
 
     Attributes:
-        name: For people.
-        network_bytes_per_s: Between two devices of different nodes, one direction, bytes/s.
+        name: A display name.
+        network_bytes_per_s: Bandwidth between two devices of different nodes, one direction,
+            bytes/s.
         nodes: The machines, in the order in which launchers number them.
-        devices: Kinds of devices of which something is not as in their preset.
+        devices: Kinds of devices that differ from their preset.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Cluster:
     devices: tuple[DeviceType, ...] = ()
 
     def to_json(self) -> str:
-        """The cluster as JSON text, a node a line; what is missing is left out."""
+        """The cluster as JSON text, one node per line; missing figures are left out."""
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}
         values["network_bytes_per_s"] = self.network_bytes_per_s
         values["nodes"] = Rows({"name": n.name, "device": n.device, "count": n.count} for n in self.nodes)
@@ -104,7 +106,8 @@ class Cluster:
             source: A file name for errors.
 
         Raises:
-            ConfigError: Another format, a missing or unknown key, a value out of range, a node's name that repeats.
+            ConfigError: Another format, a missing or unknown key, a value out of range, a node's
+                name that repeats.
         """
         data = dict(data)
         check_format(data, FORMAT, VERSION, what="cluster", source=source)

@@ -1,4 +1,4 @@
-"""The plan of a cluster: which devices form a pipeline, which layers each one holds, and how many micro-batches it takes."""
+"""The plan of a cluster: devices and micro-batches of each pipeline, layers of each device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class StagePlan:
     Attributes:
         node: The node.
         device: The kind of its devices.
-        layers: Repeated layers that it holds. What precedes them in the model is the first stage's, what follows them the last's.
+        layers: The number of repeated layers that it holds. The first stage also has all modules
+            before them, the last stage all modules after them.
         micro_batch_s: Forward and backward of one micro-batch, seconds.
         memory_bytes: Peak on one of its devices, bytes.
     """
@@ -42,8 +43,8 @@ class GroupPlan:
 
     Attributes:
         micro_batches: Micro-batches that it computes in one step.
-        seconds: Its part of a step, gradient synchronisation left out, seconds.
-        stages: In the order of forward.
+        seconds: The time of its part of a step, without gradient synchronisation, seconds.
+        stages: Its stages, in the order of forward.
     """
 
     micro_batches: int
@@ -62,7 +63,7 @@ class RunnerUp:
     """Another plan that was considered.
 
     Attributes:
-        name: Whose plan it is.
+        name: The planner.
         tensor_parallel: Devices that form one stage.
         iteration_s: Seconds of one step.
         groups: Its pipelines, such as ``"2x a100-80 > h800"``, with the number of micro-batches.
@@ -83,12 +84,13 @@ class ClusterPlan:
         tensor_parallel: Devices that form one stage, the same everywhere.
         tokens: Tokens of one step.
         iteration_s: Seconds of one step (AutoHet, equation 1).
-        sync_s: Of these, gradient synchronisation.
-        utilisation: Share of the time in which the cluster's FLOP/s compute the model, idle devices counted, 0 to 1.
+        sync_s: Seconds of gradient synchronisation, part of ``iteration_s``.
+        utilisation: Used share of the cluster's FLOP/s, idle devices included, 0 to 1.
         groups: The pipelines.
         idle: Devices without work, by node.
         runner_ups: Other plans, fastest first.
-        origin: The model and the cluster that it was made for, as the command line names them; files relative to the plan's own.
+        origin: Its model and its cluster, as the command line names them; files relative to the
+            plan's own.
     """
 
     name: str
@@ -109,11 +111,11 @@ class ClusterPlan:
 
     @property
     def world_size(self) -> int:
-        """Devices that work."""
+        """The number of devices that the plan uses."""
         return self.tensor_parallel * sum(len(g.stages) for g in self.groups)
 
     def in_short(self) -> RunnerUp:
-        """The plan in a line; equal groups are counted."""
+        """The plan in one line; equal groups are counted."""
         groups = Counter(group.describe() for group in self.groups)
         return RunnerUp(
             name=self.name,
@@ -123,7 +125,7 @@ class ClusterPlan:
         )
 
     def to_json(self) -> str:
-        """The plan as JSON text, a stage a line."""
+        """The plan as JSON text, one stage per line."""
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {key: getattr(self, key) for key in _HEAD}
         values["groups"] = Rows(
             {"micro_batches": g.micro_batches, "seconds": g.seconds, "stages": Rows(asdict(stage) for stage in g.stages)}
@@ -142,7 +144,8 @@ class ClusterPlan:
         """Reads :meth:`to_json`'s text.
 
         Raises:
-            ConfigError: Not JSON, another format or version, a missing or unknown key, a value out of range.
+            ConfigError: Not JSON, another format or version, a missing or unknown key, a value out
+                of range.
         """
         data = parse_object(text, what="cluster plan", source=source)
         check_format(data, FORMAT, VERSION, what="cluster plan", source=source)
@@ -182,7 +185,7 @@ _HEAD = ("name", "tensor_parallel", "tokens", "iteration_s", "sync_s", "utilisat
 
 
 def is_cluster_plan(text: str | bytes) -> bool:
-    """Whether a file's content says that it is a cluster plan."""
+    """Whether a file's content is a cluster plan, by its format field."""
     try:
         data = json.loads(text)
     except ValueError:  # not JSON, or not even text

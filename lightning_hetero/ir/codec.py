@@ -15,11 +15,11 @@ def parse_object(text: str, *, what: str, source: str) -> dict[str, Any]:
     """Reads JSON text that must be an object.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The text is not JSON, or not an object.
     """
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of too many digits, and objects in too many others
+    except (ValueError, RecursionError) as error:  # also numbers with too many digits, and objects nested too deep
         raise ConfigError(f"{source} is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} is not a {what}: got {type(data).__name__}, expected an object.")
@@ -30,7 +30,7 @@ def check_format(data: dict[str, Any], name: str, version: int, *, what: str, so
     """Removes ``format`` and ``version``, which may be missing, from ``data``.
 
     Raises:
-        ConfigError: They are those of something else.
+        ConfigError: They belong to another format or version.
     """
     got = data.pop("format", name), data.pop("version", version)
     if got != (name, version) or isinstance(got[1], bool):
@@ -41,11 +41,11 @@ def check_keys(data: Mapping[str, Any], *, required: Collection[str], optional: 
     """Refuses missing and unknown keys.
 
     Raises:
-        ConfigError: Names them all.
+        ConfigError: There is one; the message names all of them.
     """
     if missing := [key for key in required if key not in data]:
         raise ConfigError(f"{where}: missing keys {missing}; required: {list(required)}.")
-    if unknown := sorted(set(data) - set(required) - set(optional), key=str):  # keys of YAML are not all text
+    if unknown := sorted(set(data) - set(required) - set(optional), key=str):  # YAML keys may be other types than text
         hints = "".join(did_you_mean(key, [*required, *optional]) for key in unknown)
         raise ConfigError(f"{where}: unknown keys {unknown}; known: {[*required, *optional]}.{hints}")
 
@@ -54,7 +54,8 @@ def number(value: Any, *, key: str, where: str, positive: bool = False, whole: b
     """A finite number of at least zero.
 
     Raises:
-        ConfigError: Another type, NaN, infinite, negative; zero if ``positive``; a fraction if ``whole``.
+        ConfigError: Another type, NaN, infinite, negative; zero if ``positive``; a fraction if
+            ``whole``.
     """
     usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     if not usable or (positive and value == 0) or (whole and value != int(value)):
@@ -64,13 +65,13 @@ def number(value: Any, *, key: str, where: str, positive: bool = False, whole: b
 
 
 class Rows(tuple[Any, ...]):
-    """A list of which :func:`to_text` writes one row a line."""
+    """A list that :func:`to_text` writes with one row per line."""
 
     __slots__ = ()
 
 
 def to_text(values: Mapping[str, Any]) -> str:
-    """An object as JSON text, a key a line and a row a line, so that files diff well."""
+    """An object as JSON text, one key or row per line, so that files diff well."""
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {_text(v, '  ')}" for k, v in values.items()) + "\n}\n"
 
 

@@ -1,4 +1,4 @@
-"""What a planner knows of a machine: capacities and rates, measured or from a datasheet."""
+"""The planners' input about a machine: capacities and rates, measured or from a datasheet."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "h
 class HardwareProfile:
     """One machine with one kind of device.
 
-    A rate of 0 means that the machine cannot do it: no disk, no update on the device, no collective. Only the rate of
-    pageable memory is not known then.
+    A rate of 0 means that the machine cannot do this work: no disk, no update on the device, no
+    collective. There is one exception: for pageable memory 0 means that the rate is not known.
 
     Attributes:
-        name: For people.
+        name: A display name.
         device_memory_bytes: Memory of one device that training may use, bytes.
         host_memory_bytes: Host memory that training may use, bytes.
         disk_capacity_bytes: Disk space that training may use, bytes.
@@ -35,20 +35,25 @@ class HardwareProfile:
         link_d2h_bytes_per_s: Device to host copies, bytes/s.
         disk_read_bytes_per_s: Sequential reads of the disks together, bytes/s.
         disk_write_bytes_per_s: Sequential writes, bytes/s.
-        disk_duplex: Reads and writes at the same time do not slow each other; else their times add.
-        host_dram_bytes_per_s: Host memory bandwidth that copies, updates and disk transfers share, bytes/s.
+        disk_duplex: Whether simultaneous reads and writes do not slow each other; otherwise their
+            times add.
+        host_dram_bytes_per_s: Host memory bandwidth that copies, updates and disk transfers share,
+            bytes/s.
         cpu_update_params_per_s: Adam on the CPU with all threads that updates may use, elements/s.
         device_update_params_per_s: Adam on the device, elements/s.
         cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
         collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
-        link_h2d_pageable_bytes_per_s: Host to device copies from memory that is not page-locked, as weights on disk go, bytes/s.
-            They never count as faster than ``link_h2d_bytes_per_s``, which they take where this is 0.
+        link_h2d_pageable_bytes_per_s: Host to device copies from memory that is not page-locked,
+            bytes/s. Weights on disk are copied in this way. At most ``link_h2d_bytes_per_s``, which
+            also replaces a value of 0.
         world_size: Devices that train together.
-        shared_memory: The device is the host's own CPU: nothing moves between them, and the two budgets are one.
-        contention: How many times longer work takes beside other work, at least 1: ``"compute|update"`` is compute beside CPU
-            updates, ``"update|compute"`` those updates beside compute, likewise ``"disk"`` and ``"copy"``. ``"copy|copy"`` is a
-            copy beside one in the other direction. A missing pair is 1.
-        source: For each figure when and how it was measured, or the datasheet.
+        shared_memory: The device is the host's own CPU: there are no copies between them, and one
+            budget for both.
+        contention: How many times longer work takes beside other work, at least 1:
+            ``"compute|update"`` is compute beside CPU updates, ``"update|compute"`` those updates
+            beside compute, likewise ``"disk"`` and ``"copy"``. ``"copy|copy"`` is a copy beside one
+            in the other direction. A missing pair is 1.
+        source: For each figure, when and how it was measured, or the datasheet.
     """
 
     name: str

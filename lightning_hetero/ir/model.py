@@ -1,4 +1,4 @@
-"""What a planner knows of a model: its blocks in forward order, their sizes, and what computing them costs."""
+"""The planners' input about a model: its blocks in forward order, their sizes and costs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OperatorProfile:
 
     Attributes:
         name: Unique in its block, such as ``"attn.c_proj"``.
-        flop: FLOP of one forward of the operator: what recomputing its output costs.
-        bytes: Bytes of the saved output: what keeping or swapping it costs.
+        flop: FLOP of one forward of the operator, the cost to recompute its output.
+        bytes: Bytes of the saved output, the cost to keep or swap it.
     """
 
     name: str
@@ -32,17 +32,19 @@ class OperatorProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardOperator:
-    """One operator of a block's backward that frees what forward has saved, and device memory around it, bytes.
+    """One backward operator that frees saved activations, with the device memory around it, bytes.
 
-    What forward saves, weights and their gradients are left out of all but ``freed_bytes``.
+    Only ``freed_bytes`` counts activations that forward saves. No field counts weights and their
+    gradients.
 
     Attributes:
-        name: For people.
-        gap_peak_bytes: The most since the operator before this one in the profile: what ran between them counts here.
-        before_bytes: As it begins.
-        peak_bytes: The most while it runs.
-        after_bytes: As it ends.
-        freed_bytes: Of what forward has saved, freed since the operator before.
+        name: A display name.
+        gap_peak_bytes: The peak since the previous operator of the profile, including everything
+            that ran between the two.
+        before_bytes: Memory when it begins.
+        peak_bytes: The peak while it runs.
+        after_bytes: Memory when it ends.
+        freed_bytes: Saved activations that were freed since the previous operator.
     """
 
     name: str
@@ -53,7 +55,7 @@ class BackwardOperator:
     freed_bytes: int
 
     def scaled(self, factor: float) -> BackwardOperator:
-        """The same with a batch so many times as large, rounded up."""
+        """The same for a batch that is ``factor`` times as large, rounded up."""
         return replace(self, **{key: ceil(getattr(self, key) * factor) for key in _BACKWARD})
 
 
@@ -65,11 +67,12 @@ class BlockShape:
         name: The block's module name inside the LightningModule, such as ``"model.layers.3"``.
         num_params: Elements of all its parameters, alignment padding included.
         num_trainable_params: Elements that have optimizer state, padding included.
-        weight_bytes: Bytes of its weights in the dtype that computes.
+        weight_bytes: Bytes of its weights in the compute dtype.
         gradient_bytes: Bytes of one full set of its gradients.
         state_bytes: Bytes of its optimizer state (16-bit weights: fp32 master included).
-        pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
-        activation_bytes: As in :class:`BlockProfile`; 0 where it is not known.
+        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, and
+            tied weights.
+        activation_bytes: As in :class:`BlockProfile`; 0 if it is not known.
         boundary_bytes: The same.
         transient_bytes: The same.
         operators: The same.
@@ -93,9 +96,10 @@ class ModelShape:
     """The blocks of one model in forward order.
 
     Attributes:
-        name: For people.
-        blocks: In the order of forward.
-        kept_every: Every so many steps one is kept on disk, with what lives in memory; 0: none is.
+        name: A display name.
+        blocks: The blocks, in the order of forward.
+        kept_every: N if every N-th step is kept on disk, with everything that lives in memory; 0:
+            no step is.
     """
 
     name: str
@@ -105,15 +109,17 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What of a block the devices of one tensor parallel group divide among them. Each of them holds and computes all of the rest.
+    """The share of a block that the devices of one tensor-parallel group divide.
+
+    Each of them holds and computes the rest.
 
     Attributes:
         num_params: Elements of the parameters that are sharded.
-        num_trainable_params: Those that are optimized.
+        num_trainable_params: Elements of sharded parameters that are optimized.
         forward_flop: FLOP of one forward that are divided.
-        activation_bytes: Saved for backward on shards, all of them together, bytes.
-        traffic_bytes: Of all tensors that forward and backward of one micro-batch all-reduce, bytes.
-        ways: Groups have as many devices as divide this; 1: none has more than one, 0: any.
+        activation_bytes: Activations saved for backward on all shards together, bytes.
+        traffic_bytes: Tensors that forward and backward of one micro-batch all-reduce, bytes.
+        ways: The size of a group must divide this; 1: only groups of one device, 0: any size.
     """
 
     num_params: int
@@ -126,7 +132,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """One block: what it computes, how long that takes, and what it saves for backward.
+    """One block: its compute, the time of it, and the activations that it saves for backward.
 
     Attributes:
         name: As in :class:`BlockShape`.
@@ -136,12 +142,17 @@ class BlockProfile:
         backward_s: Seconds of its backward without recomputation.
         forward_flop: FLOP of one forward.
         activation_bytes: Everything that its forward saves for backward, its input included, bytes.
-        boundary_bytes: Its input alone: what recomputation of the whole block needs, bytes.
-        transient_bytes: The most that it needs beside what it saves, at any moment of its forward or backward, bytes.
-        operators: Saved operator outputs, in the order of execution; their bytes sum to at most ``activation_bytes``.
-        backward: Operators of its backward, in the order of execution; empty where they were not recorded.
-        pinned: Its weights must stay in memory: parameters outside repeated blocks, and tied weights.
-        sharding: What tensor parallelism divides; ``None``: everything that Megatron-LM does.
+        boundary_bytes: Its input alone, from which the whole block is recomputed, bytes.
+        transient_bytes: The peak of its temporary memory in forward or backward, saved activations
+            not included, bytes.
+        operators: Saved operator outputs, in the order of execution; their bytes sum to at most
+            ``activation_bytes``.
+        backward: Operators of its backward, in the order of execution; empty if they were not
+            recorded.
+        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, and
+            tied weights.
+        sharding: The share that tensor parallelism divides; ``None``: everything that Megatron-LM
+            divides.
     """
 
     name: str
@@ -161,16 +172,19 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """One model at one batch shape: what the planners and the simulator know of it.
+    """One model at one batch shape, for the planners and the simulator.
 
     Attributes:
-        name: For people.
-        tokens: Tokens (or samples, where there are none) of one micro-batch on one device.
-        compute_itemsize: Bytes of one weight as it computes: 4 for fp32, 2 for 16 bit (with fp32 master weights in the state).
-        constant_device_bytes: Device memory that no plan changes: context, workspace, inputs, buffers.
+        name: A display name.
+        tokens: Tokens (or samples, if there are no tokens) of one micro-batch on one device.
+        compute_itemsize: Bytes of one weight in compute: 4 for fp32, 2 for 16 bit (with fp32 master
+            weights in the state).
+        constant_device_bytes: Device memory that no plan changes: context, workspace, inputs,
+            buffers.
         constant_host_bytes: The same for host memory.
-        blocks: In the order of forward.
-        kept_every: Every so many steps of its training one is kept on disk: what lives in memory is written there, too. 0: none is.
+        blocks: The blocks, in the order of forward.
+        kept_every: N if every N-th step is kept on disk, with everything that lives in memory; 0:
+            no step is.
     """
 
     name: str
@@ -188,7 +202,7 @@ class ModelProfile:
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes of Adam's state per trainable element: exp_avg and exp_avg_sq, and the fp32 master of 16-bit weights."""
+        """Bytes of Adam's state per trainable element, with the fp32 master of 16-bit weights."""
         return 8 if self.compute_itemsize == 4 else 12
 
     def shape(self) -> ModelShape:
@@ -216,7 +230,7 @@ class ModelProfile:
         return ModelShape(name=self.name, blocks=tuple(rows), kept_every=self.kept_every)
 
     def to_json(self) -> str:
-        """The profile as JSON text, one block a line."""
+        """The profile as JSON text, one block per line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
         head |= {"kept_every": self.kept_every} if self.kept_every else {}
         return to_text({**head, "blocks": Rows(_row(b) for b in self.blocks)})

@@ -1,4 +1,4 @@
-"""The plan: *what* lives where and where its update runs. It says nothing of time; the schedule does."""
+"""The plan: where data lives and where its update runs. Time is in the schedule, not here."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Tier(StrEnum):
 
 
 class UpdateLane(StrEnum):
-    """Where an optimizer update runs: after backward on the device, or on CPU threads that overlap with backward."""
+    """Where an update runs: on the device after backward, or on CPU threads during backward."""
 
     DEVICE = "device"
     CPU = "cpu"
 
 
 class Saved(StrEnum):
-    """What becomes of a tensor that forward saves for backward."""
+    """The treatment of a tensor that forward saves for backward."""
 
-    KEEP = "keep"  # it stays on the device
-    RECOMPUTE = "recompute"  # it is dropped, and computed again in backward
-    SWAP_HOST = "swap_host"  # it waits in host memory
-    SWAP_DISK = "swap_disk"  # it waits on disk
+    KEEP = "keep"  # stays on the device
+    RECOMPUTE = "recompute"  # dropped, and recomputed in backward
+    SWAP_HOST = "swap_host"  # moved to host memory until backward
+    SWAP_DISK = "swap_disk"  # moved to disk until backward
 
 
 class UpdateOrder(StrEnum):
@@ -54,11 +54,12 @@ class Prediction:
 
     Attributes:
         iteration_s: Seconds from one step's first forward to the next one's.
-        forward_s: Of these, until the first backward begins.
-        backward_s: The rest: backward, and whatever of the updates the next forward has to wait for.
-        device_peak_bytes: Most device memory at any moment, the constant part included.
+        forward_s: Seconds until the first backward begins.
+        backward_s: The rest: backward, and the updates that the next forward must wait for.
+        device_peak_bytes: Peak of device memory, the constant part included.
         host_peak_bytes: The same for host memory.
-        disk_bytes: Space on disk: both slots of all state and weights there, and swapped activations.
+        disk_bytes: Space on disk: both slots of all state and weights there, and swapped
+            activations.
         bottleneck: The lane that is busy longest in each phase: keys ``"forward"``, ``"backward"``.
     """
 
@@ -79,10 +80,12 @@ class BlockPlan:
         name: A block's name, or a shell pattern (``"model.layers.*"``) before the plan is resolved.
         weights: Tier of the weights between uses.
         state: Tier of the optimizer state.
-        update: Lane of the optimizer update. A device update of state on the host moves the state there and back.
-        saved: What becomes of the operator outputs that forward saves.
-        boundary: What becomes of the block's input where it is saved: any of ``Saved`` but ``RECOMPUTE``.
-        operators: Operator outputs that are treated otherwise than ``saved``, by the operator's name.
+        update: Lane of the optimizer update. A device update of state on the host copies the state
+            to the device and back.
+        saved: Treatment of the operator outputs that forward saves.
+        boundary: Treatment of the block's input, if it is saved: any of ``Saved`` except
+            ``RECOMPUTE``.
+        operators: Operator outputs with another treatment than ``saved``, by the operator's name.
     """
 
     name: str
@@ -101,7 +104,9 @@ class BlockPlan:
                 f"off 'disk'."
             )
         if self.boundary is Saved.RECOMPUTE:
-            raise ConfigError(f"block {self.name!r}: boundary='recompute'; a block's input is what it is recomputed from.")
+            raise ConfigError(
+                f"block {self.name!r}: boundary='recompute'; a block is recomputed from its input, so the input cannot be."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,20 +115,24 @@ class Plan:
 
     Attributes:
         name: The planner or the author.
-        blocks: Rules in order; the first one whose name matches a block holds. After :meth:`resolve` one per block.
+        blocks: Rules in order; the first one whose name matches a block applies. After
+            :meth:`resolve` one per block.
         prefetch_depth: Blocks whose weights are fetched ahead of their use.
-        gradient_depth: Blocks whose gradients may wait in host memory for their update before backward waits for them.
+        gradient_depth: Blocks whose gradients may wait in host memory for their update before
+            backward waits for them.
         update_order: How CPU updates relate to backward.
-        priority: The next forward begins as soon as its first blocks are updated, and updates run lowest block first (AutoHete);
-            else it waits for all updates of the step.
+        priority: The next forward begins as soon as its first blocks are updated, and updates run
+            lowest block first (AutoHete); otherwise it waits for all updates of the step.
         micro_batches: Forwards and backwards of one step; their gradients add up.
-        device_cache_bytes: Device memory for weights that live on the host or on disk; ``None``: what is left.
-        host_cache_bytes: Host memory for weights that live on disk; ``None``: what is left.
-        objective_s: The planner's own formula at its optimum, seconds of one step.
+        device_cache_bytes: Device memory for weights that live on the host or on disk; ``None``:
+            the memory that is left.
+        host_cache_bytes: Host memory for weights that live on disk; ``None``: the memory that is
+            left.
+        objective_s: Value of the planner's own formula at its optimum, seconds of one step.
         decisions: The planner's own variables at the optimum.
-        predicted: The simulator's view of the plan.
-        origin: The model and the machine that it was made for, as the command line names them: keys such as ``"preset_model"``,
-            ``"batch"``, ``"device"``; files relative to the plan's own.
+        predicted: The simulator's prediction for the plan.
+        origin: Its model and its machine, as the command line names them: keys such as
+            ``"preset_model"``, ``"batch"``, ``"device"``; files relative to the plan's own.
     """
 
     name: str
@@ -185,7 +194,10 @@ class Plan:
         return self.predicted
 
     def to_json(self) -> str:
-        """The plan as JSON text, one block a line so that plans diff well; what is as by default is left out."""
+        """The plan as JSON text, one block per line so that plans diff well.
+
+        Defaults are left out.
+        """
         head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}
         head |= {"prefetch_depth": self.prefetch_depth, "gradient_depth": self.gradient_depth}
         defaults = {f.name: f.default for f in fields(self)}
@@ -254,7 +266,7 @@ _KINDS: dict[str, type[StrEnum]] = {"weights": Tier, "state": Tier, "update": Up
 
 
 def _row(block: BlockPlan) -> dict[str, Any]:
-    """Tiers and lane always, the rest where it is not as by default."""
+    """Tiers and lane always, other keys if they are not the default."""
     row: dict[str, Any] = {k: getattr(block, k) for k in ("name", "weights", "state", "update")}
     row |= {k: getattr(block, k) for k in ("saved", "boundary") if getattr(block, k) is not Saved.KEEP}
     return row | ({"operators": dict(block.operators)} if block.operators else {})

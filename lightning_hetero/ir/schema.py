@@ -1,7 +1,8 @@
-"""JSON Schemas of the files that people exchange: profiles and plans, made from the dataclasses that read them.
+"""JSON Schemas of profiles and plans, generated from the dataclasses that read these files.
 
-``python -m lightning_hetero.ir.schema docs/schemas`` writes the published ones. They admit what the readers do, but for what holds
-between keys, such as that a device update needs its state in memory: the readers alone check that.
+``python -m lightning_hetero.ir.schema docs/schemas`` writes the published ones. They accept the
+same files as the readers. Only conditions between keys, such as that a device update needs its
+state in memory, are left to the readers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _DEPTH = {"minimum": 1, "maximum": 1024}
 _POSITIVE = {"exclusiveMinimum": 0}
 _NAMED = {"minLength": 1}
 
-# What readers demand beyond the type: by class and key.
+# Requirements of the readers beyond the type, by class and key.
 _RULES: dict[tuple[type, str], dict[str, Any]] = {
     **{(hardware.HardwareProfile, key): _POSITIVE for key in hardware._POSITIVE},
     (model.ModelProfile, "name"): _NAMED,
@@ -72,7 +73,7 @@ _FREE_NUMBERS = {
     (hardware.HardwareProfile, "contention"),
     (plan.Plan, "origin"),
     (cluster_plan.ClusterPlan, "origin"),
-}  # their range is not checked
+}  # readers do not check their range
 _NEEDED: dict[type, list[str]] = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
 
 
@@ -110,7 +111,7 @@ def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         value = _value(hints[f.name], definitions, bounded=(kind, f.name) not in _FREE_NUMBERS)
         rules = _RULES.get((kind, f.name), {})
         value = {k: v for k, v in value.items() if not (k == "minimum" and "exclusiveMinimum" in rules)}
-        # The more particular values of an enumeration replace the reference to all of them.
+        # A restricted enumeration replaces the reference to all of its values.
         value = rules if "enum" in rules and "$ref" in value else value | rules
         properties[f.name] = {"description": described[f.name]} | value if f.name in described else value
     return {
@@ -123,7 +124,7 @@ def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(hint: Any, definitions: dict[str, Any], *, bounded: bool = True) -> dict[str, Any]:
-    """The schema of one value; numbers are at least 0 where they are ``bounded``."""
+    """The schema of one value; numbers are at least 0 if ``bounded``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}

@@ -1,11 +1,12 @@
-"""Why compute waits, and for what: read off a trace, be it simulated or measured.
+"""The waits of compute and their causes, computed from a simulated or measured trace.
 
 [Note: Blame]
-What does not start as it is issued waits for an op that it depends on, or for the one before it on its lane. Of all these the
-one that ends last is to blame, since without it the wait would have been shorter. Followed back from a wait of compute, the blame
-is a chain: compute waits for an UPLOAD, which has waited for a FETCH, which has waited for its turn on the disk. The wait is split
-along that chain: an op is given the time from its start on, the one that it waited for the time before. What is left at the
-chain's end went by before its first op was issued.
+An op that does not start when it is issued waits for an op that it depends on, or for
+the op before it on its lane. The one of these that ends last is to blame: without it the wait would
+have been shorter. Followed back from a wait of compute, the blame is a chain: compute waits for an
+UPLOAD, which waited for a FETCH, which waited for its turn on the disk. The wait is split along
+that chain: an op gets the time from its start on, and the op that it waited for gets the time
+before. The rest at the chain's end passed before its first op was issued.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from lightning_hetero.ir.trace import WAIT, Span, Trace
 
-_SLACK_S = 1e-4  # clocks of threads and of the engine agree that well: an op may seem to end so late after what waited for it began
-_CHAIN = 64  # ops that blame is followed back through
+_SLACK_S = 1e-4  # agreement of the clocks of threads and engine: an op may seem to end this late after its waiter began
+_CHAIN = 64  # most ops of a chain of blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,10 @@ class Stall:
     Attributes:
         step: The optimizer step.
         at: The anchor that compute could not pass: ``"F model.layers.3"``.
-        start_s: When it came there, on the trace's clock.
-        seconds: How long.
-        waited_for: The op that came last; empty: the time went by in the runtime itself.
-        chain: Where the seconds went, latest first: ops with the seconds that each is to blame for; see [Note: Blame].
+        start_s: When compute reached it, on the trace's clock.
+        seconds: The duration.
+        waited_for: The op that ended last; empty: the runtime itself took the time.
+        chain: The ops to blame, latest first, each with its seconds; see [Note: Blame].
     """
 
     step: int
@@ -42,10 +43,10 @@ class Stall:
 
 
 def with_reasons(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Fills in :attr:`Span.waited_for` where it is empty, in the order of starts.
+    """Fills in every empty :attr:`Span.waited_for`, in the order of starts.
 
     Args:
-        spans: Of whole steps: what a span waits for may be in the step before.
+        spans: Spans of whole steps; a span may wait for one of the step before.
     """
     ordered = sorted(spans, key=lambda s: (s.start_s, s.end_s, s.lane, s.name))
     index = _Index(ordered)
@@ -59,7 +60,10 @@ def stalls(trace: Trace) -> tuple[Stall, ...]:
 
 
 def blame(found: Iterable[Stall]) -> dict[str, float]:
-    """Seconds of waiting by the op that is waited for, longest first; under the empty name what the runtime itself took."""
+    """Seconds of waiting by the op that is waited for, longest first.
+
+    The empty name is the runtime itself.
+    """
     totals: dict[str, float] = {}
     for stall in found:
         totals[stall.waited_for] = totals.get(stall.waited_for, 0.0) + stall.seconds
@@ -67,12 +71,15 @@ def blame(found: Iterable[Stall]) -> dict[str, float]:
 
 
 def describe(step: int, found: Sequence[Stall], *, most: int = 3) -> str:
-    """One line: ``"step 3: compute waited 0.17 s: 0.12 s for UPDATE of model.layers.3, 0.05 s for FETCH of model.layers.4"``.
+    """One line about a step.
+
+    For example ``"step 3: compute waited 0.17 s: 0.12 s for UPDATE of model.layers.3, 0.05 s for
+    FETCH of model.layers.4"``.
 
     Args:
         step: The step.
         found: Stalls, of this step and others.
-        most: Ops that are named; the rest is summed up.
+        most: The number of ops to name; the others are summed up.
     """
     of_step = [stall for stall in found if stall.step == step]
     total_s = sum(stall.seconds for stall in of_step)
@@ -86,7 +93,7 @@ def describe(step: int, found: Sequence[Stall], *, most: int = 3) -> str:
 
 
 def op_of_block(name: str) -> str:
-    """A span's name as people say it: ``"UPDATE of model.layers.3"``."""
+    """A span's name in words: ``"UPDATE of model.layers.3"``."""
     what, _, block = name.rpartition(" ")
     return f"{what} of {block}" if what and block else name.strip() or "the runtime"
 
@@ -108,17 +115,17 @@ class _Index:
         self._ends: Mapping[str, list[float]] = {lane: [s.end_s for s in row] for lane, row in self._lanes.items()}
 
     def reason(self, span: Span) -> str:
-        """What ended last of what the span waited for, while it did."""
+        """The op that ended last during the span's wait, of those it waited for."""
         begin_s, end_s = (span.start_s, span.end_s) if span.is_wait else (span.issued_s or 0.0, span.start_s)
         found = [(min(s.end_s, end_s), s.name) for name in span.after if (s := self._before(name, end_s)) is not None]
         ahead = None if span.is_wait else self._ahead(span, end_s)
         if ahead is not None:
             found.append((ahead.end_s, ahead.name))
         late = [(ended_s, name) for ended_s, name in found if ended_s > begin_s]
-        return max(late, key=lambda row: row[0])[1] if late else ""  # of equals what it depends on
+        return max(late, key=lambda row: row[0])[1] if late else ""  # of equals, the one that it depends on
 
     def stall(self, wait: Span) -> Stall:
-        """Splits a wait along the chain of those to blame."""
+        """Splits a wait along the chain of blame."""
         parts: list[tuple[str, float]] = []
         left_s, name = wait.end_s, wait.waited_for
         for _ in range(_CHAIN):
@@ -137,7 +144,10 @@ class _Index:
         )  # fmt: skip
 
     def _before(self, name: str, at_s: float) -> Span | None:
-        """The latest span of this name that began before a moment; at the moment itself only what takes no time."""
+        """The latest span of this name that began before a moment.
+
+        At the moment itself only spans without duration.
+        """
         row = self._named.get(name, [])
         place = bisect_right(self._starts.get(name, []), at_s) - 1
         while place >= 0 and row[place].start_s >= at_s and row[place].end_s > row[place].start_s:

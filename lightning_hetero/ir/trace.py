@@ -1,4 +1,7 @@
-"""The trace: what happened, op by op. The runtime writes it, and the simulator the same for what it predicts."""
+"""The trace of a step, op by op.
+
+The runtime records it, and the simulator predicts it in the same form.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAIT = "wait "  # how the names of waits of compute begin; the anchor follows
+WAIT = "wait "  # prefix of the names of compute's waits; the anchor follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +25,14 @@ class Span:
         start_s: Seconds on the process's monotonic clock.
         end_s: The same.
         num_bytes: Bytes moved.
-        waited_for: Of a wait of compute, and of an op that did not start as it was issued: what it waited for; see
-            :func:`lightning_hetero.ir.stalls.with_reasons`. Empty: for nothing, or it is not known.
-        order: Of ops: their place in the order of issue within the step, smaller first; -1 for anchors and waits.
-        issued_s: Of ops: when compute came to the anchor that issues them; ``None``: as they started.
-        after: Names of the ops that it must not start before.
+        waited_for: The op that a wait of compute, or an op that did not start when it was issued,
+            waited for; see :func:`lightning_hetero.ir.stalls.with_reasons`. Empty: it did not wait,
+            or the op is not known.
+        order: For ops, the place in the order of issue within the step, smaller first; -1 for
+            anchors and waits.
+        issued_s: For ops, when compute reached the anchor that issues them; ``None``: when they
+            started.
+        after: Names of the ops that must end before it starts.
     """
 
     step: int
@@ -42,12 +48,15 @@ class Span:
 
     @property
     def is_wait(self) -> bool:
-        """Whether it is compute that waits."""
+        """Whether the span is a wait of compute."""
         return self.name.startswith(WAIT)
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting: all of a wait of compute; of an op from its issue to its start."""
+        """Seconds of waiting: the whole of a wait of compute.
+
+        For an op from its issue to its start.
+        """
         if self.is_wait:
             return self.end_s - self.start_s
         return 0.0 if self.issued_s is None else max(0.0, self.start_s - self.issued_s)

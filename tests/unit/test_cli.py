@@ -131,7 +131,7 @@ def test_the_module_runs_as_the_command() -> None:
     run = subprocess.run([sys.executable, "-m", "lightning_hetero.cli", "--help"], capture_output=True, text=True, check=True)
     for command in ("doctor", "profile", "plan", "explain", "simulate"):
         assert f"\n  {command} " in run.stdout
-    assert "Exit codes: 0 all is well" in run.stdout
+    assert "Exit codes: 0 success" in run.stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -378,7 +378,7 @@ def test_an_origin_that_means_nothing_is_refused(origin: dict[str, Any], tmp_pat
 def test_a_plan_without_origin_needs_options(tmp_path: Path, profiles: list[str]) -> None:
     path = tmp_path / "mine.json"
     path.write_text(Plan(name="mine", blocks=(BlockPlan(name="*"),)).to_json(), encoding="utf-8")
-    assert "does not say for what model it is" in parsed("simulate", path, code=2)["error"]
+    assert "does not name its model" in parsed("simulate", path, code=2)["error"]
     assert parsed("simulate", path, *profiles)["plan"] == "mine"
 
 

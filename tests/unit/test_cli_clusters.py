@@ -94,7 +94,7 @@ def test_a_profile_of_the_users_layers_says_what_tensor_parallelism_shares(tmp_p
     assert profile.blocks[0].sharding.num_params == 0
     assert len(got["layer_times"]["seconds"]) == 3
     shown = invoke("profile", "--model", f"{module}:make", "--device", "cpu").stdout
-    assert "100 % of FLOP; by what divides 60" in " ".join(shown.split())  # however the column breaks
+    assert "100 % of FLOP; degrees that divide 60" in " ".join(shown.split())  # however the column breaks
     request = ("plan-cluster", "8xa100-80", "--model-profile", out, "--micro-batches", "2")
     assert parsed(*request)["tensor_parallel"] in (1, 2, 4)
     assert parsed(*request, "--tensor-parallel", "4")["tensor_parallel"] == 4
@@ -177,7 +177,7 @@ def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, p
     data = json.loads(plan_file.read_text())
     del data["origin"]
     (bare := tmp_path / "bare.json").write_text(json.dumps(data))
-    assert "does not say for what cluster" in invoke("explain", bare, code=2).stderr
+    assert "does not name its cluster" in invoke("explain", bare, code=2).stderr
 
 
 @pytest.mark.parametrize(
