@@ -1,4 +1,4 @@
-"""What work costs on a machine: op and hardware → seconds and bytes. The only place with rates."""
+"""The cost of work on a machine: op and hardware → seconds and bytes. The only place with rates."""
 
 from lightning_hetero.cost.rates import LANES, Demand, Rates, Work, cpu_update_bytes
 from lightning_hetero.cost.work import Amount, amount_of, backward_s, stored_bytes, update_amount

@@ -1,9 +1,10 @@
-"""How fast each kind of work runs on a machine, and which links it draws on.
+"""The speed of each kind of work on a machine, and the links that it uses.
 
 [Note: Links]
-A link is a bandwidth that lanes share (architecture.md, section 3). Host DRAM is one: copies, CPU updates and disk transfers
-compete for it. The directions of the PCIe link are two. A disk that is not duplex is one link whose capacity is time: one
-second a second, of which a byte read takes ``1 / disk_read_bytes_per_s`` and a byte written ``1 / disk_write_bytes_per_s``.
+A link is a bandwidth that lanes share. Host DRAM is one: copies, CPU updates and disk transfers
+compete for it. The two directions of the PCIe link are two links. A disk that is not duplex is one
+link whose capacity is time, one second per second: a byte read takes ``1 / disk_read_bytes_per_s``
+of it and a byte written ``1 / disk_write_bytes_per_s``.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from lightning_hetero.errors import RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.schedule import Lane
 
-_UPDATE_BYTES = 28  # a parameter: see cpu_update_bytes
+_UPDATE_BYTES = 28  # per parameter: see cpu_update_bytes
 
 
 class Work(IntEnum):
-    """A kind of work; its unit is what :attr:`Demand.speed` counts."""
+    """A kind of work. :attr:`Demand.speed` is in its unit, given below."""
 
-    COMPUTE = 0  # forward or backward; seconds of it alone
-    DEVICE_UPDATE = 1  # parameters; on shared memory, where the device is the host's CPU, bytes as for CPU_UPDATE
+    COMPUTE = 0  # forward or backward; seconds without other work
+    DEVICE_UPDATE = 1  # parameters; if the device is the host's CPU, bytes as for CPU_UPDATE
     H2D = 2  # bytes
     D2H = 3  # bytes
     CPU_UPDATE = 4  # bytes of host memory that the kernel moves
@@ -61,11 +62,11 @@ _CONTENDER: Mapping[Work, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one kind of work draws.
+    """The demand of one kind of work.
 
     Attributes:
-        speed: Units a second with nothing beside it.
-        uses: Links, and how much of each one unit takes.
+        speed: Units per second without other work.
+        uses: Links, and the share of each that one unit takes.
     """
 
     speed: float
@@ -80,7 +81,7 @@ class Rates:
 
     Attributes:
         hardware: The machine.
-        capacity: Links and what each can do in a second; see [Note: Links].
+        capacity: The capacity of each link per second; see [Note: Links].
     """
 
     def __init__(self, hardware: HardwareProfile) -> None:
@@ -91,7 +92,7 @@ class Rates:
         pageable = min(link, h.link_h2d_pageable_bytes_per_s or link)
         self.capacity: dict[str, float] = {"dram": h.host_dram_bytes_per_s, "h2d": h.link_h2d_bytes_per_s}
         self.capacity |= {"d2h": h.link_d2h_bytes_per_s, "cpu": update, "net": h.collective_bytes_per_s, "disk": 1.0}
-        # What stands in the profile for each kind of work, and the rate that follows from it.
+        # The profile's key for each kind of work, and the resulting rate.
         self._speeds: dict[Work, tuple[str, float]] = {
             Work.COMPUTE: ("device_flop_per_s", 1.0),
             Work.DEVICE_UPDATE: ("device_update_params_per_s", h.device_update_params_per_s),
@@ -103,15 +104,15 @@ class Rates:
             Work.DISK_WRITE: ("disk_write_bytes_per_s", h.disk_write_bytes_per_s),
             Work.COLLECTIVE: ("collective_bytes_per_s", h.collective_bytes_per_s),
         }
-        if h.shared_memory:  # the same native threads run it, after backward instead of beside it
+        if h.shared_memory:  # the same native threads run it, after backward instead of during it
             self._speeds[Work.DEVICE_UPDATE] = self._speeds[Work.CPU_UPDATE]
         self._demands: dict[Work, Demand] = {}
 
     def demand(self, work: Work) -> Demand:
-        """What a kind of work draws.
+        """The demand of a kind of work.
 
         Raises:
-            RateError: The machine cannot do it: the profile has no rate for it.
+            RateError: The machine cannot do this work: the profile has no rate for it.
         """
         if work not in self._demands:
             key, speed = self._speeds[work]
@@ -126,7 +127,7 @@ class Rates:
     def _uses(self, work: Work) -> dict[str, float]:
         shared = self.hardware.shared_memory
         match work:
-            case Work.H2D | Work.H2D_PAGEABLE:  # the link is busy as long as the slower copy takes
+            case Work.H2D | Work.H2D_PAGEABLE:  # the link is busy for the time of the slower copy
                 return {"h2d": self.hardware.link_h2d_bytes_per_s / self._speeds[work][1], "dram": 1.0}
             case Work.D2H:
                 return {"d2h": 1.0, "dram": 1.0}
@@ -143,11 +144,13 @@ class Rates:
                 return {}
 
     def speed(self, work: Work, beside: Collection[Work]) -> float:
-        """Units a second while other kinds of work run, by ``hardware.contention``; what links allow is not counted.
+        """Units per second beside other work, by ``hardware.contention``; links do not count.
 
-        Work on links slows down by what it measured beside each *kind* of other work; beside several kinds by what it measured
-        beside all of them, or, where nobody has measured that, by the product. More kinds never make it faster. Copies in both
-        directions at once slow down by ``"copy|copy"``, and by the rest as well: other kinds were measured beside both directions.
+        Work on links slows down by the factor that was measured beside each *kind* of other work.
+        Beside several kinds it slows down by the factor measured beside all of them or, if there is
+        none, by the product. More kinds never make it faster. Copies in both directions at once
+        slow down by ``"copy|copy"``, and by the other factors as well, because other kinds were
+        measured beside both directions.
         """
         mine, known = self._contender(work), self.hardware.contention
         both_ways = any(LANES[o] is not LANES[work] and self._contender(o) == mine for o in beside)
@@ -158,7 +161,10 @@ class Rates:
         return self.demand(work).speed / (own * (prod(factors) if together is None else max(together, *factors)))
 
     def slowdown(self, work: Work, other: Work) -> float:
-        """How many times longer work takes beside other work, by ``hardware.contention``: 1 where a link is slower anyway."""
+        """The factor by which other work slows this work, by ``hardware.contention``.
+
+        1 if a link is slower anyway.
+        """
         demand = self.demand(work)
         links = [self.capacity[link] / use for link, use in demand.uses.items()]
         return min([demand.speed, *links]) / min([self.speed(work, [other]), *links])
@@ -169,7 +175,7 @@ class Rates:
         return _CONTENDER.get(work, "")
 
     def alone_s(self, work: Work, amount: float) -> float:
-        """Seconds of ``amount`` units with nothing beside them."""
+        """Seconds of ``amount`` units without other work."""
         if amount <= 0:
             return 0.0
         demand = self.demand(work)
@@ -177,10 +183,11 @@ class Rates:
 
 
 def cpu_update_bytes(num_params: float) -> float:
-    """Host memory traffic of Adam on the CPU, bytes: 28 a parameter.
+    """Host memory traffic of Adam on the CPU, bytes: 28 per parameter.
 
-    It reads and writes exp_avg, exp_avg_sq and the fp32 weights (24 bytes). Full precision also reads an fp32 gradient (4);
-    16 bit reads a 16-bit gradient and writes the 16-bit weights (2 + 2).
+    It reads and writes exp_avg, exp_avg_sq and the fp32 weights (24 bytes). Full precision also
+    reads an fp32 gradient (4); 16 bit reads a 16-bit gradient and writes the 16-bit weights (2 +
+    2).
 
     Source: benchmarks/update.py (the kernel is as fast as a loop that only moves these bytes).
     """

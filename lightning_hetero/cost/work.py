@@ -1,4 +1,4 @@
-"""How much work an op is: its kind and its amount, from the plan and the model's profile."""
+"""The work of an op: its kind and its amount, from the plan and the model's profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIES = {
     Lane.DISK_WRITE: Work.DISK_WRITE,
     Lane.NET: Work.COLLECTIVE,
 }
-_FREE = (OpKind.RELEASE, OpKind.COMMIT)  # pages handed back, and one small record: no work worth counting
+_FREE = (OpKind.RELEASE, OpKind.COMMIT)  # freed pages, and one small record: negligible work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Amount:
 
     Attributes:
         work: Its kind.
-        units: How much, in the kind's unit.
+        units: Its amount, in the kind's unit.
         num_bytes: Bytes that it moves, or state that it updates.
     """
 
@@ -35,24 +35,28 @@ class Amount:
     num_bytes: int
 
     def alone_s(self, rates: Rates) -> float:
-        """Seconds with nothing beside it."""
+        """Seconds without other work."""
         return rates.alone_s(self.work, self.units)
 
 
 def backward_s(block: BlockProfile, placed: BlockPlan) -> float:
-    """Seconds of a block's backward under a plan: its own, and what of the forward it computes again."""
+    """Seconds of a block's backward under a plan, recomputation included."""
     return block.backward_s + recomputed_share(block, placed) * block.forward_s
 
 
 def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) -> int:
-    """Bytes that one update writes to the block's file: the arrays that live there."""
+    """Bytes that one update writes to the block's file: all arrays in it."""
     weights = block.num_params * model.compute_itemsize if placed.weights is Tier.DISK else 0
     state = block.num_trainable_params * model.state_itemsize if placed.state is Tier.DISK else 0
     return weights + state
 
 
 def _copied(op: Op, placed: BlockPlan) -> Work:
-    """The kind of a transfer. Weights on disk reach a device from pageable memory, since their pages come and go."""
+    """The kind of a transfer.
+
+    Weights on disk reach a device from pageable memory, because their pages are freed and read
+    again.
+    """
     if op.kind is OpKind.UPLOAD and placed.weights is Tier.DISK:
         return Work.H2D_PAGEABLE
     return _COPIES[op.lane]
@@ -76,19 +80,20 @@ def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount
 
 
 def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, world_size: int = 1) -> Amount | None:
-    """The work of one op; ``None`` for those that take no time worth counting.
+    """The work of one op; ``None`` if its time is negligible.
 
-    A collective runs in a ring: of ``n`` devices each sends ``(n - 1) / n`` of the bytes that are reduced or gathered. One device
-    alone sends nothing.
+    A collective runs in a ring of ``n`` devices. Each sends ``(n - 1) / n`` of the bytes that are
+    reduced or gathered; a single device sends nothing.
 
     Args:
         op: The op.
-        plan: The resolved plan it was lowered from.
+        plan: The resolved plan of the schedule.
         model: The model.
         shared_memory: As in the hardware's profile.
         world_size: As in the hardware's profile.
 
-    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009, section 3.
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, 2009, section 3.
     """
     if op.kind in _FREE or op.block == NO_BLOCK:
         return None

@@ -1,4 +1,7 @@
-"""The simulator: discrete events over the schedules that the runtime executes, with the same trace. No torch, no hardware."""
+"""The simulator: discrete events over the runtime's schedules, with the same trace.
+
+It needs neither torch nor the hardware.
+"""
 
 from lightning_hetero.sim.simulate import HasStaging, Simulation, simulate
 from lightning_hetero.sim.step_memory import StepMemory

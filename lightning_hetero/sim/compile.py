@@ -17,7 +17,7 @@ from lightning_hetero.units import KIB, MIB
 _CHUNK_PARAMS = 256 * KIB  # what the native engine stages at a time (store/live/geometry.py, _CHUNK_ELEMENTS)
 _TRANSFER_BYTES = 4 * MIB  # the largest transfer of weights (native/src/engine_tasks.cc, kFetchBytes)
 _PIECES_OF_A_BLOCK = (3, 12)
-_PIECES_OF_A_STEP = 300  # beyond this they only cost time: many blocks overlap anyway
+_PIECES_OF_A_STEP = 300  # more only cost time: many blocks overlap anyway
 
 _SERVERS = {
     Work.COMPUTE: Server.COMPUTE,
@@ -35,21 +35,24 @@ Key = tuple[OpKind, int]
 
 @dataclass(slots=True)
 class _StagedUpdate:
-    """An update that goes through staging, or whose file is written piece by piece."""
+    """An update that streams through staging, or whose file is written piece by piece."""
 
     number: int
     num_pieces: int
     num_chunks: int
     read_bytes: float
     write_bytes: float
-    reads_arrays: int  # what of a chunk is a transfer of its own: state, weights
+    reads_arrays: int  # transfers per chunk: state, weights
     writes_arrays: int
     issued_at: int = -1  # the anchor that issues the UPDATE
     reads: list[int] = field(default_factory=list)
     computes: list[int] = field(default_factory=list)
 
     def transfers(self, arrays: int) -> float:
-        """Transfers of one piece; of a large piece as many as leave room for another."""
+        """Transfers of one piece.
+
+        For a large piece as many as leave the disk's queue room for another.
+        """
         return min(DEPTH / 2, self.num_chunks / self.num_pieces * arrays)
 
 
@@ -57,8 +60,9 @@ def compile_step(schedules: Sequence[Schedule], plan: Plan, model: ModelProfile,
     """The jobs of one optimizer step.
 
     Args:
-        schedules: Of one step: the micro-batches that only accumulate, then the one with updates.
-        plan: The resolved plan that they were lowered from.
+        schedules: The schedules of one step: micro-batches that only accumulate, then the one with
+            updates.
+        plan: The resolved plan of the schedules.
         model: The model.
         rates: The machine's rates.
         staging_bytes: Host memory through which state on disk streams.
@@ -67,7 +71,7 @@ def compile_step(schedules: Sequence[Schedule], plan: Plan, model: ModelProfile,
 
 
 def _spare_bytes(schedule: Schedule, plan: Plan, model: ModelProfile) -> int:
-    """Copies of weights in memory that updates before the verdict may have to give back; see [Note: Speculation]."""
+    """Copies of weights in memory that a discarded update restores; see [Note: Speculation]."""
     if schedule.signature.updates not in (Updates.SPECULATIVE, Updates.REDONE):
         return 0
     shapes = model.shape().blocks
@@ -88,9 +92,9 @@ class _Compiler:
             keeps_gradients=deferred,
         )  # fmt: skip
         self._in_order = {Server.H2D, Server.NET} | (set() if plan.priority else {Server.D2H})
-        self._lane_first: dict[Server, int] = {}  # on servers that keep the schedule's order
+        self._lane_first: dict[Server, int] = {}  # servers that keep the schedule's order
         self._lane_last: dict[Server, int] = {}
-        self._latest: dict[Key, int] = {}  # in the schedules before
+        self._latest: dict[Key, int] = {}  # of the previous schedules
         self._carried: list[tuple[Key, int]] = []
         self._at_begin: list[int] = []  # jobs that the step's first anchor issues
         self._compute: int | None = None  # the last job on the compute lane so far
@@ -119,7 +123,7 @@ class _Compiler:
             last.ends = device + left[0], host + left[1]
         return program
 
-    # ---- one schedule -----------------------------------------------------------------------------------------------------
+    # ---- one schedule ----------------------------------------------------------------------------
 
     def _schedule(self, schedule: Schedule) -> None:
         self._updates, self._verdict = schedule.signature.updates, len(schedule.anchors) - 1
@@ -145,14 +149,15 @@ class _Compiler:
             self._group += 1
             self._anchor(anchor, seen=seen, training=schedule.signature.training)
         if self._shared and any(o.kind is OpKind.UPDATE and o.lane is Lane.COMPUTE for o in schedule.ops):
-            # The runtime waits for all updates of a step that has some on the device (Executor.handover).
+            # If some updates of a step run on the device, the runtime waits for all
+            # (Executor.handover).
             self._group += 1
             updates = [self._done[o.id] for o in schedule.ops if o.kind is OpKind.UPDATE]
             self._on_compute(self._job(None, Server.COMPUTE), after=updates)
         self._latest |= provided
 
     def _is_unseen(self, anchor: Anchor) -> bool:
-        """The runtime does not stop at the backward of a pinned block: what that would issue, the next anchor does (Executor)."""
+        """Whether the runtime skips the anchor: it does not stop at a pinned block's backward."""
         return anchor.phase is Phase.BACKWARD and self._model.blocks[anchor.block].pinned
 
     def _anchor(self, anchor: Anchor, *, seen: bool, training: bool) -> None:
@@ -183,21 +188,21 @@ class _Compiler:
         return number
 
     def _issued(self, job: int, arrival: int | None) -> None:
-        """An anchor begins once the compute before it has ended."""
+        """An anchor begins when the previous compute has ended."""
         if arrival is None:
             self._at_begin.append(job)
         else:
             self._program.edge(arrival, job)
 
     def _carry(self, keys: Iterable[Key], job: int) -> None:
-        """Edges to the latest ops of earlier schedules: of this step, or of the step before."""
+        """Edges to the latest ops of earlier schedules of this step or of the step before."""
         for key in keys:
             if key in self._latest:
                 self._program.edge(self._latest[key], job)
             else:
                 self._carried.append((key, job))
 
-    # ---- ops --------------------------------------------------------------------------------------------------------------
+    # ---- ops -------------------------------------------------------------------------------------
 
     def _op(self, op: Op, arrival: int | None) -> int:
         again = op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS and op.block in self._resident
@@ -214,7 +219,7 @@ class _Compiler:
             return self._store(op, arrival, after)
         whole = self._whole(op, arrival, after)
         if again:
-            self._program.jobs[whole].starts = None  # they take the place of those that were discarded
+            self._program.jobs[whole].starts = None  # they replace the discarded ones
         return whole
 
     def _whole(self, op: Op, arrival: int | None, after: list[int]) -> int:
@@ -250,21 +255,22 @@ class _Compiler:
         return _SERVERS[work]
 
     def _rank(self, op: Op, work: Work) -> int:
-        """As the engine ranks them: of the same urgency writes go before reads (native/src/engine_schedule.cc)."""
+        """The engine's rank: of equal urgency, writes go first (native/src/engine_schedule.cc)."""
         return 2 * urgency(op.kind, op.payload, op.block, lowest_first=self._plan.priority) + (work is Work.DISK_READ)
 
-    # ---- streamed updates: [Note: Pieces] -----------------------------------------------------------------------------------
+    # ---- streamed updates: [Note: Pieces] --------------------------------------------------------
 
     def _is_streamed(self, block: int) -> bool:
         return stored_bytes(*self._placed(block), self._model) > 0
 
     def _stream(self, block: int) -> _StagedUpdate:
-        """The block's update; begun by whichever of its ops comes first."""
+        """The block's update; the first of its ops begins it."""
         if block not in self._streams:
             profile, placed = self._placed(block)
             on_disk = placed.weights is Tier.DISK, placed.state is Tier.DISK
             read = profile.num_trainable_params * self._model.state_itemsize * on_disk[1]
-            # Weights that are not in memory go from file to file; with an fp32 master in the state they are only written.
+            # Weights that are not in memory go from file to file. With an fp32 master they are only
+            # written.
             staged = on_disk[0] and block not in self._resident and self._model.compute_itemsize == 4
             read += profile.num_params * self._model.compute_itemsize * staged
             num_chunks = -(-profile.num_params // _CHUNK_PARAMS)
@@ -283,9 +289,12 @@ class _Compiler:
         return self._streams[block]
 
     def _open(self, op: Op, arrival: int | None, after: list[int]) -> int:
-        """The reads of a streamed update. Ops behind it that are no UPDATE wait for it to be opened only."""
+        """The reads of a streamed update.
+
+        Later ops other than UPDATE wait only for it to be opened.
+        """
         if op.block in self._streams and self._streams[op.block].computes:
-            del self._streams[op.block]  # the verdict has discarded it, and it is done again
+            del self._streams[op.block]  # the verdict has discarded it, and it is repeated
         stream, program = self._stream(op.block), self._program
         opened = program.add(self._job(op, Server.INSTANT, stream=stream, role=Role.OPEN), after)
         self._issued(opened, arrival)
@@ -306,7 +315,7 @@ class _Compiler:
         arm = program.add(self._job(op, Server.INSTANT, stream=stream, role=Role.ARM), after)
         self._issued(arm, arrival)
         stream.issued_at = op.at
-        # The engine computes nothing that it may not write: the commit of the step before comes first.
+        # The engine computes only what it may write: the commit of the step before comes first.
         self._carry(dict.fromkeys((*op.carried, *(store.carried if store else ()))), arm)
         amount = update_amount(op, self._model, shared_memory=self._shared)
         rank, units = self._rank(op, Work.CPU_UPDATE), amount.units / stream.num_pieces
@@ -334,7 +343,7 @@ class _Compiler:
         return number
 
     def _is_tried(self, op: Op) -> bool:
-        """Whether an UPDATE comes before a verdict that may discard it; only those that are streamed do."""
+        """Whether a later verdict may discard an UPDATE; only streamed ones qualify."""
         return self._updates in (Updates.SPECULATIVE, Updates.REDONE) and op.at != self._verdict
 
     def _placed(self, block: int) -> tuple[BlockProfile, BlockPlan]:

@@ -1,14 +1,16 @@
-"""The disk's queue, as the native engine keeps it: what is handed to the device next, and what may be staged.
+"""The disk's queue, as in the native engine: the next transfers for the device, and the staging.
 
 [Note: Depth]
-The device works on what it has been handed in that order, one direction beside the other where it is duplex. At most ``DEPTH``
-transfers are with it, reads and writes together. So a transfer that is handed over late waits for those before it however urgent
-it is, and writes that are more urgent than reads keep reads waiting even where the device could do both. Whatever has not been
-handed over is ordered by rank. A job of many transfers is never with the device as a whole, so something more urgent overtakes it.
+The device does transfers in the order in which it gets them; a duplex device does both directions
+at once. It has at most ``DEPTH`` transfers at a time, reads and writes together. So even an urgent
+transfer waits for the transfers that the device has already, and urgent writes make reads wait even
+if the device could do both. Transfers that the device does not have yet are ordered by rank. The
+device never has all transfers of a large job at once, so a more urgent job overtakes it.
 
 [Note: Staging]
-Updates without gradients read ahead into what staging is left, but for a reserve. One with gradients takes buffers back from them,
-the latest first, and what was in those is read again. It works with three buffers if it has to.
+Updates without gradients read ahead into the staging that is left, except a reserve. An update with
+gradients takes buffers back from them, the latest first, and the content of these is read again. It
+needs at least three buffers.
 
 Source: native/src/engine_schedule.cc (``Rank``, ``Flush``, ``AcquireStaging``, ``TakeBack``).
 """
@@ -22,25 +24,25 @@ from lightning_hetero.sim.program import Program, Role, Server
 DEPTH = 8
 """Transfers with the device (``EngineOptions.queue_depth``)."""
 
-_RESERVED_BUFFERS = 2  # staging that updates without gradients leave free (native/src/engine.h, kPrefetchReserve)
+_RESERVED_BUFFERS = 2  # staging that updates without gradients do not use (native/src/engine.h, kPrefetchReserve)
 _LEAST_BUFFERS = 3  # one being read, one computed, one written (native/src/engine_staging.h, kMinBuffers)
-_LARGE = DEPTH / 2  # transfers of a job that is not with the device as a whole
+_LARGE = DEPTH / 2  # transfers of a large job
 _READ = int(Role.READ)
-_OPENED = 10**9  # rank of what waits for gradients: after all others
+_OPENED = 10**9  # rank of reads without gradients: after all others
 
 Order = tuple[int, int]  # rank, number of a job
 
 
 class DiskQueue:
-    """Decides what the disk does.
+    """Chooses the disk's jobs.
 
     Args:
         program: The jobs.
         staging_bytes: Host memory through which state on disk streams.
 
     Attributes:
-        handed: By direction, the jobs with the device, the one it works on first.
-        dropped: Reads that had ended and have to be done again, since :meth:`hand_over` was called last.
+        handed: By direction, the jobs of the device in its order.
+        dropped: Completed reads that must be repeated, since the last :meth:`hand_over`.
     """
 
     def __init__(self, program: Program, *, staging_bytes: int) -> None:
@@ -48,21 +50,21 @@ class DiskQueue:
         self.dropped: list[int] = []
         self._program, self._jobs, self._size = program, program.jobs, len(program.jobs)
         self._streams = len(program.piece_bytes)
-        self._order: dict[int, Order] = {}  # of the jobs with the device
+        self._order: dict[int, Order] = {}  # of the device's jobs
         self._in_flight = 0.0  # transfers
         self._transfers: list[Order] = []  # all but the reads of updates
-        self._reads: list[Order] = []  # of updates that have their gradients
-        self._opened: list[Order] = []  # of those that have not
-        self._ahead: dict[int, list[int]] = {}  # stream → its reads in there
+        self._reads: list[Order] = []  # of updates with gradients
+        self._opened: list[Order] = []  # of updates without gradients
+        self._ahead: dict[int, list[int]] = {}  # stream → its reads in it
         self._loaded: dict[int, list[int]] = {}  # stream without gradients → its reads that have ended
         self._armed: set[int] = set()
         # Staging.
         self._room_bytes = staging_bytes
         self._opened_bytes = staging_bytes - _RESERVED_BUFFERS * program.buffer_bytes
         self._held_bytes = 0.0
-        self._is_full = False  # the most urgent read with gradients has found no staging, and nothing has changed that since
+        self._is_full = False  # the most urgent read with gradients found no staging, and none was freed since
 
-    # ---- what happens -----------------------------------------------------------------------------------------------------
+    # ---- what happens ----------------------------------------------------------------------------
 
     def push(self, number: int) -> None:
         """Everything that a transfer waits for has ended."""
@@ -78,14 +80,14 @@ class DiskQueue:
             self._ahead.setdefault(stream, []).append(number)
 
     def ended(self, number: int) -> None:
-        """The device has done a job."""
+        """The device has completed a job."""
         if self._order[number][0] == _OPENED:
             self._loaded.setdefault(self._stream(number), []).append(number)
             self._is_full = False  # it may be dropped
         self._leave(number)
 
     def arm(self, number: int) -> None:
-        """An update has its gradients: what it has read, reads and has yet to read becomes urgent."""
+        """An update has its gradients: its past, current and future reads become urgent."""
         stream, jobs = self._stream(number), self._jobs
         self._armed.add(stream)
         self._loaded.pop(stream, None)
@@ -97,7 +99,7 @@ class DiskQueue:
             heappush(self._reads, (jobs[other % self._size].rank, other))
 
     def free(self, number: int) -> None:
-        """A piece of an update is written, or has to be read again: its staging is free."""
+        """A piece of an update is written, or must be read again: its staging is free."""
         self._held_bytes -= self._piece(number)
         self._is_full = False
 
@@ -111,7 +113,7 @@ class DiskQueue:
             heappop(heap)
             self._hand_over(order)
 
-    # ---- details ----------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _next(self) -> list[Order] | None:
         """The heap with the most urgent job that may be handed over."""
@@ -123,7 +125,7 @@ class DiskQueue:
         if transfers:
             return transfers
         while opened and self._stream(opened[0][1]) in self._armed:
-            heappop(opened)  # it went to the others
+            heappop(opened)  # it moved to the others
         return opened if opened and self._fits(opened[0][1], armed=False) else None
 
     def _hand_over(self, order: Order) -> None:
@@ -141,7 +143,10 @@ class DiskQueue:
             self._held_bytes += self._piece(number)
 
     def _recall(self, order: Order) -> bool:
-        """Takes back a large job that is less urgent; says whether there is room with the device now."""
+        """Takes a less urgent large job back from the device.
+
+        Returns whether the device has room now.
+        """
         large = max(((o, number) for number, o in self._order.items() if self._is_large(number)), default=None)
         if large is None or large[0] <= order:
             return False
@@ -151,7 +156,7 @@ class DiskQueue:
     def _take_back(self, number: int) -> None:
         self._leave(number)
         if self._jobs[number % self._size].role == _READ:
-            self.free(number)  # it goes on where it was, but nobody shall wait for staging that nobody fills
+            self.free(number)  # it continues later; its staging must not stay reserved meanwhile
         self.push(number)
 
     def _leave(self, number: int) -> None:
@@ -174,7 +179,7 @@ class DiskQueue:
         return self._held_bytes + piece <= room
 
     def _drop(self) -> bool:
-        """Drops the last piece read ahead of the update without gradients that is last in order."""
+        """Drops the last prefetched piece of the last update without gradients."""
         coming = {self._stream(number) for number, order in self._order.items() if order[0] == _OPENED}
         stream = max((s for s, loaded in self._loaded.items() if loaded and s not in coming), default=None)
         if stream is None:
@@ -186,7 +191,7 @@ class DiskQueue:
         return True
 
     def _stream(self, number: int) -> int:
-        """A number for the update that a job belongs to, its own in every step."""
+        """A number for a job's update, unique in every step."""
         return number // self._size * self._streams + self._jobs[number % self._size].stream
 
     def _piece(self, number: int) -> float:

@@ -1,13 +1,14 @@
-"""The virtual clock: runs a program step after step, until a step leaves everything as it found it.
+"""The virtual clock: runs a program step after step until it is in steady state.
 
-Nothing changes between two events, so the clock jumps from event to event: a job ends; what waited for it begins; each server
-that is free, or whose job something more urgent has overtaken, picks its next one; the links are shared anew if what runs has
-changed. The order is fixed by the numbers of the jobs, so the same program always gives the same steps.
+Nothing changes between two events, so the clock jumps from event to event: a job ends; the jobs
+that waited for it begin; each server that is free, or whose job was overtaken by a more urgent one,
+chooses its next job; if the running jobs have changed, the links are shared again. Job numbers fix
+the order, so the same program always gives the same steps.
 
 [Note: Steady state]
-What follows the begin of a step depends only on which jobs have not ended and on what is left of those that run. Where that is the
-same as when an earlier step began, the steps from there to here repeat themselves for ever: one step as a rule; two or three where
-updates spill from one into the next.
+The future of a step depends only on the jobs that have not ended and on the rest of the running
+ones. If these are the same as at the begin of an earlier step, the steps in between repeat for
+ever. Usually that is one step; it is two or three if updates spill from one step into the next.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from lightning_hetero.sim.step_memory import Effect
 _COMPUTE, _D2H, _DISK = int(Server.COMPUTE), int(Server.D2H), int(Server.DISK)
 _CHOOSE = frozenset(map(int, (Server.D2H, Server.CPU, Server.DISK, Server.DISK_WRITE)))  # the most urgent job, not the next one
 _ARM, _LAST = int(Role.ARM), int(Role.LAST)
-_AT_ONCE = 1 + 1e-9  # what ends that soon after another job ends with it
-_SAME = 1e-6  # difference of shares that are the same but for rounding
-_ENDED = -1  # in the place of the number of jobs that a job waits for
+_AT_ONCE = 1 + 1e-9  # jobs that end this soon after another one end with it
+_SAME = 1e-6  # difference of shares that are equal up to rounding
+_ENDED = -1  # replaces the number of jobs that a job waits for
 
 Usage = dict[int, float]  # bit set of kinds of work → seconds in which exactly these ran
 
 
 @dataclass(slots=True)
 class Step:
-    """One step as it went.
+    """One simulated step.
 
     Attributes:
         begin_s: When the first forward began.
         end_s: When the first forward of the next step began.
         forward_s: Seconds of its forwards.
-        usage: What ran in its forwards and in the rest.
-        waits: What compute waited for, as numbers of jobs, and how long.
-        device_peak_bytes: Most device memory at any moment.
+        usage: The work that ran in its forwards and in the rest.
+        waits: The jobs that compute waited for, by number, and the seconds.
+        device_peak_bytes: Peak of device memory.
         host_peak_bytes: The same for host memory.
-        timeline: When, and how much of each is in use from then on; only if recorded.
+        timeline: The moment of each change, and the bytes of each in use from then on; only if
+            recorded.
     """
 
     begin_s: float
@@ -65,11 +67,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _StepBegin:
-    """What a step begins with, as far as the future depends on it; see [Note: Steady state]."""
+    """The state at the begin of a step that decides the future; see [Note: Steady state]."""
 
-    waiting: tuple[int, ...]  # per job from the first one that has not ended: what it waits for
-    handed: tuple[int, ...]  # jobs with the disk, counted from there
-    left: tuple[tuple[int, float], ...]  # of jobs that have begun and not ended, the same, and the share that is left
+    waiting: tuple[int, ...]  # per job, from the first one that has not ended: the number it waits for
+    handed: tuple[int, ...]  # the disk's jobs, counted from there
+    left: tuple[tuple[int, float], ...]  # running jobs, counted from there, and the share that is left
 
     def is_same(self, other: _StepBegin) -> bool:
         if (self.waiting, self.handed) != (other.waiting, other.handed) or len(self.left) != len(other.left):
@@ -82,15 +84,17 @@ class EventLoop:
 
     Args:
         program: The jobs of one step.
-        rates: How fast each kind of work runs beside others.
+        rates: The speed of each kind of work beside others.
         staging_bytes: Host memory through which state on disk streams.
-        record: Keep when each job began and ended, and the timeline of memory.
+        record: Whether to keep the begin and end of each job, and the timeline of memory.
 
     Attributes:
         steps: The steps that have ended.
-        began: When each job began, by its number; a step's jobs follow those of the step before. Only if recorded.
+        began: When each job began, by its number; a step's jobs follow those of the step before.
+            Only if recorded.
         ended: The same for ends.
-        arrived: When compute arrived at each anchor, ready to begin its job, and what it waited for. Only if recorded.
+        arrived: When compute arrived at each anchor, and the job that it waited for. Only if
+            recorded.
     """
 
     def __init__(self, program: Program, rates: SharedRates, *, staging_bytes: int, record: bool = False) -> None:
@@ -102,23 +106,23 @@ class EventLoop:
         self._size = len(program.jobs)
         self._now = 0.0
         self._fresh = [job.needs + job.carried for job in program.jobs]
-        self._left = [job.needs for job in program.jobs]  # per job: how many others it still waits for
+        self._left = [job.needs for job in program.jobs]  # per job: the number of jobs that it still waits for
         self._left += self._fresh
         self._ready = [number for number, count in enumerate(self._left) if not count]
-        # Servers: the job that runs, and what is left of it.
+        # Servers: the running job, and the rest of it.
         self._running: dict[int, int] = {}
         self._rest = [0.0] * len(Server)
         self._work = [0] * len(Server)
         self._order = [(0, 0)] * len(Server)
         self._mask = 0  # the kinds of work that run
         self._waiting: list[list[tuple[int, int]]] = [[] for _ in Server]  # on servers that choose: (rank, job)
-        self._interrupted: dict[int, float] = {}  # job → what is left of it
+        self._interrupted: dict[int, float] = {}  # job → the rest of it
         self._touched: set[int] = set()
         self._disk = DiskQueue(program, staging_bytes=staging_bytes)
         # The step.
         self._device, self._host = program.constant
         self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
-        self._states: list[_StepBegin] = []  # as each step began
+        self._states: list[_State] = []  # at the begin of each step
         self._unended = 0  # all jobs before this one have ended
         self._usage: Usage = {}
         self._turned_s = 0.0  # when the phase began
@@ -128,7 +132,10 @@ class EventLoop:
         self._cycle = 0
 
     def run(self, steps: int) -> int:
-        """Runs until steps repeat themselves, or ``steps`` have ended; returns how many the cycle has, 0 if there is none yet."""
+        """Runs until steps repeat, or ``steps`` have ended.
+
+        Returns the length of the cycle, 0 if there is none.
+        """
         self._stop_after = steps
         while True:
             while self._ready:
@@ -139,7 +146,7 @@ class EventLoop:
                 self._serve()
             self._advance()
 
-    # ---- the clock --------------------------------------------------------------------------------------------------------
+    # ---- the clock -------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Jumps to the next end of a job."""
@@ -166,10 +173,10 @@ class EventLoop:
                 self._disk.ended(number)
         self._finish(number, self._jobs[number % self._size])
 
-    # ---- jobs -------------------------------------------------------------------------------------------------------------
+    # ---- jobs ------------------------------------------------------------------------------------
 
     def _begin(self, number: int) -> None:
-        """Everything that the job waits for has ended."""
+        """All jobs that the job waits for have ended."""
         job = self._jobs[number % self._size]
         server = job.server
         if server in _CHOOSE and (server != _D2H or self._program.chooses_d2h):
@@ -214,12 +221,12 @@ class EventLoop:
             if index in self._program.turns:
                 self._turn(self._program.turns[index])
             if index == self._program.last:
-                self._left += self._fresh  # jobs that a step carries edges to are counted before it begins
+                self._left += self._fresh  # carried edges count jobs of a step before it begins
         if job.role:
             self._streamed(number, job)
 
     def _let_go(self, number: int, edges: list[int], base: int) -> None:
-        """What waited for a job waits for one less."""
+        """Jobs that waited for this job wait for one less."""
         left, jobs = self._left, self._jobs
         for index in edges:
             other = base + index
@@ -240,10 +247,10 @@ class EventLoop:
         if self._record:
             step.timeline.append((self._now, self._device, self._host))
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _begin_compute(self, number: int) -> bool:
-        """Notes what compute has waited for; says whether that ends the last step that is wanted."""
+        """Records the wait of compute; returns whether the last requested step ends here."""
         waited = self._now - self._free_s
         if waited > 0:
             self._step.waits[self._cause] = self._step.waits.get(self._cause, 0.0) + waited
@@ -285,7 +292,7 @@ class EventLoop:
         self._turned_s = self._now
         self._usage = self._step.usage[phase]
 
-    # ---- servers that choose ----------------------------------------------------------------------------------------------
+    # ---- servers that choose ---------------------------------------------------------------------
 
     def _queue(self, server: int, number: int, job: Job) -> None:
         if server >= _DISK:
@@ -295,7 +302,7 @@ class EventLoop:
         self._touched.add(server)
 
     def _serve(self) -> None:
-        """Gives the servers on which something has changed their next jobs."""
+        """Gives changed servers their next jobs."""
         disk = False
         for server in self._touched:
             if server >= _DISK:
@@ -315,7 +322,7 @@ class EventLoop:
                         self._start(server, first, self._jobs[first % self._size])
 
     def _choose(self, server: int) -> None:
-        """Gives a server its most urgent job; the update threads leave one that is less urgent."""
+        """Gives a server its most urgent job; the update threads leave a less urgent one."""
         heap, running = self._waiting[server], server in self._running
         if not heap or (running and (server == _D2H or self._order[server] <= heap[0])):
             return
@@ -334,7 +341,10 @@ class EventLoop:
             self._mask &= ~(1 << self._work[server])
 
     def _undo(self, number: int) -> None:
-        """A read has to be done again; what waits for it has not begun, for it waits for gradients too."""
+        """A read must be repeated.
+
+        Jobs that wait for it have not begun: they wait for gradients too.
+        """
         index = number % self._size
         self._left[number] = 0
         self._unended = min(self._unended, number)

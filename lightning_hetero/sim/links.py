@@ -10,11 +10,11 @@ from lightning_hetero.cost import Rates, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Something that draws on links.
+    """One user of links.
 
     Attributes:
-        speed: The most units a second that it can do whatever the links allow.
-        uses: Links, and how much of each one unit takes.
+        speed: Its maximum in units per second, without the limits of links.
+        uses: Links, and the share of each that one unit takes.
     """
 
     speed: float
@@ -22,15 +22,16 @@ class Flow:
 
 
 def max_min(flows: Sequence[Flow], capacity: Mapping[str, float]) -> list[float]:
-    """Units a second of each flow.
+    """Units per second of each flow.
 
-    All rates rise together from 0. A flow stops at its own speed, or with all other flows of a link at the moment that link is
-    full. So nobody gets more except from somebody who has less or cannot use it: a CPU update that could fill the host's
-    memory leaves a disk transfer its 2 GB/s and slows down by just those.
+    All rates rise together from 0. A flow stops at its own speed, or together with all other flows
+    of a link when that link is full. So a flow never takes bandwidth from a slower flow that can
+    use it: a CPU update that could fill the host's memory leaves a disk transfer its 2 GB/s and
+    slows down by only that.
 
     Args:
-        flows: What runs; flows that share a link count in the same unit.
-        capacity: What each link can do in a second.
+        flows: The running flows; flows that share a link use the same unit.
+        capacity: The capacity of each link per second.
     """
     rates = [0.0] * len(flows)
     room = dict(capacity)
@@ -40,7 +41,7 @@ def max_min(flows: Sequence[Flow], capacity: Mapping[str, float]) -> list[float]
         for i in rising:
             for link, use in flows[i].uses.items():
                 load[link] = load.get(link, 0.0) + use
-        # How far each flow and each link allows all to rise; the least of it stops somebody.
+        # How far each flow and each link lets all rates rise; the smallest stops a flow.
         own = {i: flows[i].speed - rates[i] for i in rising}
         common = {link: max(0.0, room[link]) / use for link, use in load.items()}
         rise = min([*own.values(), *common.values()])
@@ -54,14 +55,14 @@ def max_min(flows: Sequence[Flow], capacity: Mapping[str, float]) -> list[float]
 
 
 class SharedRates:
-    """The rates of any set of work at once on one machine; each set is worked out once."""
+    """The rates of any set of simultaneous work on one machine; each set is computed once."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._known: dict[int, tuple[float, ...]] = {}
 
     def of(self, mask: int) -> tuple[float, ...]:
-        """Units a second by kind of work, 0 for what does not run.
+        """Units per second by kind of work, 0 for kinds that do not run.
 
         Args:
             mask: Bit ``work`` is set for each kind that runs.

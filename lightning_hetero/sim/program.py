@@ -1,22 +1,25 @@
-"""The jobs of one optimizer step: what the engine of the simulation runs, step after step.
+"""The jobs of one optimizer step, which the simulation's engine runs step after step.
 
 [Note: Jobs]
-A job is one piece of work on one server, or an instant. Most ops are one job. The compute of an anchor is a job; so are the
-ops on the compute lane, which run between the anchors. An edge is a count on the job that waits and an entry with the job waited
-for: ``after`` within the step, ``next_step`` from one step to the next (carried edges, and the order of lanes).
+A job is one piece of work on one server, or an instant. Most ops are one job. The compute of an
+anchor is a job; so are the ops on the compute lane, which run between the anchors. An edge is a
+count on the waiting job and an entry with the other job: ``after`` within the step, ``next_step``
+from one step to the next (carried edges, and the order of lanes).
 
 [Note: Pieces]
-FETCH STATE, UPDATE and STORE of one block are one task of the native engine, which works on them chunk by chunk. Here the
-task is cut into a few pieces, each of them read, updated and written, so that the three overlap inside one block as they do
-there. The UPDATE is READY with its last piece computed and the STORE is done with its last piece written: anchors wait for the
-first, FETCHes and the COMMIT for the second.
+FETCH STATE, UPDATE and STORE of one block are one task of the native engine, which works on them
+chunk by chunk. Here the task is cut into a few pieces, each of them read, updated and written, so
+that the three overlap inside one block as they do there. The UPDATE is READY when its last piece is
+computed, and the STORE is done when its last piece is written. Anchors wait for the first, FETCHes
+and the COMMIT for the second.
 
 [Note: Servers]
-A server does one job at a time. Copies and collectives are done in the order of the schedule, as streams do them. The update
-threads take whatever is ready and most urgent, and leave it for something more urgent, as the native engine does between chunks;
-the disk nearly so, see [Note: Depth] in ``sim.disk``. Most urgent is what compute waits for; then updates, lowest block first where
-the plan says so, of one block writes before reads; then the state of updates that are only opened. With priorities, gradients
-too are copied lowest block first.
+A server does one job at a time. Copies and collectives run in the order of the schedule, as on
+streams. The update threads take the most urgent ready job, and leave it for a more urgent one, as
+the native engine does between chunks. The disk does nearly the same, see [Note: Depth] in
+``sim.disk``. Jobs that compute waits for are most urgent; then updates, lowest block first if the
+plan says so, and for one block writes before reads; then the state of updates that are only opened.
+With priorities, gradients too are copied lowest block first.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from lightning_hetero.sim.step_memory import Effect
 
 
 class Server(IntEnum):
-    """Who does a job."""
+    """The resource that runs a job."""
 
     INSTANT = -1
     COMPUTE = 0
@@ -43,13 +46,13 @@ class Server(IntEnum):
 
 
 class Role(IntEnum):
-    """What a job is to the streamed update that it belongs to."""
+    """The role of a job in its streamed update."""
 
     NONE = 0
-    OPEN = 1  # it may read
+    OPEN = 1  # reads may begin
     READ = 2  # takes staging
-    ARM = 3  # the gradients are there
-    LAST = 4  # gives staging back
+    ARM = 3  # the gradients are available
+    LAST = 4  # frees staging
 
 
 @dataclass(slots=True)
@@ -57,17 +60,18 @@ class Job:
     """One job; see [Note: Jobs].
 
     Attributes:
-        source: The op or anchor that it belongs to; ``None`` for the wait at the end of a step.
-        group: Numbers their occurrences: micro-batches may share a schedule.
-        server: Who does it. Plain numbers where the inner loop looks: enums are slow.
+        source: Its op or anchor; ``None`` for the wait at the end of a step.
+        group: The number of this occurrence of ``source``, since micro-batches may share a
+            schedule.
+        server: Its resource, as a plain number: enums are slow in the inner loop.
         work: Its kind of work.
-        amount: How much, in the kind's unit.
-        rank: On servers that choose: lowest first.
-        transfers: On the disk: how many transfers it is.
-        role: What it is to its stream.
-        stream: The streamed update that it belongs to.
-        starts: What it takes of memory as it starts; ``None``: nothing.
-        ends: What it gives back as it ends.
+        amount: The amount of work, in the kind's unit.
+        rank: Its rank on servers that choose, lowest first.
+        transfers: The number of its transfers on the disk.
+        role: Its role in its stream.
+        stream: Its streamed update.
+        starts: Memory that it takes when it starts; ``None``: none.
+        ends: Memory that it frees when it ends.
         needs: Jobs of the same step that it waits for.
         carried: Jobs of the step before that it waits for.
         after: Jobs of the same step that wait for it.
@@ -99,11 +103,11 @@ class Program:
         jobs: In the order of issue.
         piece_bytes: Staging of one piece of each streamed update.
         buffer_bytes: Staging of one chunk.
-        first: The first anchor's compute.
+        first: The compute job of the first anchor.
         last: The last job on the compute lane.
-        turns: Compute jobs whose end ends a phase, and the phase that begins.
+        turns: Compute jobs at the end of a phase, and the next phase.
         constant: Memory in use before the first job.
-        chooses_d2h: Copies to the host are done by rank instead of in order.
+        chooses_d2h: Whether copies to the host run by rank instead of in order.
     """
 
     buffer_bytes: int

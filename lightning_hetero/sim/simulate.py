@@ -1,4 +1,4 @@
-"""A plan's step in steady state: its time, its memory, what binds it, and its trace."""
+"""A plan's step in steady state: its time, its memory, its bottlenecks and its trace."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_hetero.sim.links import SharedRates
 from lightning_hetero.sim.program import Program, Role, Server
 from lightning_hetero.sim.step_memory import StepMemory
 
-_DISK = "disk"  # as a bottleneck, where reads and writes share one link
+_DISK = "disk"  # name of the bottleneck if reads and writes share one link
 _WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane in Lane}
 
 
 class HasStaging(Protocol):
-    """What the simulator needs of ``lowering.Rooms``."""
+    """The part of ``lowering.Rooms`` that the simulator needs."""
 
     @property
     def staging_bytes(self) -> int:
@@ -40,13 +40,14 @@ class Simulation:
 
     Attributes:
         prediction: Times, peaks and bottlenecks.
-        trace: Every step that was simulated, on a clock that begins at 0; empty unless asked for.
+        trace: Every simulated step, on a clock that begins at 0; empty unless requested.
         busy: Lanes and the share of the iteration in which they work.
-        waits: What compute waits for (``"UPDATE"``, ``"FETCH"``, ``"SWAP_IN activations"``), seconds of one iteration.
-        memory: Peaks of the step and, if asked for, every change.
-        iterations_s: Seconds of each step that was simulated.
+        waits: The ops that compute waits for (``"UPDATE"``, ``"FETCH"``,
+            ``"SWAP_IN activations"``), seconds of one iteration.
+        memory: Peaks of the step and, if requested, every change.
+        iterations_s: Seconds of each simulated step.
         begin_s: When the first forward of the last one began, on the trace's clock.
-        steady: Whether steps repeat themselves.
+        steady: Whether steps repeat.
     """
 
     prediction: Prediction
@@ -72,17 +73,19 @@ def simulate(
     """Simulates a plan.
 
     Args:
-        schedules: Of one optimizer step, in order: micro-batches that accumulate, then the one with updates. They have passed
-            ``lowering.check``. They are repeated, so the first one has to begin with what the last one leaves in memory.
-        plan: The resolved plan that they were lowered from.
+        schedules: The schedules of one optimizer step, in order: micro-batches that accumulate,
+            then the one with updates. They have passed ``lowering.check``. They are repeated, so
+            the first one must begin with the blocks that the last one leaves in memory.
+        plan: The resolved plan of the schedules.
         model: The model's profile.
         hardware: The machine's profile.
         rooms: The memory that the plan leaves for staging.
-        steps: The most steps that are simulated; fewer where they repeat themselves.
-        keep_trace: Keep spans and the timeline of memory, which take most of the time.
+        steps: The most steps to simulate; fewer if they repeat.
+        keep_trace: Whether to keep spans and the timeline of memory, which take most of the time.
 
     Returns:
-        The step that repeats itself, or the mean of the steps that do; where ``steps`` end before, the mean of all but the first.
+        The step that repeats, or the mean of the repeating steps; without repetition, the mean of
+        all steps but the first.
 
     Raises:
         RateError: The plan needs work for which the hardware profile has no rate.
@@ -123,24 +126,27 @@ def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware
 
 
 def _pinning_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> float:
-    """Seconds of a step, on average, for a run that keeps every so many steps: that step ends when all of it is on the disk."""
+    """Mean seconds of a step if every N-th step is kept.
+
+    A kept step ends when all of it is on the disk.
+    """
     if model.kept_every <= 1:
         return 0.0
     rows = list(zip(model.shape().blocks, plan.blocks, strict=True))
     mirrored = sum(mirrored_bytes(shape, placed) for shape, placed in rows)
     seconds = Rates(hardware).alone_s(Work.DISK_WRITE, mirrored)
-    if not hardware.shared_memory:  # it passes through host memory, one block at a time
+    if not hardware.shared_memory:  # data passes through host memory, one block at a time
         seconds += Rates(hardware).alone_s(Work.D2H, sum(lent_bytes(shape, placed) for shape, placed in rows))
     return seconds / model.kept_every
 
 
 def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:
-    """Space that a resolved plan takes on disk: all slots of the state and weights there, and swapped activations.
+    """Disk space of a resolved plan: all slots of state and weights there, and swapped activations.
 
     Args:
         plan: The plan.
         model: The model.
-        kept_every: Every so many steps one is kept: what lives in memory has its slots too.
+        kept_every: N if every N-th step is kept: data in memory then has slots too.
     """
     total, slots = 0, num_slots(kept_every)
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
@@ -151,7 +157,7 @@ def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:
 
 
 def _bottleneck(steps: Sequence[Step], phase: Phase, *, duplex: bool) -> str:
-    """The lane that is busy longest; of equals compute."""
+    """The lane that is busy longest; compute wins a tie."""
     works = {lane.value: mask for lane, mask in _WORKS.items()}
     if not duplex:
         works[_DISK] = works.pop(Lane.DISK_READ) | works.pop(Lane.DISK_WRITE)
@@ -185,11 +191,14 @@ def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> StepMemory:
     )
 
 
-# ---- the trace ------------------------------------------------------------------------------------------------------------
+# ---- the trace -----------------------------------------------------------------------------------
 
 
 def _trace(engine: EventLoop, program: Program, model: ModelProfile) -> Trace:
-    """Spans with the names and lanes that ``runtime.recorder`` gives them; an op in pieces is one span, once all are done."""
+    """Spans with the names and lanes that ``runtime.recorder`` gives them.
+
+    The pieces of an op form one span.
+    """
     spans: dict[tuple[int, int], Span] = {}
     waits: list[Span] = []
     jobs = program.jobs
@@ -214,7 +223,7 @@ def _trace(engine: EventLoop, program: Program, model: ModelProfile) -> Trace:
             spans[step, job.group] = _compute(step, _title(job.source, model), began, ended)
     for number, (arrived, cause) in engine.arrived.items():
         step, index = divmod(number, len(jobs))
-        began = engine.began.get(number, engine.steps[-1].end_s)  # the next step's first forward is where the simulation ends
+        began = engine.began.get(number, engine.steps[-1].end_s)  # the simulation ends at the next step's first forward
         if arrived < began:
             name = f"{WAIT}{_title(jobs[index].source, model)}"
             waits.append(_compute(step, name, arrived, began, _title(jobs[cause].source, model)))
@@ -222,10 +231,10 @@ def _trace(engine: EventLoop, program: Program, model: ModelProfile) -> Trace:
 
 
 class _Edges:
-    """What leads to ops, by their group.
+    """The causes of ops, by their group.
 
     Attributes:
-        arrival: The compute after which the op is issued; none for those that a step begins with.
+        arrival: The compute after which the op is issued; none for ops at the begin of a step.
         after: Names of the ops that it waits for.
     """
 
@@ -249,7 +258,7 @@ def _compute(step: int, name: str, start_s: float, end_s: float, waited_for: str
 
 
 def _title(source: Op | Anchor | None, model: ModelProfile) -> str:
-    """What and which block; the verdict, after which a step may wait for its updates, is ``"V"``."""
+    """The kind and the block; the verdict, after which a step may wait for updates, is ``"V"``."""
     if source is None or (isinstance(source, Anchor) and source.phase is Phase.VERDICT):
         return Phase.VERDICT.value
     what = source.what if isinstance(source, Op) else source.phase.value

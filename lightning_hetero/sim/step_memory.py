@@ -1,9 +1,15 @@
-"""Occupancy of the tiers: what each job of a step takes as it starts and gives back as it ends.
+"""Occupancy of the tiers: the memory that each job of a step takes and frees.
 
-What is counted: the model's constant bytes; weights and state by their tier; staging; weights that are fetched or uploaded, until
-they are released; gradients from a block's backward until its update, or until the verdict on that update; saved activations from a
-block's forward until its backward, less what is swapped or recomputed meanwhile; transient bytes while a block computes. See
-[Note: Devices] in ``ir.schedule`` for who holds what while it moves.
+The count has:
+
+* the model's constant bytes;
+* weights and state by their tier, and staging;
+* weights that are fetched or uploaded, until they are released;
+* gradients from a block's backward until its update, or until the verdict on that update;
+* saved activations from a block's forward until its backward, except swapped or recomputed ones;
+* transient bytes while a block computes.
+
+[Note: Devices] in ``ir.schedule`` says which tier holds data during a transfer.
 """
 
 from __future__ import annotations
@@ -23,9 +29,11 @@ class StepMemory:
     """Memory over one step.
 
     Attributes:
-        device_peak_bytes: Most device memory at any moment.
-        host_peak_bytes: The same for host memory. On shared memory there is one pool, and both report it.
-        timeline: Seconds since the step began, bytes on the device, bytes on the host, at each change; empty unless asked for.
+        device_peak_bytes: Peak of device memory.
+        host_peak_bytes: The same for host memory. On shared memory there is one pool, and both
+            report it.
+        timeline: Seconds since the step began, bytes on the device, bytes on the host, at each
+            change; empty unless asked for.
     """
 
     device_peak_bytes: int
@@ -34,15 +42,15 @@ class StepMemory:
 
 
 class Occupancy:
-    """Says what the jobs of one step take and give back; fed with anchors and ops in the order of the schedules.
+    """Computes the memory that the jobs of one step take and free, in schedule order.
 
     Args:
         plan: The resolved plan.
         model: The model.
-        shared_memory: Device and host are one pool; it is counted as host memory.
+        shared_memory: Device and host are one pool, which counts as host memory.
         staging_bytes: Host memory through which state on disk streams.
-        keeps_gradients: They stay after the updates until the next backward, as plain Lightning leaves them; the runtime does so
-            where updates follow the verdict.
+        keeps_gradients: Gradients stay after the updates until the next backward, as in plain
+            Lightning; the runtime does this if updates follow the verdict.
     """
 
     def __init__(
@@ -53,12 +61,12 @@ class Occupancy:
         self._staging_bytes = staging_bytes
         self._kept_bytes = sum(s.gradient_bytes for s in self._shapes) if keeps_gradients else 0
         self._keeps_gradients = keeps_gradients
-        self._on_device: set[int] = set()  # blocks whose gradients exist there
+        self._on_device: set[int] = set()  # blocks with gradients there
         self._on_host: set[int] = set()
         self._tried: set[int] = set()  # blocks whose gradients stay until the verdict
 
     def constant(self, schedule: Schedule) -> Effect:
-        """What is there before the first job of the first schedule."""
+        """Memory in use before the first job of the first schedule."""
         device, host = self._model.constant_device_bytes, self._model.constant_host_bytes + self._staging_bytes
         for index, (shape, placed) in enumerate(zip(self._shapes, self._plan.blocks, strict=True)):
             weights = shape.weight_bytes
@@ -72,7 +80,7 @@ class Occupancy:
         return self._pooled(device + self._kept_bytes, host)
 
     def anchor(self, phase: Phase, index: int, *, training: bool) -> tuple[Effect, Effect]:
-        """What the compute of one anchor takes and gives back."""
+        """The memory that the compute of one anchor takes and frees."""
         block, shape, placed = self._model.blocks[index], self._shapes[index], self._plan.blocks[index]
         recomputed = saved_bytes(block, placed).recomputed
         if phase is Phase.FORWARD:
@@ -87,7 +95,10 @@ class Occupancy:
         return self._pooled(taken, 0), self._pooled(-given, 0)
 
     def op(self, op: Op, *, tried: bool = False) -> tuple[Effect | None, Effect | None]:
-        """What one op takes and gives back; ``None``: nothing. ``tried``: it is an UPDATE before the verdict."""
+        """The memory that one op takes and frees, or ``None``.
+
+        ``tried``: an UPDATE before the verdict.
+        """
         size, placed = op.num_bytes, self._plan.blocks[op.block] if op.block >= 0 else None
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
@@ -119,13 +130,16 @@ class Occupancy:
         return None, None
 
     def verdict(self, *, keeps: bool) -> Effect | None:
-        """What the verdict on updates that were tried gives back; those that it discards are done again, with their gradients."""
+        """The memory that the verdict on speculative updates frees.
+
+        Discarded ones keep their gradients for the repetition.
+        """
         tried, self._tried = self._tried, set()
         effects = [self._updated(block) for block in tried] if keeps else []
         return (sum(device for device, _ in effects), sum(host for _, host in effects)) if effects else None
 
     def end(self) -> Effect | None:
-        """Gradients that no update has used up: the next step begins without them, unless they are kept."""
+        """Frees gradients that no update has used before the next step, unless they are kept."""
         if self._keeps_gradients or not (self._on_device or self._on_host):
             return None
         device = sum(self._shapes[b].gradient_bytes for b in self._on_device)
@@ -133,7 +147,7 @@ class Occupancy:
         return self._pooled(-device, -host)
 
     def _gradients(self, block: int) -> tuple[Effect, Effect]:
-        """A copy to the host; those of a later micro-batch are added to what is there."""
+        """A copy to the host; gradients of later micro-batches are added to it."""
         size = self._shapes[block].gradient_bytes
         taken = 0 if block in self._on_host else size
         given = size if block in self._on_device else 0
