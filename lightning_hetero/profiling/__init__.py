@@ -1,1 +1,1 @@
-"""Where profiles come from: measured on this machine, observed in a training step, or worked out from datasheets and papers."""
+"""Sources of profiles: measurements, observed training steps, and datasheets or papers."""

@@ -1,4 +1,4 @@
-"""Where this machine's measured profile is kept, and how it is known to be this machine's."""
+"""The cache of this machine's measured profile, keyed by a fingerprint of the machine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 
 FORMAT = "lightning-hetero-measurement"
 VERSION = 3
-STALE_S = 30 * 24 * 3600.0  # machines change under their names: other drives, other neighbours
-BUSY_STALE_S = 3600.0  # what was measured beside other work says little of the time after it
+STALE_S = 30 * 24 * 3600.0  # a machine changes over time: other drives, other neighbours
+BUSY_STALE_S = 3600.0  # other work was running: the rates soon change
 
 Fingerprint = Mapping[str, str | int]
 
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 def cache_directory() -> Path:
     """``$XDG_CACHE_HOME/lightning-hetero``, by default under ``~/.cache``.
 
-    Source: XDG Base Directory Specification 0.8; a path that is not absolute is ignored.
+    Source: XDG Base Directory Specification 0.8; it ignores a path that is not absolute.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lightning-hetero"
 
 
 def cache_file(fingerprint: Fingerprint) -> Path:
-    """The file for one machine as it is now; another machine, kernel or version has another."""
+    """The file for one machine in its current state; another kernel or version has another file."""
     key = hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:16]
     return cache_directory() / f"hardware-{key}.json"
 
 
 def load(fingerprint: Fingerprint) -> HardwareProfile | None:
-    """The profile that was measured on this machine, if there is one that can be trusted still."""
+    """The cached profile of this machine, if there is one that is still valid."""
     path = cache_file(fingerprint)
     try:
         text = path.read_text(encoding="utf-8")
@@ -65,12 +65,13 @@ def load(fingerprint: Fingerprint) -> HardwareProfile | None:
 
 
 def save(fingerprint: Fingerprint, profile: HardwareProfile, *, busy: bool = False) -> None:
-    """Keeps a profile; where the cache cannot be written the next run measures again.
+    """Keeps a profile. If the cache cannot be written, the next run measures again.
 
     Args:
-        fingerprint: Of the machine.
-        profile: What was measured.
-        busy: Something else ran meanwhile: the profile is trusted for an hour instead of a month.
+        fingerprint: The machine's fingerprint.
+        profile: The measured profile.
+        busy: Whether the machine was busy meanwhile: the profile is then valid for an hour instead
+            of a month.
     """
     data = {
         "format": FORMAT,
@@ -93,7 +94,7 @@ def save(fingerprint: Fingerprint, profile: HardwareProfile, *, busy: bool = Fal
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Waits until no other process of this user measures: two at once would measure each other."""
+    """Waits until no other process of this user measures: two at once would disturb each other."""
     try:
         cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(cache_directory() / "measuring", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

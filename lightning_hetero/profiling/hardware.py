@@ -1,17 +1,20 @@
-"""This machine, measured: what each part does alone, and how much the parts slow each other.
+"""Measures this machine: the rate of each part alone, and how much the parts slow each other.
 
-Micro-benchmarks run the work of a training step on the kernels, threads and kinds of transfers that training uses, alone and beside
-each other (loads.py, timing.py). The whole takes ``SECONDS`` on an idle machine and is cached (cache.py); capacities are read anew
-each time. What plans for a model do not depend on is not measured: the disk, where everything fits memory.
+Micro-benchmarks run the work of a training step with the kernels, threads and kinds of transfers of
+training, alone and beside each other (loads.py, timing.py). Together they take ``SECONDS`` on an
+idle machine. The result is cached (cache.py); capacities are read again each time. The disk is not
+measured if everything fits memory, because plans do not depend on it then.
 
 [Note: A busy machine]
-Rates that are measured beside somebody else's work are wrong once that work is over, and the other way round. So that is measured
-too: how much of the CPUs other processes take, and how far repeated readings lie apart. Where either is much, the profile and a
-warning say so, and the cache trusts it for an hour. Where steps take another time than was predicted, the strategy measures again.
+Rates that are measured beside other work are wrong once that work is over, and the other way round.
+So the CPU share of other processes and the scatter of repeated readings are measured too. If either
+is large, the profile and a warning say so, and the cache trusts the profile for an hour only. If
+steps take another time than predicted, the strategy measures again.
 
 [Note: Little memory]
-The loads run beside a model that is being trained, so all of them together take at most three quarters of the memory that is free.
-Where their least does not fit that, nothing is measured, and an error says how much is missing.
+The loads run beside a model that is being trained, so together they take at most three quarters of
+the free memory. If their minimum does not fit, nothing is measured, and an error says how much is
+missing.
 """
 
 from __future__ import annotations
@@ -38,15 +41,16 @@ from lightning_hetero.units import MIB, format_bytes
 
 SECONDS = 7.5
 REPETITIONS = 6
-# A machine is busy where others take this share of its CPUs, rates are this noisy (Measured.noise), or fewer rounds fit the time.
+# A machine is busy if others take this share of its CPUs, rates are this noisy (Measured.noise), or
+# fewer rounds fit the time.
 _BUSY_SHARE, _BUSY_NOISE, _LEAST_ROUNDS = 0.1, 0.25, 3
 
-_PARAMS_BYTES = 16  # of a parameter that is updated: fp32 weight, gradient and two moments
-_LEAST_BYTES = 256 * MIB  # what a load works on at least, where memory allows: far more than most caches
-_DISK_SHARE = 8  # of free disk space a load takes at most this part
+_PARAMS_BYTES = 16  # per updated parameter: fp32 weight, gradient and two moments
+_LEAST_BYTES = 256 * MIB  # least data of a load, if memory allows: far more than most caches
+_DISK_SHARE = 8  # a load takes at most this fraction of the free disk space
 _SHARES = 6  # equal parts of the loads' memory beyond the least: compute, update, memory, both of the disk; downcast takes less
 _LEAST_SHARE_BYTES = 4 * MIB
-_DUPLEX = 1.5  # reads and writes at once reach 1 time (one disk shared) to 2 times (two directions) of what one of them does
+_DUPLEX = 1.5  # together, reads and writes reach 1 (one shared disk) to 2 times (two directions) the rate of one
 
 # The kinds of work that HardwareProfile.contention names, and their loads.
 _KINDS = {
@@ -70,24 +74,28 @@ def measure(
 ) -> HardwareProfile:
     """The profile of this machine, measured now or earlier.
 
-    What was measured earlier counts if it was by this user, on this machine as it is (processor, cores, memory, disk, kernel,
-    device, versions, threads), and at most 30 days ago; at most an hour ago if the machine was busy then. Capacities are those of
-    this moment in any case.
+    A cached profile is valid if this user measured it on this machine in its current state
+    (processor, cores, memory, disk, kernel, device, versions, threads) at most 30 days ago, or at
+    most an hour ago if the machine was busy. Capacities are always the current ones.
 
-    ``contention`` also has keys with several kinds beside one, such as ``"compute|disk+update"``: what was measured with all of
-    them at once.
+    ``contention`` also has keys for several kinds beside one, such as ``"compute|disk+update"``:
+    the factor with all of them at once.
 
     Args:
-        path: A directory on the disk to measure; ``None``: the working directory, and a profile without a disk where that
-            cannot be a disk tier.
-        device: ``"cpu"``, or the kind of an accelerator such as ``"cuda"``; ``None``: the accelerator where there is one.
-        refresh: Measure even if the profile is known.
-        seconds: For everything together; more makes the medians steadier. One round is measured, however slow.
-        update_threads: Threads that run updates; ``None``: half of the cores, as the strategy has it.
-        disk: Measure the disk too; else the profile has none, unless it is known already.
+        path: A directory on the disk to measure; ``None``: the working directory; if that cannot be
+            a disk tier, a profile without a disk.
+        device: ``"cpu"``, or the kind of an accelerator such as ``"cuda"``; ``None``: the
+            accelerator if there is one.
+        refresh: Measure even if the profile is cached.
+        seconds: Total time; more makes the medians steadier. At least one round is measured,
+            however slow.
+        update_threads: Threads that run updates; ``None``: half of the cores, the strategy's
+            default.
+        disk: Measure the disk too; otherwise the profile has none, unless the cached one has.
 
     Raises:
-        ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not positive.
+        ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not
+            positive.
         OutOfMemoryBudgetError: Too little memory is free to measure in.
         StoreError: A transfer failed, or the disk is full.
     """
@@ -97,7 +105,7 @@ def measure(
     known = None if refresh else _known(machine, disk=disk)
     if known is None:
         with cache.one_at_a_time():
-            known = None if refresh else _known(machine, disk=disk)  # measured by whom we have waited for
+            known = None if refresh else _known(machine, disk=disk)  # the process that we waited for has measured
             if known is None:
                 known = _measured(machine if disk else machine.without_disk(), seconds)
     return with_capacities(known, machine)
@@ -122,7 +130,7 @@ def _measured(machine: MeasuredMachine, seconds: float) -> HardwareProfile:
 
 
 def known(path: str | Path | None = None, *, device: str | None = None) -> HardwareProfile | None:
-    """What was measured earlier of this machine, with the same arguments to :func:`measure`; ``None`` if nothing was."""
+    """The cached profile for the same arguments to :func:`measure`, or ``None``."""
     return _known(MeasuredMachine.of(path, device=device, update_threads=None))
 
 
@@ -131,7 +139,7 @@ def _known(machine: MeasuredMachine, *, disk: bool = True) -> HardwareProfile | 
     if not disk:
         return profile or cache.load(machine.without_disk().fingerprint())
     without_disk = profile is not None and profile.disk_read_bytes_per_s == 0
-    return None if without_disk and machine.path_given else profile  # who names a disk shall hear what is wrong with it
+    return None if without_disk and machine.path_given else profile  # errors of a disk that the user named are reported
 
 
 def with_capacities(profile: HardwareProfile, machine: MeasuredMachine) -> HardwareProfile:
@@ -169,7 +177,7 @@ class _Benchmarks:
     how: dict[str, str] = field(default_factory=dict)  # what each load did, for the sources
 
     def run(self, seconds: float) -> _Measured:
-        """Measures; capacities are left at what they are now."""
+        """Measures; capacities are the current ones."""
         begin_s, neighbours = time.perf_counter(), Neighbours()
         with ExitStack() as undo:
             made, without_disk = self._loads(undo)
@@ -186,7 +194,7 @@ class _Benchmarks:
         return _Measured(profile, busy=taken or noise > _BUSY_NOISE or len(results) < _LEAST_ROUNDS)
 
     def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
-        """The loads by name, and why there are none of a disk."""
+        """The loads by name, and the reason if there are none of a disk."""
         machine = self.machine
         room = self._share_bytes()
         num_bytes = min(max(_LEAST_BYTES, 4 * machine.cache_bytes), room)
@@ -217,10 +225,10 @@ class _Benchmarks:
         return {load.name: load for load in made}, reason
 
     def _share_bytes(self) -> int:
-        """What each load may take beyond its least.
+        """The memory that each load may take beyond its minimum.
 
         Raises:
-            OutOfMemoryBudgetError: The least does not fit what is free.
+            OutOfMemoryBudgetError: The minimum does not fit the free memory.
         """
         free, least = available_memory_bytes(), self.machine.least_bytes()
         needed = (least + _SHARES * _LEAST_SHARE_BYTES) * 4 // 3
@@ -294,7 +302,7 @@ class _Benchmarks:
 
 
 def _experiments(names: Sequence[str], kinds: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """What runs together: each load alone, each kind, each pair of kinds, all kinds but compute, all kinds."""
+    """Sets of loads to run together: each alone, kinds, pairs of kinds, all but compute, all."""
     groups = [frozenset({name}) for name in names] + list(kinds)
     groups += [a | b for a, b in combinations(kinds, 2)]
     for some in (kinds[1:], kinds):
@@ -304,7 +312,10 @@ def _experiments(names: Sequence[str], kinds: Sequence[frozenset[str]]) -> list[
 
 
 def _contention(results: Sequence[Round], kinds: dict[str, frozenset[str]]) -> Iterator[tuple[str, str, Measured]]:
-    """Each kind of work beside each other kind and beside all that ran with it; copies beside those in the other direction."""
+    """Factors of each kind beside each other kind and beside all.
+
+    Copies beside the other direction.
+    """
     if (copies := kinds.get("copy")) is not None:
         slower = (max(1.0, len(copies) / progress(done, copies, copies)) for done in results)
         yield "copy", "copy", Measured.of(slower)

@@ -1,4 +1,4 @@
-"""The loads that machines are measured with: what a training step does, on the same kernels, threads and kinds of transfers."""
+"""The loads that measure a machine: work of a training step, with its kernels and threads."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ _IO_CHUNK_BYTES = 2 * MIB  # between a chunk of fp32 weights (1 MiB) and one of 
 _BLOCK_BYTES = 16 * MIB  # some milliseconds of a fast disk, and not many of a slow one
 _PREPARE_S = 0.5  # seconds of writing files for one direction: a slow disk gets fewer of them
 _MOST_BLOCKS = 8
-_IN_FLIGHT = 2  # tasks under way, so that the disk never waits for the next one to be submitted
+_IN_FLIGHT = 2  # tasks in flight, so that the disk never waits for the next one
 
 
 class Compute(Load):
-    """Forward and backward of transformer blocks in turn; units: FLOP of matrix products, three times those of forward.
+    """Forward and backward of transformer blocks in turn.
 
-    Weights come from memory, as a model's do: blocks that stayed in the caches would suffer more from an update beside them.
+    Units: FLOP of matrix products, three times those of forward.
+
+    Weights come from memory, as a model's do: blocks that stayed in the caches would suffer more
+    from an update beside them.
 
     Args:
-        device: Where it runs.
-        dtype: Of weights and activations.
+        device: The device that computes.
+        dtype: The dtype of weights and activations.
         hidden: Hidden size.
         tokens: Tokens of the batch.
-        cache_bytes: Of the device's caches; the blocks' weights together take twice as much, as far as eight blocks can.
-        most_bytes: What weights and gradients of all blocks may take; one block is made in any case. ``None``: no bound.
+        cache_bytes: Size of the device's caches; the blocks' weights together take twice as much,
+            with at most eight blocks.
+        most_bytes: Bound on weights and gradients of all blocks; there is at least one block.
+            ``None``: no bound.
     """
 
     name = "compute"
@@ -70,7 +75,7 @@ class Compute(Load):
             )
             made = (layer(hidden, hidden // 64, 4 * hidden, dtype=dtype) for _ in range(blocks))
             self._layers = deque(one.to_empty(device=device) for one in made)
-            for param in (p for one in self._layers for p in one.parameters()):  # random numbers would take longer than a round
+            for param in (p for one in self._layers for p in one.parameters()):  # random numbers take longer than a round
                 torch.linspace(-0.05, 0.05, param.numel(), out=param.data.view(-1))
             values = torch.linspace(-1, 1, tokens * hidden, device=device, dtype=torch.float32).to(dtype).view(shape)
             self._input = values.requires_grad_()
@@ -89,7 +94,7 @@ class Compute(Load):
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
-        """Whatever modes the caller is in: gradients, and the dtypes as they are."""
+        """Sets the modes, whatever the caller's are: gradients on, no autocast."""
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
             yield
 
@@ -110,7 +115,8 @@ class Update(Load):
         with ExitStack() as undo:
             weights = undo.enter_context(Arena(4 * count))
             _tensor(weights, count, torch.float32).fill_(0.01)
-            # Gradients are torch's, in small pages: the kernel reads them more slowly than arrays of huge pages.
+            # Gradients are torch's, in small pages: the kernel reads them more slowly than arrays
+            # of huge pages.
             gradients = torch.full((count,), 0.01, dtype=torch.float32, device="cpu")
             geometry = PartGeometry(
                 id=0,
@@ -143,7 +149,7 @@ class Update(Load):
 
 
 class MemoryTraffic(Load):
-    """Moves the bytes of an update, with next to no arithmetic, on all threads; units: bytes.
+    """Moves the bytes of an update, almost without arithmetic, on all threads; units: bytes.
 
     Args:
         num_params: Parameters, 28 bytes each.
@@ -154,7 +160,8 @@ class MemoryTraffic(Load):
 
     def __init__(self, num_params: int, threads: int) -> None:
         self._count, self._threads = num_params, threads
-        # Starts a few cache lines apart modulo a page: arrays that start at the same offset collide in the caches.
+        # Starts differ by a few cache lines modulo a page: arrays with equal offsets collide in the
+        # caches.
         self._arena = Arena(4 * (4 * num_params + 16 * KIB))
         self._addresses = [self._arena.address + i * (round_up(4 * num_params, 4096) + 17 * 64) for i in range(4)]
 
@@ -190,14 +197,14 @@ class Downcast(Load):
 class DiskTransfer(Load):
     """Streams blocks of plain bytes from or to files of a store, past the page cache; units: bytes.
 
-    Reads and writes have an engine each: in one, writes would go before reads.
+    Reads and writes each have an engine: in one engine, writes would go before reads.
 
     Args:
         store: The store of both.
         directory: Its directory.
         blocks: Numbers of the files.
-        write: Writes, in place; else reads.
-        options: Back end and queue, as training has them.
+        write: Whether to write, in place; otherwise it reads.
+        options: Back end and queue, as in training.
     """
 
     def __init__(self, store: Store, blocks: Sequence[int], *, write: bool, options: EngineOptions) -> None:
@@ -207,13 +214,13 @@ class DiskTransfer(Load):
         with ExitStack() as undo:
             self._engine = _engine(io_backend=options.io_backend, io_threads=options.io_threads, queue_depth=options.queue_depth)
             self._blocks = [_opaque(store, number, undo) for number in blocks]
-            undo.callback(self._engine.close)  # before its blocks
+            undo.callback(self._engine.close)  # runs before its blocks'
             self._undo = undo.pop_all()
         self._next = 0
         self._submit: Callable[[NativePart], Ticket] = self._store if write else self._engine.fetch
         begin_s = time.perf_counter()
         written = 0
-        for block in self._blocks:  # the first write to a file that was only allocated is slower than any later one
+        for block in self._blocks:  # the first write to a newly allocated file is slower than later ones
             if written >= _IN_FLIGHT and time.perf_counter() - begin_s > _PREPARE_S:
                 break
             self._store(block).wait()
@@ -237,7 +244,7 @@ class DiskTransfer(Load):
         return float(_BLOCK_BYTES)
 
     def settle(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the tasks in flight."""
         while self._under_way:
             self._finish()
 
@@ -258,9 +265,9 @@ def disk_loads(
 
     Args:
         directory: A private directory that lasts as long as the loads.
-        num_bytes: Bytes of the files that are read, and of those that are written.
-        options: Back end and queue, as training has them.
-        undo: Closes what is opened.
+        num_bytes: Bytes of the files to read, and of the files to write.
+        options: Back end and queue, as in training.
+        undo: Gets the callbacks that close everything.
 
     Raises:
         UnsupportedError: The file system refuses direct transfers.
@@ -284,12 +291,12 @@ def disk_loads(
 
 
 def compute_bytes(*, dtype: torch.dtype, hidden: int, tokens: int) -> int:
-    """Memory of :class:`Compute` with one block: weights, gradients, activations and their gradients."""
+    """Memory of :class:`Compute` with one block: weights, activations, and gradients of both."""
     return (2 * 12 * hidden**2 + 48 * tokens * hidden) * dtype.itemsize
 
 
 def engine_bytes() -> int:
-    """Memory that the engine of a load stages in."""
+    """Staging memory of a load's engine."""
     return 3 * _staged()
 
 
@@ -308,9 +315,9 @@ class Copy(Load):
 
     Args:
         device: The device.
-        to_device: Host to device; else back.
+        to_device: Whether to copy to the device; otherwise to the host.
         num_bytes: Bytes of one copy.
-        pageable: The host's memory is not page-locked, as that of weights on disk.
+        pageable: Whether the host's memory is pageable, as for weights on disk.
     """
 
     def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int, pageable: bool = False) -> None:
@@ -322,7 +329,7 @@ class Copy(Load):
         self._stream = torch.Stream(device) if apart else None
 
     def step(self) -> float:
-        """One copy, there and done."""
+        """One complete copy."""
         with self._stream if self._stream is not None else nullcontext():
             self._target.copy_(self._source, non_blocking=True)
         if self._stream is not None:

@@ -1,4 +1,4 @@
-"""What can be known of this machine without measuring: its parts, and what tells it from another."""
+"""Facts about this machine without measuring: its parts, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _COPY_BYTES, _DEVICE_PARAMS = 64 * MIB, 64 * MIB  # some milliseconds each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
-    """The parts of this machine that are measured.
+    """The measured parts of this machine.
 
     Attributes:
         path: A directory on its disk.
-        path_given: The user named it; else it may turn out to be no disk.
-        volume: The file system there; ``None`` where it cannot be looked at.
-        device: Where compute runs.
-        engine: How transfers and updates run.
+        path_given: Whether the user named it; otherwise it need not be a disk.
+        volume: The file system there; ``None`` if it cannot be examined.
+        device: The device that computes.
+        engine: Options of transfers and updates.
         cores: Cores that this process may use.
         torch_threads: Threads of torch's CPU kernels.
-        cache_bytes: The last level of the processor's caches, all of them together.
+        cache_bytes: Total size of the processor's last-level caches.
     """
 
     path: Path
@@ -50,16 +50,17 @@ class MeasuredMachine:
 
     @classmethod
     def of(cls, path: str | Path | None, *, device: str | None, update_threads: int | None) -> MeasuredMachine:
-        """Looks at this machine; see ``hardware.measure`` for the arguments.
+        """Examines this machine; see ``hardware.measure`` for the arguments.
 
         Raises:
-            ConfigError: There is no such directory or device, or ``update_threads`` is not positive.
+            ConfigError: There is no such directory or device, or ``update_threads`` is not
+                positive.
         """
         if update_threads is not None and (isinstance(update_threads, bool) or update_threads < 1):
             raise ConfigError(f"update_threads={update_threads!r}; allowed: a whole number of at least 1, or None.")
         place = Path.cwd() if path is None else Path(path).expanduser().absolute()
         if not place.is_dir():
-            raise ConfigError(f"path={str(path)!r} is no directory; give one on the disk that shall be measured.")
+            raise ConfigError(f"path={str(path)!r} is no directory; give one on the disk to measure.")
         try:
             volume = Volume.of(place)
         except OSError:
@@ -87,15 +88,15 @@ class MeasuredMachine:
 
     @property
     def whole_cpus(self) -> bool:
-        """No control group gives this process less than the CPUs that it may run on: else they are meant for others too."""
+        """Whether no control group gives this process less time than its CPUs have."""
         return self.cores >= len(os.sched_getaffinity(0))
 
     def without_disk(self) -> MeasuredMachine:
-        """The same machine, whose disk nobody looks at."""
+        """The same machine without its disk."""
         return replace(self, volume=None, path_given=False)
 
     def name(self) -> str:
-        """For people."""
+        """A display name."""
         parts = [_processor(), f"{self.cores} cores", format_bytes(total_memory_bytes())]
         return ", ".join([*parts, *([] if self.shared_memory else [self._device_name()]), self.disk_name()])
 
@@ -104,7 +105,7 @@ class MeasuredMachine:
         return "no disk" if self.volume is None else f"{self.volume.source} ({self.volume.filesystem})"
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What the measurements depend on: another value of any of it is another machine."""
+        """The fingerprint: everything that the measurements depend on."""
         return {
             "package": _package_version(),
             "torch": torch.__version__,
@@ -124,19 +125,19 @@ class MeasuredMachine:
         return int(torch.accelerator.get_memory_info(self.device)[0])
 
     def least_bytes(self) -> int:
-        """Host memory that measuring takes at least, whatever is asked of each load."""
+        """The least host memory of a measurement."""
         dtype, hidden, tokens = self._compute()
         compute = loads.compute_bytes(dtype=dtype, hidden=hidden, tokens=tokens) if self.shared_memory else 2 * _COPY_BYTES
         return compute + loads.engine_bytes() + (loads.disk_memory_bytes() if self.volume is not None else 0)
 
     def compute(self, most_bytes: int) -> loads.Compute:
-        """The load that stands for forward and backward; on the host its blocks take ``most_bytes`` or are one block."""
+        """The load for forward and backward; on the host its blocks take at most ``most_bytes``."""
         dtype, hidden, tokens = self._compute()
         cache_bytes = self.cache_bytes if self.shared_memory else 0
         return loads.Compute(self.device, dtype=dtype, hidden=hidden, tokens=tokens, cache_bytes=cache_bytes, most_bytes=most_bytes)
 
     def compute_text(self) -> str:
-        """What :meth:`compute` is, for the sources."""
+        """A description of :meth:`compute`, for the sources."""
         dtype, hidden, tokens = self._compute()
         where = f"{self.torch_threads} threads" if self.shared_memory else self._device_name()
         return f"hidden {hidden}, {tokens} tokens, {str(dtype).removeprefix('torch.')}, {where}"
@@ -161,10 +162,10 @@ class MeasuredMachine:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of a kind, or by default the accelerator where there is one.
+    """The device of a kind; by default the accelerator if there is one.
 
     Raises:
-        ConfigError: There is none of that kind here.
+        ConfigError: There is no such device here.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "cpu" or (name is None and found is None):
@@ -191,7 +192,7 @@ def _processor() -> str:
 
 
 def _cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of all caches of the last level; 0 where the system does not say.
+    """Bytes of all last-level caches; 0 if the system does not say.
 
     Source: Linux, Documentation/ABI/testing/sysfs-devices-system-cpu.
     """

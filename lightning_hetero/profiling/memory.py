@@ -1,4 +1,4 @@
-"""What a recorded batch says about memory: what each block saves, what else it needs, and which operators it consists of."""
+"""The memory of each block in a recorded batch: saved and temporary bytes, and operators."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from lightning_hetero.profiling.timeline import Stretch
 from lightning_hetero.runtime.activations.names import OperatorNames
 from lightning_hetero.units import MIB
 
-_HEAP_SAYS_MORE = 1.25  # malloc sees more than activations, so it has to say far more than the operators do
+_HEAP_SAYS_MORE = 1.25  # malloc counts more than activations, so only a far larger figure replaces the operators'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was seen of one batch.
+    """The observations of one batch.
 
     Attributes:
         stretches: Its compute, in order, every stretch with its block.
-        tokens: Its tokens, or samples where there are none.
-        ran: Its operators, in order; empty where they were not recorded.
+        tokens: Its tokens, or samples if there are no tokens.
+        ran: Its operators, in order; empty if they were not recorded.
         made: The storages that they made.
         live_bytes: Bytes of storages after each event, parameters' gradients left out.
-        saved_live_bytes: Of these, what forward saves.
-        peak_bytes: The most bytes of storages at once, parameters' gradients counted.
+        saved_live_bytes: The bytes of these that forward saves.
+        peak_bytes: Peak bytes of storages, parameters' gradients included.
         saved: Numbers of the storages that forward saves, wherever they are until backward.
-        again: Numbers of those that a forward saved when it ran once more, because the block had dropped them.
-        hidden_bytes: For each stretch, what a device's allocator had out beyond what storages show; empty where nobody knows.
-        inputs: Numbers of the storages that came with the arguments of each block's forward, by the block's index.
+        again: Numbers of the storages that a recomputed forward saved, because the block had
+            dropped them.
+        hidden_bytes: For each stretch, memory of the device's allocator beyond the storages; empty
+            if it is not known.
+        inputs: Numbers of the storages that came with the arguments of each block's forward, by the
+            block's index.
     """
 
     stretches: tuple[Stretch, ...]
@@ -49,30 +52,30 @@ class Observed:
     inputs: Mapping[int, tuple[int, ...]]
 
     def seconds(self, phase: Phase, block: int) -> float:
-        """Compute of one phase of one block, recomputation left out."""
+        """Compute of one phase of one block, without recomputation."""
         return sum(s.seconds for s in self.stretches if s.phase is phase and s.block == block and not s.again)
 
     def grown_bytes(self, block: int) -> int:
-        """What malloc has given out during one block's forward and not got back."""
+        """Bytes that malloc allocated during one block's forward and that were not freed."""
         forward = (s for s in self.stretches if s.phase is Phase.FORWARD and s.block == block and not s.again)
         return sum(s.end.heap_bytes - s.begin.heap_bytes for s in forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorMeasure:
-    """One operator of the recorded batch, with what it found and left.
+    """One operator of the recorded batch, with the memory around it.
 
     Attributes:
         block: Index of its block.
         phase: Forward or backward.
         name: As in :class:`~lightning_hetero.ir.model.OperatorProfile`.
-        seconds: How long it took.
+        seconds: Its duration.
         flop: Its FLOP.
-        gap_s: Seconds since the operator before it ended.
-        gap_bytes: Change of live bytes in that gap: what autograd and Python have freed.
-        before_bytes: Live bytes as it began.
-        peak_bytes: The most while it ran, as far as storages show it.
-        after_bytes: Live bytes as it ended.
+        gap_s: Seconds since the previous operator ended.
+        gap_bytes: Change of live bytes in that gap, by autograd and Python.
+        before_bytes: Live bytes when it began.
+        peak_bytes: Peak of live bytes while it ran, as far as storages show it.
+        after_bytes: Live bytes when it ended.
     """
 
     block: int
@@ -115,11 +118,11 @@ def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
 
 
 def kept_bytes(observed: Observed, grown_bytes: int) -> int:
-    """Memory that malloc holds beyond the most that a step has at once: holes, see [Note: Fragmentation] in ``runtime.heap``.
+    """Memory of malloc beyond a step's peak: holes ([Note: Fragmentation] in ``runtime.heap``).
 
     Args:
         observed: The recorded batch.
-        grown_bytes: What the heap has grown by since before that batch; 0 where the C library does not say.
+        grown_bytes: Growth of the heap since before that batch; 0 if the C library does not say.
     """
     return max(0, grown_bytes - observed.peak_bytes)
 
@@ -128,17 +131,19 @@ class RecordedMemory:
     """The memory and the FLOP of each block, from one recorded batch.
 
     [Note: Whose activation]
-    A saved storage is the boundary of the first block that got it as an argument; else it belongs to the block whose operator
-    made it. So a tensor that one block makes and the next one starts from is counted once, where recomputation would start.
+    A saved storage is the boundary of the first block that got it as an argument; otherwise it
+    belongs to the block whose operator made it. So a tensor that one block makes and the next one
+    uses is counted once, at the start of a recomputation.
 
     [Note: Any plan will do]
-    A block saves the same under any plan. What it keeps exists as backward begins. What leaves the device is noted as it leaves.
-    What it drops is seen when its forward runs once more; such a run counts neither as forward nor as backward. So a batch can be
-    recorded under a plan with which it fits the device (LoHan section IV-B, ProTrain section 3.2).
+    A block saves the same tensors under any plan. Kept tensors exist when backward begins. Tensors
+    that leave the device are recorded when they leave. Dropped tensors are seen when the forward is
+    repeated; the repetition counts neither as forward nor as backward. So a batch can be recorded
+    under a plan that fits the device (LoHan section IV-B, ProTrain section 3.2).
 
     Args:
         observed: The batch.
-        num_blocks: How many blocks the model has.
+        num_blocks: The number of the model's blocks.
     """
 
     def __init__(self, observed: Observed, num_blocks: int) -> None:
@@ -166,15 +171,16 @@ class RecordedMemory:
         for stretch, hidden in zip(observed.stretches, observed.hidden_bytes or repeat(0), strict=False):
             block = stretch.block
             if block in recomputed and stretch.phase is Phase.FORWARD and stretch.inside:
-                continue  # what it drops is memory beside what it saves then; the run that repeats it shows what is not saved
+                continue  # dropped tensors are temporary memory here; the repetition shows the rest
             self.transient_bytes[block] = max(self.transient_bytes[block], self._beside(stretch) + hidden)
 
     def backward(self) -> list[tuple[BackwardOperator, ...]]:
-        """Each block's operators of backward that free what forward has saved, and the last one of each stretch of compute.
+        """Backward operators that free saved tensors, and the last one of each stretch, by block.
 
         [Note: Memory of backward]
-        What lies between two of these counts as the gap before the second one: operators that free nothing, and what autograd and
-        Python do. A forward that runs once more inside is left out. What a stretch frees behind its last operator counts for that.
+        Everything between two of these counts as the gap before the second one: operators that free
+        nothing, autograd, and Python. A repeated forward inside is left out. Memory that is freed
+        after the last operator of a stretch counts for that operator.
         """
         seen, rows = self._observed, [list[BackwardOperator]() for _ in self.activation_bytes]
         rest = [live - saved for live, saved in zip(seen.live_bytes, seen.saved_live_bytes, strict=True)]
@@ -206,21 +212,21 @@ class RecordedMemory:
         return [tuple(row) for row in rows]
 
     def _freed(self, begin: int, end: int) -> int:
-        """Bytes of what forward has saved that go between two events."""
+        """Bytes of saved tensors that are freed between two events."""
         return sum(max(0, a - b) for a, b in pairwise(self._observed.saved_live_bytes[begin : end + 1]))
 
     def _beside(self, stretch: Stretch) -> int:
-        """The most that a stretch of compute needs beside what is saved: in forward up to its end, in backward as it begins."""
+        """A stretch's peak beyond the saved tensors: those at forward's end or backward's begin."""
         live, saved = self._observed.live_bytes, self._observed.saved_live_bytes
         forward = stretch.phase is Phase.FORWARD or stretch.again
         most = max(live[stretch.begin.events : stretch.end.events + 1])
         return max(0, most - saved[stretch.end.events if forward else stretch.begin.events])
 
     def _again(self, boundary: Mapping[int, int]) -> set[int]:
-        """What recomputations have brought back, but for what blocks return: the next block's boundary has that.
+        """Tensors that recomputations have restored, without block outputs: these are boundaries.
 
         Args:
-            boundary: The block that each such storage is the boundary of.
+            boundary: The block of each boundary storage.
         """
         returned: Counter[tuple[int, str]] = Counter()
         for number in boundary:
@@ -237,16 +243,16 @@ class RecordedMemory:
         return found
 
     def correct(self, grown: Sequence[int]) -> None:
-        """Believes malloc where it has given out far more during forward than operators show, as compiled code lets it.
+        """Takes malloc's figure if it is far above the operators', as for compiled code.
 
         Args:
-            grown: By how much, for each block.
+            grown: Growth of each block, bytes.
         """
         if sum(grown) > _HEAP_SAYS_MORE * sum(self.activation_bytes) + MIB:
             self.activation_bytes = [max(a, g) for a, g in zip(self.activation_bytes, grown, strict=True)]
 
     def operators(self, block: int) -> tuple[OperatorProfile, ...]:
-        """The operators inside one block's forward whose outputs are saved, in the order in which they first ran."""
+        """A block's forward operators with saved outputs, in the order of their first run."""
         flop: defaultdict[str, float] = defaultdict(float)
         saved: Counter[str] = Counter()
         labels = self._labels

@@ -1,14 +1,17 @@
 """The profile of a model, measured in a real training step.
 
-Several batches are looked at (ProTrain section 3.2): one with a recorder of operators, for FLOP and memory; those after it with
-nothing but a clock at the blocks' anchors, for seconds, because recording slows a step, and a process's first step is slow anyway.
-Of each figure the median over these counts: caches and memory take a batch or two to settle, and a machine stalls now and then.
-While they are timed nothing overlaps: updates and transfers wait their turn and their time does not count, so blocks are timed
-alone. Static memory stays on the tiers where the plan in force has it. None of it changes a bit of what is computed.
+Several batches are observed (ProTrain section 3.2). The first has a recorder of operators, for FLOP
+and memory. The later ones have only a clock at the blocks' anchors, for seconds, because recording
+slows a step, and a process's first step is slow anyway. Each figure is the median over these,
+because caches and memory take a batch or two to settle, and a machine stalls now and then. While
+blocks are timed nothing overlaps: updates and transfers run one after the other and their time does
+not count. Weights and state stay on the tiers of the current plan. Observation does not change a
+bit of the result.
 
-The seconds of all blocks, forward and backward, add up to those of a timed batch: what runs outside every block belongs to the
-block that follows, the loss to the last one, and what follows backward (the optimizer's step but for updates, the loop, callbacks)
-to the one that backward ends with. What the runtime does at an anchor before it waits counts too, since every step does it.
+The seconds of all blocks, forward and backward, add up to those of a timed batch. Code outside
+every block belongs to the block that follows, and the loss to the last block. Code after backward
+(the optimizer's step without updates, the loop, callbacks) belongs to the block with which backward
+ends. The runtime's work at an anchor before it waits counts too, because every step has it.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ from lightning_hetero.units import format_bytes
 
 
 class BatchProfiler:
-    """Looks at one training batch of a session, from :meth:`start` to :meth:`stop`.
+    """Observes one training batch of a session, from :meth:`start` to :meth:`stop`.
 
     Args:
         session: The session, between two batches.
-        tokens: Tokens of the batch, or samples where there are none.
-        operators: Record operators; else only time blocks.
+        tokens: Tokens of the batch, or samples if there are no tokens.
+        operators: Whether to record operators; otherwise only blocks are timed.
     """
 
     def __init__(self, session: Session, *, tokens: int, operators: bool) -> None:
@@ -52,7 +55,7 @@ class BatchProfiler:
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
         device_type = "cpu" if device is None else device.lanes.device_type
         self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type) if operators else None
-        # Where compute is a stream, the host waits for an event of it before it reads the clock.
+        # If compute is a stream, the host waits for an event of it before it reads the clock.
         self._settle: Callable[[], object] = float if device is None else device.lanes.settle
         apart = device is not None and device_type != "cpu"
         self._heap_bytes: Callable[[], int] = device.lanes.allocated_bytes if apart and device is not None else heap_meter()
@@ -61,15 +64,15 @@ class BatchProfiler:
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._saved: frozenset[int] | None = None
-        self._left: set[int] = set()  # storages that were saved and went elsewhere
-        self._again: set[int] = set()  # storages that a forward saved when it ran once more
+        self._left: set[int] = set()  # saved storages that were moved elsewhere
+        self._again: set[int] = set()  # storages that a repeated forward saved
         self._recording = False
-        self._looking_s = 0.0  # spent on marks; compute stands still meanwhile
+        self._looking_s = 0.0  # time for marks, while compute waits
         self._in_python = device is not None or any(binding.capability is not Rule.NATIVE for binding in session.bindings)
         self._last: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:
-        """From now on nothing overlaps if blocks are timed."""
+        """Begins. If blocks are timed, nothing overlaps from now on."""
         self._executor.rest()
         self._executor.serial = self._recorder is None
         self._executor.watcher = self._timeline
@@ -85,13 +88,13 @@ class BatchProfiler:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The batch's ``training_step`` runs inside."""
+        """Context of the batch's ``training_step``."""
         with self._looking(Phase.FORWARD):
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward of the batch runs inside."""
+        """Context of a backward of the batch."""
         if self._saved is None:
             self._saved = frozenset() if self._recorder is None else self._recorder.alive() | self._left
         with self._looking(Phase.BACKWARD):
@@ -131,11 +134,11 @@ class BatchProfiler:
             inputs=self._inputs,
         )
 
-    # ---- what becomes of what forward saves ---------------------------------------------------------------------------------
+    # ---- watcher of activations ------------------------------------------------------------------
 
     @contextmanager
     def recomputing(self, block: int) -> Iterator[None]:
-        """Watcher of activations: a block's forward runs once more inside."""
+        """Context of a repeated forward of a block."""
         recorder = self._recorder
         before = 0 if recorder is None else len(recorder.made)
         with self._timeline.again(block):
@@ -144,17 +147,17 @@ class BatchProfiler:
             self._again |= {number for number in recorder.alive() if number >= before}
 
     def leaves(self, storage: torch.UntypedStorage) -> None:
-        """Watcher of activations: what forward has saved goes elsewhere until backward."""
+        """A saved tensor is moved elsewhere until backward."""
         number = None if self._recorder is None else self._recorder.set_aside(storage)
         if number is not None:
             self._left.add(number)
 
     def set_aside(self, storage: torch.UntypedStorage) -> None:
-        """Watcher of activations: memory of the runtime's own, for what comes back or for what a recomputation will find."""
+        """Memory of the runtime itself, for restored tensors or inputs of a recomputation."""
         if self._recorder is not None:
             self._recorder.set_aside(storage)
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     @contextmanager
     def _looking(self, phase: Phase) -> Iterator[None]:
@@ -173,7 +176,7 @@ class BatchProfiler:
         return time.monotonic() - self._waited_s() - self._looking_s
 
     def _waited_s(self) -> float:
-        """Seconds that compute has waited; with updates in Python, which run at anchors, all that it has spent there."""
+        """Seconds that compute has waited, Python updates at anchors included."""
         store = self._session.store
         return self._session.recorder.waited_s if self._in_python or store is None else store.engine.waited_s
 
@@ -192,10 +195,10 @@ class BatchProfiler:
 
 
 def _hidden(stretch: Stretch, shown: Sequence[int]) -> int:
-    """What a device's allocator had out during a stretch beyond the storages that operators show: workspaces of kernels.
+    """Memory of a device's allocator in a stretch beyond the storages: workspaces of kernels.
 
     Args:
-        stretch: It.
+        stretch: The stretch.
         shown: Bytes of all storages before the first event and after each.
     """
     begin, end = stretch.begin, stretch.end
@@ -212,15 +215,16 @@ def model_profile(
     constant_host_bytes: int,
     constant_device_bytes: int = 0,
 ) -> ModelProfile:
-    """Puts together what some batches have shown.
+    """Combines the observations of some batches.
 
     Args:
         model: The blocks' sizes.
         recorded: A batch with its operators; the profile is of its number of tokens.
-        timed: Later batches without, whose seconds count, scaled to that number; none: seconds are those of the recorded one.
+        timed: Later batches without recording, whose seconds count, scaled to that number. If
+            empty, the recorded batch's count.
         compute_itemsize: Bytes of one weight.
         constant_host_bytes: Host memory that no plan changes.
-        constant_device_bytes: The same of a device with memory of its own.
+        constant_device_bytes: The same for a device with memory of its own.
     """
     clocks = tuple(timed) or (recorded,)
 
@@ -260,13 +264,14 @@ def model_profile(
 
 
 def check_activations(profile: ModelProfile) -> None:
-    """Refuses a profile that shows nothing of what blocks save: from it swaps and recomputation look free.
+    """Refuses a profile without saved tensors, because swaps and recomputation would look free.
 
-    A repeated block after the first one gets what another block has made, so it has a boundary. Where such blocks save more than
-    their boundaries, operators inside them have made it. Every backward needs some memory beside what is saved.
+    A repeated block after the first one uses the output of another block, so it has a boundary. If
+    such blocks save more than their boundaries, operators inside them have made it. Every backward
+    needs some temporary memory.
 
     Args:
-        profile: As measured on a device with memory of its own.
+        profile: A profile that was measured on a device with memory of its own.
 
     Raises:
         ConfigError: No block has a boundary, memory of its own during compute, or operators.

@@ -1,14 +1,16 @@
-"""What one training batch computes, operator by operator: seconds, FLOP, memory, and which outputs stay until backward.
+"""Records one training batch, operator by operator: seconds, FLOP, memory, saved outputs.
 
 [Note: Nothing is unhookable]
-A dispatch mode sees every ATen operator of the batch below autograd, whoever calls it. Between two operators there is a gap:
-Python, and autograd that frees what it has used. Its seconds and its change of memory are recorded with the operator that follows.
-What an operator allocates and frees inside its kernel is not seen.
+A dispatch mode sees every ATen operator of the batch below autograd, whoever calls it. Between two
+operators there is a gap: Python, and autograd that frees used tensors. Its seconds and its change
+of memory are recorded with the next operator. Memory that an operator allocates and frees inside
+its kernel is not seen.
 
 [Note: Saved by liveness]
-What forward saves is what it has made and what still exists as backward begins: storages are watched until they die. So no
-saved-tensors hook is needed, which ``torch.func`` would refuse to run under, and what user code keeps is counted too. Parameters
-are not made by operators of the batch, so they are never counted.
+Forward saves the storages that it has made and that still exist when backward begins: storages are
+watched until they are freed. So no saved-tensors hook is needed (``torch.func`` refuses to run
+under one), and storages that user code keeps count too. Operators of the batch do not make
+parameters, so parameters never count.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.store.live.blocks import Block
 
 _ATEN = torch.ops.aten
-# The registry has the attention kernels of accelerators only; those of the CPU take the same arguments first.
+# The registry has only the attention kernels of accelerators; those of the CPU begin with the same
+# arguments.
 _SAME_FLOP = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
@@ -44,8 +47,9 @@ class RecordedStorage:
     Attributes:
         operator: Number of the operator.
         num_bytes: Its size.
-        gradient: It has become a parameter's gradient.
-        aside: The runtime moves it, or has made it for itself: it is no working memory of compute.
+        gradient: Whether it has become a parameter's gradient.
+        aside: Whether the runtime moves it or has made it for itself: it is then no working memory
+            of compute.
     """
 
     operator: int
@@ -56,15 +60,15 @@ class RecordedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOperator:
-    """One operator as it ran.
+    """One run of an operator.
 
     Attributes:
         name: ATen's name, such as ``"addmm"``.
         param: Name of the first parameter that it took, in the block's terms; empty if none.
         start_s: When it began, on the recorder's clock.
         end_s: When it ended.
-        flop: FLOP, 0 for operators that torch has no formula for.
-        events: How many storages had been made or freed before it.
+        flop: FLOP, 0 for operators without a formula in torch.
+        events: The number of storages that had been made or freed before it.
         made: Numbers of the storages that it made.
     """
 
@@ -78,7 +82,7 @@ class RecordedOperator:
 
 
 class Addresses(ParameterAddresses):
-    """Finds the parameter at an address; parameters lie at fixed ones.
+    """Finds the parameter at an address; parameters have fixed addresses.
 
     Args:
         blocks: Blocks bound to memory.
@@ -94,7 +98,7 @@ class Addresses(ParameterAddresses):
 
 
 class BoundAddresses:
-    """Finds the parameter at an address where blocks are bound to memory that comes and goes.
+    """Finds the parameter at an address, for blocks whose memory changes.
 
     Args:
         weights: The weights on a device.
@@ -104,13 +108,13 @@ class BoundAddresses:
         self._weights = weights
 
     def first(self, tensors: Iterable[Tensor]) -> str:
-        """The name of the first tensor that lies in a parameter; empty if none does."""
+        """The name of the parameter that has the first such tensor; empty if there is none."""
         found = next(filter(None, map(self._weights.reference, tensors)), None)
         return "" if found is None else inner_name(found.part.names[found.index], found.part.block.name)
 
 
 def inner_name(name: str, block: str) -> str:
-    """A parameter's name as its block says it: ``"attn.weight"`` for ``"layers.3.attn.weight"`` in block ``"layers.3"``."""
+    """A parameter's name inside its block: ``"attn.weight"`` for ``"layers.3.attn.weight"``."""
     return name.removeprefix(f"{block}.")
 
 
@@ -118,14 +122,14 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     """Records the operators that run while it is active; changes none of them.
 
     Args:
-        addresses: Where the parameters are.
-        clock: Seconds, of the kind in which blocks are timed.
-        device_type: Of the device that computes: storages elsewhere do not count.
+        addresses: The addresses of the parameters.
+        clock: The clock that times blocks, seconds.
+        device_type: Type of the device that computes; storages elsewhere do not count.
 
     Attributes:
         ran: The operators, in order.
         made: The storages that they have made, in order.
-        events: Numbers of storages as they were made (``n``) and freed (``~n``), in order.
+        events: Numbers of storages that were made (``n``) and freed (``~n``), in order.
     """
 
     def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float], *, device_type: str = "cpu") -> None:
@@ -138,11 +142,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled: it is one operator to us, or none."""
+        """Compiled code stays compiled: it counts as one operator, or none."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator and notes it."""
+        """Runs one operator and records it."""
         kwargs = kwargs or {}
         events, start = len(self.events), self._clock()
         out = func(*args, **kwargs)
@@ -173,17 +177,20 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return None if known is None else known[0]
 
     def alive(self) -> frozenset[int]:
-        """Numbers of the storages that exist now, but for those that are set aside."""
+        """Numbers of the storages that exist now, without the runtime's own."""
         return frozenset(number for number, _ in self._alive.values() if not self.made[number].aside)
 
     def is_gradient(self, param: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient: its storage is no working memory any more."""
+        """Autograd has accumulated a gradient: its storage is no longer working memory."""
         number = self.number_of(param.grad)
         if number is not None:
             self.made[number].gradient = True
 
     def set_aside(self, storage: torch.UntypedStorage) -> int | None:
-        """The runtime moves a storage, or has made it for itself; returns its number, if an operator has made it."""
+        """The runtime moves a storage, or has made it for itself.
+
+        Returns its number, if an operator has made it.
+        """
         known = self._alive.get(storage._cdata)
         if known is None:
             return None
@@ -191,7 +198,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return known[0]
 
     def forget(self) -> None:
-        """Lets go of the storages; what was noted stays."""
+        """Drops the storages and keeps the record."""
         self._alive.clear()
 
     def _has_storage(self, leaf: object) -> TypeGuard[Tensor]:
@@ -221,9 +228,9 @@ def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None, *
     """Bytes of storages before the first event and after each.
 
     Args:
-        recorder: What was recorded.
-        only: Count these storages alone.
-        everything: Count those too that became parameters' gradients, and those of the runtime.
+        recorder: The recorder.
+        only: Count only these storages.
+        everything: Count parameters' gradients and the runtime's storages too.
     """
     totals = [0]
     for event in recorder.events:
@@ -248,7 +255,7 @@ def _flop(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     formula = flop_registry.get(packet)
     if formula is None:
         return 0.0
-    if (at := _QUERY_AT.get(packet)) is not None:  # torch 2.11 wants as many heads of keys and values as of queries
+    if (at := _QUERY_AT.get(packet)) is not None:  # torch 2.11 needs equal numbers of heads for queries, keys and values
         query, *shared = args[at : at + 3]
         full = (t[:, :1].expand(-1, query.shape[1], -1, -1) for t in shared)
         args = (*args[: at + 1], *full, *args[at + 3 :])

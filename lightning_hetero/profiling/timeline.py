@@ -1,4 +1,4 @@
-"""One training batch cut into stretches of compute, each of one block, on a clock that stops while compute waits."""
+"""Divides a training batch into stretches of compute, on a clock that stops while compute waits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class Mark:
     """A moment.
 
     Attributes:
-        seconds: Compute so far; waiting for the runtime does not count.
+        seconds: Compute so far, without waits for the runtime.
         operators: Operators recorded so far.
         events: Storages made or freed so far.
-        heap_bytes: What malloc, or on a device with memory of its own torch, has given out; 0 where it does not say.
-        peak_bytes: The most that torch has given out on such a device since the mark before; 0 where it does not say.
+        heap_bytes: Bytes that malloc (on a device with memory of its own: torch) has allocated; 0
+            if it is not known.
+        peak_bytes: Peak of torch's allocation on such a device since the mark before; 0 if it is
+            not known.
     """
 
     seconds: float
@@ -36,11 +38,12 @@ class Stretch:
 
     Attributes:
         phase: Forward or backward.
-        block: The block's index; ``NO_BLOCK``: none of them, until :func:`attributed` says which.
-        begin: Where it begins.
-        end: Where it ends.
-        inside: It ran in the block itself, not before or after it.
-        again: It ran a forward once more, in backward, for what the block had dropped.
+        block: The block's index; ``None``: no block yet, see :func:`attributed`.
+        begin: Its begin.
+        end: Its end.
+        inside: Whether it ran in the block itself, not before or after it.
+        again: Whether it repeated a forward during backward, for tensors that the block had
+            dropped.
     """
 
     phase: Phase
@@ -52,19 +55,19 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its duration."""
         return self.end.seconds - self.begin.seconds
 
 
 class Timeline:
     """Follows the anchors of one batch (a ``Watcher`` of the executor).
 
-    Blocks may contain each other: what runs between two inner ones belongs to the outer one. A block's backward ends where the next
-    one's begins. A block that is recomputed computes from there on.
+    Blocks may contain each other: compute between two inner blocks belongs to the outer one. A
+    block's backward ends where the next one begins. A recomputed block computes from there on.
 
     Args:
         now: Makes marks.
-        on_inputs: Told of the arguments of each block's first forward.
+        on_inputs: Called with the arguments of each block's first forward.
     """
 
     def __init__(self, now: Callable[[], Mark], on_inputs: Callable[[Block, Any], None] = lambda block, inputs: None) -> None:
@@ -78,7 +81,7 @@ class Timeline:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Compute of one phase happens inside; nested, the inner phase interrupts the outer one."""
+        """Context of compute of one phase; a nested phase interrupts the outer one."""
         outer = self._phase, self._current, self._begin
         self._cut(NO_BLOCK)
         self._phase, self._current, self._begin = phase, NO_BLOCK, self._now()
@@ -113,7 +116,7 @@ class Timeline:
 
     @contextmanager
     def again(self, block: int) -> Iterator[None]:
-        """Inside, a block's forward runs once more; then whatever it has interrupted goes on."""
+        """Context of a repeated forward; the interrupted stretch continues after it."""
         if self._begin is None:
             yield
             return
@@ -137,10 +140,10 @@ class Timeline:
 
 
 def attributed(stretches: list[Stretch]) -> list[Stretch]:
-    """Gives stretches of no block to the one that follows in their phase, and those after the last one to that.
+    """Gives each stretch without a block to the next block of its phase, or else to the last.
 
-    What lies before a block's forward (masks, positions) belongs to it then, and so does its backward, which follows the block's
-    own; the loss belongs to the last block in both.
+    So code before a block's forward (masks, positions) belongs to the block, and so does its
+    backward, which follows the block's own. The loss belongs to the last block in both phases.
     """
     last: dict[Phase, int] = {}
     for stretch in stretches:

@@ -1,4 +1,4 @@
-"""Rates of work alone and beside other work: short repetitions in turn, and the median of them."""
+"""Rates of work alone and beside other work: medians of short repetitions in turns."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Self
 
 import psutil
 
-_WARM_SHARE = 0.2  # of a window: until all loads are up to speed
+_WARM_SHARE = 0.2  # of a window, until all loads have reached their speed
 _Step = tuple[float, float, float]  # begin, end, units
 
 
 class Load:
-    """Work of one kind, in steps of some ten milliseconds, for as long as somebody measures.
+    """Work of one kind, in steps of tens of milliseconds.
 
-    Contract: one thread at a time calls :meth:`step`; that of a load with ``foreground`` is the one that measures, since torch's
-    CPU threads belong to the thread that calls torch.
+    Contract: one thread at a time calls :meth:`step`. For a load with ``foreground`` it is the
+    measuring thread, because torch's CPU threads belong to the thread that calls torch.
     """
 
     name: str
     foreground: bool = False
 
     def step(self) -> float:
-        """Does one step; returns its units: bytes, elements or FLOP. Steps may overlap, so long as each returns what one took."""
+        """Does one step and returns its units: bytes, elements or FLOP. Steps may overlap."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Waits for what steps have left under way."""
+        """Waits for work of steps that is still in flight."""
 
     def close(self) -> None:
-        """Gives memory and files back."""
+        """Frees memory and files."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,17 +46,18 @@ class Load:
 def rates(loads: Sequence[Load], seconds: float) -> dict[str, float]:
     """Runs loads at the same time for a while.
 
-    Only steps count that lie within a window in which all of them run; where a load has no such step, all its steps do.
+    Only steps within a window count in which all loads run; if a load has no such step, all its
+    steps count.
 
     Args:
-        loads: At most one of them with ``foreground``.
-        seconds: How long; each load goes on until all have got there.
+        loads: The loads, at most one of them with ``foreground``.
+        seconds: The duration; each load continues until all have reached it.
 
     Returns:
-        Units a second by the load's name.
+        Units per second by the load's name.
 
     Raises:
-        Exception: What a step raised.
+        Exception: A step raised it.
     """
     front = [load for load in loads if load.foreground]
     assert len(front) <= 1, "torch's threads belong to one thread"
@@ -110,10 +111,10 @@ class Measured:
     """A median.
 
     Attributes:
-        value: It.
-        spread: Largest minus smallest, over the median.
-        repetitions: Of how many it is.
-        noise: How far a value is from the median, in the median, over the median.
+        value: The median.
+        spread: Largest minus smallest value, divided by the median.
+        repetitions: The number of values.
+        noise: Median distance of a value from the median, divided by the median.
     """
 
     value: float
@@ -135,13 +136,16 @@ class Measured:
 
 
 class Neighbours:
-    """CPU time that other processes take, from the start on, of the CPUs that this process may use."""
+    """CPU time of other processes since the start, on the CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._begin = self._now()
 
     def share(self) -> float:
-        """Of those CPUs' time since the start, 0 to 1; work in the kernel counts for nobody, as a disk's is done there."""
+        """The share of the CPUs' time since the start, 0 to 1.
+
+        Kernel time does not count: disk I/O runs there.
+        """
         begin, end = self._begin, self._now()
         passed_s = (end[0] - begin[0]) * len(os.sched_getaffinity(0))
         return min(1.0, max(0.0, (end[1] - begin[1]) / passed_s)) if passed_s > 0 else 0.0
@@ -150,7 +154,7 @@ class Neighbours:
     def _now() -> tuple[float, float]:
         every = psutil.cpu_times(percpu=True)
         mine = [every[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(every)]
-        used = sum(cpu.user + cpu.nice + cpu.steal for cpu in mine)  # user has that of guests
+        used = sum(cpu.user + cpu.nice + cpu.steal for cpu in mine)  # user includes guest time
         return time.perf_counter(), used - os.times().user
 
 
@@ -158,14 +162,14 @@ Round = Mapping[frozenset[str], Mapping[str, float]]
 
 
 def rounds(experiments: Sequence[Sequence[Load]], *, seconds: float, repetitions: int) -> list[Round]:
-    """Runs every experiment once a round, so that a machine that drifts slows all of them alike.
+    """Runs every experiment once per round, so that drift of the machine affects all of them.
 
-    What runs alone does so once before, and that does not count: it touches its memory for the first time.
+    An experiment with a single load first runs once without counting, to touch its memory.
 
     Args:
         experiments: Loads that run at the same time.
-        seconds: For everything together; an experiment with several loads, which varies more, gets twice the time of one load.
-            Where steps take longer than that there are fewer rounds, but one at least.
+        seconds: Total time; an experiment with several loads, which varies more, gets twice the
+            time of one load. If steps take longer, there are fewer rounds, but at least one.
         repetitions: Rounds.
 
     Returns:
@@ -192,18 +196,19 @@ def rounds(experiments: Sequence[Sequence[Load]], *, seconds: float, repetitions
 
 
 def alone(results: Sequence[Round], name: str) -> Measured:
-    """The rate of one load with nothing beside it."""
+    """The rate of one load without other work."""
     return Measured.of(done[frozenset({name})][name] for done in results)
 
 
 def slowdown(results: Sequence[Round], mine: frozenset[str], others: frozenset[str]) -> Measured:
-    """How many times longer loads take beside others; at least 1.
+    """The factor by which other loads slow loads down, at least 1.
 
-    Loads that belong together, such as reads and writes, count by the sum of what each reaches of its own rate alone.
+    Loads that belong together, such as reads and writes, count by the sum of the shares that each
+    reaches of its rate alone.
     """
     return Measured.of(max(1.0, progress(done, mine, mine) / progress(done, mine, mine | others)) for done in results)
 
 
 def progress(done: Round, mine: frozenset[str], running: frozenset[str]) -> float:
-    """The sum over ``mine`` of the rate while ``running`` run, over that alone: 1 for one load, 2 for two that do not disturb."""
+    """The sum over ``mine`` of each rate beside ``running``, divided by its rate alone."""
     return sum(done[running][name] / done[frozenset({name})][name] for name in mine)

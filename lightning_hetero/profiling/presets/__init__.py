@@ -1,6 +1,7 @@
-"""Machines and models that nobody here owns, from datasheets and the papers: so anyone can ask what they would do.
+"""Presets of machines and models from datasheets and papers.
 
-Every figure has a source text. Unknown names raise ``ConfigError`` with near matches and all known names.
+Every figure has a source text. Unknown names raise ``ConfigError`` with near matches and all known
+names.
 """
 
 from lightning_hetero.profiling.presets.devices import DEVICES, LINKS, Device, device

@@ -1,8 +1,9 @@
 """Devices by name, and the links that connect them to their hosts.
 
-Peak rates are those of dense 16-bit matrix products with 32-bit accumulation, which training uses: consumer cards reach only half
-of their 16-bit accumulation peak that way. What a device reaches on transformers is its peak times :attr:`Device.utilisation`, the
-model FLOP utilisation of one device that waits for nothing else.
+Peak rates are those of dense 16-bit matrix products with 32-bit accumulation, which training uses:
+consumer cards reach only half of their 16-bit accumulation peak that way. On transformers a device
+reaches its peak times :attr:`Device.utilisation`, the model FLOP utilisation of one device without
+waits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Device:
         name: Its name in the table.
         memory_bytes: Its memory.
         peak_flop_per_s: Dense 16-bit matrix products accumulated in 32 bit, FLOP/s.
-        utilisation: The share of that peak that training a transformer reaches with nothing to wait for, 0 to 1.
+        utilisation: The share of that peak that training a transformer reaches without waits, 0 to
+            1.
         memory_bytes_per_s: Bandwidth of its memory, bytes/s.
-        peer_bytes_per_s: To other devices of its kind, one direction, bytes/s; 0: only through the host.
+        peer_bytes_per_s: Bandwidth to other devices of its kind, one direction, bytes/s; 0: only
+            through the host.
         link: The link to its host, a name in :data:`LINKS`.
-        host: The host assumed where none is named, a name in ``hosts.HOSTS``.
+        host: The host if none is named, a name in ``hosts.HOSTS``.
     """
 
     name: str
@@ -39,7 +42,7 @@ class Device:
 
     @property
     def flop_per_s(self) -> Figure:
-        """What it reaches on transformers, FLOP/s."""
+        """FLOP/s that it reaches on transformers."""
         peak, used = self.peak_flop_per_s, self.utilisation
         how = (
             f"{used.value:g} ({used.source}) of {peak.value / 1e12:g} TFLOP/s dense, 16 bit with fp32 accumulation ({peak.source})"
@@ -52,7 +55,7 @@ class Device:
         return self.memory_bytes_per_s.times(0.8 / 28, "28 bytes a parameter at 0.8 (assumed)")
 
 
-# Bytes a second in one direction, 16 lanes, pinned memory.
+# Bytes per second in one direction, 16 lanes, page-locked memory.
 LINKS: dict[str, Figure] = {
     "pcie3": Figure(12e9, "Deep Optimizer States, section 5.4: 3e9 fp32/s on a V100; 15.75 GB/s nominal"),
     "pcie4": Figure(25e9, "Deep Optimizer States, section 4.1: achievable on PCIe 4; 31.5 GB/s nominal"),
@@ -116,6 +119,6 @@ def device(name: str) -> Device:
     """The device of that name, such as ``"rtx4090"`` or ``"A100-80GB"``.
 
     Raises:
-        ConfigError: There is none; lists those there are.
+        ConfigError: There is no such preset; lists the known ones.
     """
     return find("device", DEVICES, name)

@@ -1,7 +1,8 @@
-"""Disks by name, one or several of a kind side by side.
+"""Disks by name, one or several of a kind in parallel.
 
-Datasheets give sequential transfers into an empty drive. Consumer drives write that fast only while their cache lasts, some hundred
-gigabytes: measure a machine before you trust a plan that writes for hours.
+Datasheets give sequential transfers into an empty drive. Consumer drives write that fast only until
+their cache is full, after a hundred gigabytes or so: measure a machine before you trust a plan that
+writes for hours.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class Disk:
 
     Attributes:
         name: Its name in the table, with ``x12`` for twelve.
-        capacity_bytes: Space.
+        capacity_bytes: Its capacity.
         read_bytes_per_s: Sequential reads, bytes/s.
         write_bytes_per_s: Sequential writes, bytes/s.
-        duplex: Reads and writes at once do not slow each other.
+        duplex: Whether simultaneous reads and writes do not slow each other.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Disk:
     duplex: bool = False
 
     def times(self, count: int) -> Disk:
-        """``count`` of them side by side, each as fast as alone."""
+        """``count`` of them in parallel, each as fast as alone."""
         how = f"{count} x"
         return Disk(
             name=f"{self.name}x{count}",
@@ -55,7 +56,7 @@ def _disk(name: str, terabytes: float, read: float, write: float, sheet: str) ->
     )
 
 
-# Half-duplex all of them, as LoHan takes SSDs to be (section IV-D): the times of reads and writes add.
+# All are half-duplex, as LoHan assumes for SSDs (section IV-D): the times of reads and writes add.
 DISKS: dict[str, Disk] = {
     d.name: d
     for d in (
@@ -78,7 +79,7 @@ def disk(spec: str) -> Disk:
     """The disk of that name, or several: ``"p5510"``, ``"p5510x12"``, ``"980pro x 2"``.
 
     Raises:
-        ConfigError: There is none of that name, or the count is 0.
+        ConfigError: There is no such disk, or the count is 0.
     """
     counted = _COUNTED.fullmatch(spec.strip())
     if counted is None:

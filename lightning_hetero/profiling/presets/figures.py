@@ -1,4 +1,4 @@
-"""Figures with their sources, and tables of them that are looked up by name."""
+"""Figures with their sources, and look-up of presets by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Figure(NamedTuple):
-    """A number and where it comes from.
+    """A number with its source.
 
     Attributes:
-        value: The number, in the unit that the name of its key says.
+        value: The number, in the unit of its key's name.
         source: A datasheet, a section of a paper, or a derivation with its assumption.
     """
 
@@ -30,12 +30,12 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     """Looks a preset up; case, blanks, underscores and a trailing ``GB`` do not matter.
 
     Args:
-        kind: What the table holds, for the error.
+        kind: The kind of presets, for the error.
         table: The presets by name.
-        name: The name as somebody wrote it.
+        name: The name as given.
 
     Raises:
-        ConfigError: There is none of that name; lists near matches first, then all names.
+        ConfigError: There is no such preset; lists near matches, then all names.
     """
     key = name.strip().lower().replace(" ", "").replace("_", "-").removesuffix("gb")
     if key in table:

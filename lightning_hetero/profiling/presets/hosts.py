@@ -1,7 +1,8 @@
-"""Hosts by name: what their memory and their CPU updates reach.
+"""Hosts by name: the rates of their memory and their CPU updates.
 
-A CPU update moves 28 bytes a parameter and a downcast 8 (it reads 4, and writes 2 through a line that is read first), both as fast
-as the memory allows. Memory reaches 0.8 of its nominal bandwidth, as STREAM usually does.
+A CPU update moves 28 bytes per parameter and a downcast 8 (it reads 4, and writes 2 through a line
+that is read first), both at the speed of the memory. Memory reaches 0.8 of its nominal bandwidth,
+as STREAM usually does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Host:
 
     Attributes:
         name: Its name in the table.
-        dram_bytes_per_s: What its memory reaches, all sockets, bytes/s.
+        dram_bytes_per_s: Bandwidth that its memory reaches, all sockets, bytes/s.
     """
 
     name: str
@@ -68,6 +69,6 @@ def host(name: str) -> Host:
     """The host of that name.
 
     Raises:
-        ConfigError: There is none; lists those there are.
+        ConfigError: There is no such preset; lists the known ones.
     """
     return find("host", HOSTS, name)

@@ -1,7 +1,7 @@
-"""Whole machines: put together from a device, a host and disks, or those of the papers.
+"""Whole machines, combined from a device, a host and disks, and the machines of the papers.
 
-What belongs to the host (memory, its bandwidth, CPU rates, disks) is the machine's, shared by all its devices. What belongs to a
-device (memory, FLOP/s, its link, its update rate, collectives) is one device's.
+All devices share the figures of the host (memory, its bandwidth, CPU rates, disks). The figures of
+a device (memory, FLOP/s, its link, its update rate, collectives) are those of one device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def machine(
     host: str | None = None,
     link: str | None = None,
 ) -> HardwareProfile:
-    """A machine from presets, nothing of it measured here.
+    """A machine from presets, without measurements.
 
     Args:
         device: A name of ``devices.DEVICES``.
@@ -92,7 +92,7 @@ def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: i
     return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)
 
 
-# ---- the papers' machines ---------------------------------------------------------------------------------------------------
+# ---- the papers' machines ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,8 @@ class PaperMachine:
         count: Devices that train together.
         disk: Preset.
         link: Preset; ``None``: the device's own.
-        figures: What the paper measured itself, by the profile's key.
-        most: What figures reach at most however many disks there are, as the paper measured.
+        figures: Figures that the paper measured, by the profile's key.
+        most: The paper's upper limits of figures, for any number of disks.
     """
 
     where: str
@@ -141,7 +141,7 @@ def _lohan(device: str) -> PaperMachine:
 
 
 def _dos(*, device: float, cpu: float, downcast: float, link: float, where: str) -> dict[str, Figure]:
-    """What the paper puts into its eq. 1, elements/s, as a profile has it: of one device and its link, of the CPU of all ranks."""
+    """The paper's input of eq. 1, elements/s: one device and its link, and the whole CPU."""
     paper = f"Deep Optimizer States, {where}"
     copies = Figure(4 * link, f"{paper}: B = {link:.3g} fp32/s, one device's")
     return {
@@ -164,7 +164,8 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
         where="ProTrain, appendix C.2", device="rtx3090", host="xeon-4214rx2", host_gib=384, count=4, link="pcie3"
     ),
     "protrain-a100": PaperMachine(where="ProTrain, appendix C.2", device="a100-80", host="xeon-8480x2", host_gib=1024, count=4),
-    # The paper's updates and downcasts are those of four devices and of all cores, its copies those of one link (docs/adr/0007).
+    # The paper's updates and downcasts are those of four devices and of all cores, its copies those
+    # of one link (docs/adr/0007).
     "dos-h100": PaperMachine(
         where=_DOS_H100,
         device="h100",
@@ -190,16 +191,16 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
 def paper_machine(
     name: str, *, host_memory: str | int | None = None, disk: str | None = None, count: int | None = None
 ) -> HardwareProfile:
-    """A machine of one of the papers, with what the paper measured of it in place of datasheet figures.
+    """A machine of one of the papers; the paper's measurements replace datasheet figures.
 
     Args:
         name: A name of :data:`PAPER_MACHINES`.
-        host_memory: Instead of the paper's; papers vary it.
-        disk: The same.
-        count: The same, of devices.
+        host_memory: Host memory instead of the paper's, which papers vary.
+        disk: Disk instead of the paper's.
+        count: Number of devices instead of the paper's.
 
     Raises:
-        ConfigError: The name, or what is given instead, is unknown.
+        ConfigError: A name is unknown.
     """
     paper = find("machine", PAPER_MACHINES, name)
     world = paper.count if count is None else count

@@ -1,4 +1,4 @@
-"""Models by name: well-known ones, those of the papers' tables, and any other from its dimensions."""
+"""Models by name: well-known ones, those of the papers' tables, and others by dimensions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ _FAMILIES: dict[str, type[Gpt] | type[Llama]] = {"gpt": Gpt, "llama": Llama}
 
 
 def _opt(layers: int, hidden: int, heads: int) -> Gpt:
-    """OPT (Zhang et al. 2022, table 1), as transformers has it: two more positions, vocabulary padded to 50272."""
+    """OPT (Zhang et al. 2022, table 1), with transformers' extra positions and padded vocabulary."""
     return Gpt(layers=layers, hidden=hidden, heads=heads, vocabulary=50272, positions=2048, extra_positions=2, activation="relu")
 
 
 def _lohan(layers: int, hidden: int, heads: int) -> Gpt:
-    """LoHan, table IV. That only some logits exist at once is inferred: 13B at batch 64 leaves 24 GB no room for all of them."""
+    """LoHan, table IV.
+
+    We infer that only some logits exist at once: at batch 64 not all fit 24 GB.
+    """
     return Gpt(layers=layers, hidden=hidden, heads=heads, head_tokens=1024)
 
 
 def _autohete(layers: int, hidden: int) -> Gpt:
-    """AutoHete, tables 1 and 2. The paper gives no heads and no vocabulary: 128 elements a head, GPT-2's vocabulary."""
+    """AutoHete, tables 1 and 2.
+
+    The paper gives no heads and no vocabulary; here 128 elements per head, GPT-2's vocabulary.
+    """
     return Gpt(layers=layers, hidden=hidden, heads=hidden // 128)
 
 
 def _dos(layers: int, hidden: int, heads: int) -> Gpt:
-    """Deep Optimizer States, table 2: its sizes are those of 12 h² a layer, so GPT blocks, with LLaMA-2's vocabulary."""
+    """Deep Optimizer States, table 2: 12 h² per layer, so GPT blocks; LLaMA-2's vocabulary."""
     return Gpt(layers=layers, hidden=hidden, heads=heads, vocabulary=32000)
 
 
@@ -98,8 +104,8 @@ _AUTOHETE = {
     "160b": (92, 12288),
 }
 
-# ProTrain, table 2 of appendix C.1, models of the transformers library; the 1B of its table 4 is inferred: 32 blocks, some 1e9
-# parameters.
+# ProTrain, table 2 of appendix C.1, models of the transformers library; the 1B of its table 4 is
+# inferred: 32 blocks, some 1e9 parameters.
 _PROTRAIN: dict[str, Architecture] = {
     "gpt2-1b": Gpt(layers=32, hidden=1536, heads=24),
     "gpt2-10b": Gpt(layers=48, hidden=4096, heads=32),
@@ -114,7 +120,8 @@ _PROTRAIN: dict[str, Architecture] = {
     "llama-34b": _KNOWN["codellama-34b"],
 }
 
-# Table 2 prints 48 layers for 20B; the bytes beside it are those of 44, as GPT-NeoX has them. Here as printed.
+# Table 2 prints 48 layers for 20B; the bytes beside it are those of 44, as GPT-NeoX has them. Here
+# as printed.
 _DOS = {"7b": (32, 4096, 32), "8.3b": (72, 3072, 24), "10b": (50, 4096, 32), "13b": (40, 5120, 40), "20b": (48, 6144, 64)}
 
 MODELS: dict[str, Architecture] = {
@@ -130,10 +137,11 @@ def model(name: str, *, batch: int, sequence: int, hardware: HardwareProfile, it
     """A model by name, or by its dimensions.
 
     Args:
-        name: A name of :data:`MODELS`, or a family and what :class:`Gpt` or :class:`Llama` take, such as
-            ``"gpt:layers=40,hidden=5120,heads=40"`` or ``"llama:layers=22,hidden=2048,heads=32,kv_heads=4,tied=false"``.
+        name: A name of :data:`MODELS`, or a family with the arguments of :class:`Gpt` or
+            :class:`Llama`, such as ``"gpt:layers=40,hidden=5120,heads=40"`` or
+            ``"llama:layers=22,hidden=2048,heads=32,kv_heads=4,tied=false"``.
         batch: Sequences of one micro-batch on one device.
-        sequence: Tokens of each.
+        sequence: Tokens of each sequence.
         hardware: The machine; its device's FLOP/s give the times.
         itemsize: 2 for 16 bit, 4 for fp32.
 
@@ -158,7 +166,7 @@ def gpt(
     name: str = "",
     **options: Any,
 ) -> ModelProfile:
-    """A GPT from its dimensions; ``options`` are :class:`Gpt`'s others.
+    """A GPT from its dimensions; ``options`` are other fields of :class:`Gpt`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -181,7 +189,7 @@ def llama(
     name: str = "",
     **options: Any,
 ) -> ModelProfile:
-    """A LLaMA from its dimensions; ``options`` are :class:`Llama`'s others.
+    """A LLaMA from its dimensions; ``options`` are other fields of :class:`Llama`.
 
     Raises:
         ConfigError: A number is out of range.

@@ -1,18 +1,21 @@
 """Transformers from their dimensions: exact parameter counts, saved bytes and FLOP per operator.
 
 [Note: What is counted]
-T tokens (batch x sequence) of ``itemsize`` e bytes an element, hidden size h, intermediate size i, sequence length s, a heads.
+T tokens (batch x sequence) of ``itemsize`` e bytes per element, hidden size h, intermediate size i,
+sequence length s, a heads.
 
-FLOP are those of matrix products, 2 for each multiply and add, attention over the full square of the sequence, as
-``torch.utils.flop_counter`` counts them. Norms, activations and embeddings count 0.
+FLOP are those of matrix products, 2 for each multiply and add, with attention over the full square
+of the sequence, as in ``torch.utils.flop_counter``. Norms, activations and embeddings count 0.
 
-Saved bytes are what autograd keeps: the inputs of matrix products, norms and activations, queries, keys and values, dropout's masks
-of 1 byte. With dropout, GELU and 16 bit that is 34·T·h a block, and 5·a·s·T more where attention is not fused (Korthikanti et al.
-2022, equation 1). LoHan's 213 GiB of the 13B model at batch 32 are these 34·T·h. Statistics of norms and of fused attention
-(some 16 bytes a token) are left out.
+Saved bytes are the tensors that autograd keeps: the inputs of matrix products, norms and
+activations, queries, keys and values, dropout's masks of 1 byte. With dropout, GELU and 16 bit that
+is 34·T·h per block, and 5·a·s·T more if attention is not fused (Korthikanti et al. 2022, equation
+1). LoHan's 213 GiB of the 13B model at batch 32 are these 34·T·h. Statistics of norms and of fused
+attention (about 16 bytes per token) are left out.
 
-An operator's bytes are those of the output, or of what stands for it, that backward needs; its FLOP those of computing it again.
-An output that nothing keeps, such as that of an MLP's last product without dropout, is no operator of the profile.
+An operator's bytes are those of its output, or of the tensor that backward needs instead. Its FLOP
+are the cost to recompute it. An operator whose output is not saved, such as an MLP's last product
+without dropout, is not in the profile.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Shape:
 
     Attributes:
         batch: Sequences on one device.
-        sequence: Tokens of each.
+        sequence: Tokens of each sequence.
         itemsize: Bytes of a weight and of an activation: 2 for 16 bit, 4 for fp32.
     """
 
@@ -58,7 +61,7 @@ class Shape:
 
 
 class Architecture(Protocol):
-    """Something that has blocks once the batch and the machine are known."""
+    """An architecture: it gives blocks for a batch and a machine."""
 
     def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
         """The blocks in the order of forward."""
@@ -66,19 +69,23 @@ class Architecture(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt:
-    """A decoder of the GPT-2 family: LayerNorms, biases, learned positions, an MLP of two products, a tied head.
+    """A decoder of the GPT-2 family.
+
+    It has LayerNorms, biases, learned positions, an MLP of two products, and a tied head.
 
     Attributes:
         layers: Transformer blocks.
         hidden: h.
         heads: Attention heads.
-        vocabulary: Tokens that it knows.
-        positions: Rows of the table of positions; ``None``: as many as the sequence is long.
-        extra_positions: Rows beyond those: OPT has two.
+        vocabulary: Number of tokens.
+        positions: Rows of the table of positions; ``None``: the length of the sequence.
+        extra_positions: Additional rows; OPT has two.
         activation: ``"relu"`` keeps its output only; ``"gelu"`` its input too.
-        dropout: Dropout after attention, after the MLP and on the embeddings; attention's own where attention is not fused.
-        flash: Attention is fused: nothing of size s x s is kept.
-        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross entropy.
+        dropout: Dropout after attention, after the MLP and on the embeddings; and inside attention
+            if it is not fused.
+        flash: Whether attention is fused: no tensor of size s x s is kept.
+        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross
+            entropy.
     """
 
     layers: int
@@ -140,25 +147,28 @@ class Gpt:
         )
 
     def _attention_transient(self, shape: Shape) -> int:
-        """Gradients in attention's backward: of the block's output, of attention's output, of queries, keys and values."""
+        """Gradients in attention's backward: block output, attention output, queries, keys, values."""
         square = 0 if self.flash else 2 * self.heads * shape.sequence * shape.tokens * shape.itemsize
         return 5 * shape.itemsize * shape.tokens * self.hidden + square
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama:
-    """A decoder of the LLaMA family: RMSNorms, no biases, rotary positions, a gated MLP of three products.
+    """A decoder of the LLaMA family.
+
+    It has RMSNorms, no biases, rotary positions, and a gated MLP of three products.
 
     Attributes:
         layers: Transformer blocks.
         hidden: h.
         heads: Heads of the queries.
-        vocabulary: Tokens that it knows.
+        vocabulary: Number of tokens.
         intermediate: i; ``None``: 8/3 of h rounded up to a multiple of 256, as in LLaMA.
         kv_heads: Heads of keys and values; ``None``: as many as of the queries.
-        tied: The head shares the embedding's weights.
-        flash: Attention is fused: nothing of size s x s is kept.
-        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross entropy.
+        tied: Whether the head shares the embedding's weights.
+        flash: Whether attention is fused: no tensor of size s x s is kept.
+        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross
+            entropy.
     """
 
     layers: int
@@ -188,7 +198,8 @@ class Llama:
             operators=self._operators(shape),
             flop=2 * tokens * products + 4 * tokens * shape.sequence * h,
             boundary_bytes=e * tokens * h,
-            # Gradients in backward: of the residual and three wide ones, or of attention's outputs and inputs.
+            # Gradients in backward: of the residual and three wide ones, or of attention's outputs
+            # and inputs.
             transient_bytes=max(e * tokens * (h + 3 * wide), e * tokens * (3 * h + 2 * narrow) + square),
         )
         head = _head(h, self.vocabulary, h + (0 if self.tied else self.vocabulary * h), shape, self.head_tokens)
@@ -254,12 +265,12 @@ class _Template:
 
 
 def _operator_rows(rows: Sequence[tuple[str, int, int]]) -> tuple[OperatorProfile, ...]:
-    """Operators from name, FLOP and bytes; those of which nothing is kept are left out."""
+    """Operators from name, FLOP and bytes; operators without saved bytes are left out."""
     return tuple(OperatorProfile(name=name, flop=float(flop), bytes=kept) for name, flop, kept in rows if kept)
 
 
 def _embedding(num_params: int, tokens: int, *, mask_bytes: int) -> BlockProfile:
-    """Looks rows up; keeps the ids, and the mask of dropout. Its output is the first block's boundary."""
+    """The embedding: saves the ids and dropout's mask. Its output is the first block's boundary."""
     operators = _operator_rows((("drop", 0, mask_bytes),))
     template = _Template(num_params=num_params, operators=operators, flop=0, boundary_bytes=_ID_BYTES * tokens, transient_bytes=0)
     return template.at("embedding", 1.0, pinned=True)
@@ -268,8 +279,9 @@ def _embedding(num_params: int, tokens: int, *, mask_bytes: int) -> BlockProfile
 def _head(h: int, vocabulary: int, num_params: int, shape: Shape, head_tokens: int | None) -> _Template:
     """The last norm, the product with the vocabulary and the loss.
 
-    torch's cross entropy keeps fp32 log-probabilities; forward holds the logits and an fp32 copy beside them, backward two
-    gradients of these sizes. In chunks nothing of the vocabulary's size is kept, but the gradient of the hidden states is.
+    torch's cross entropy saves fp32 log-probabilities; forward also holds the logits and an fp32
+    copy, backward two gradients of these sizes. In chunks no tensor of the vocabulary's size is
+    saved, but the gradient of the hidden states is.
     """
     tokens, e = shape.tokens, shape.itemsize
     hidden = e * tokens * h
@@ -293,8 +305,8 @@ def profile(
     Seconds are FLOP over ``hardware.device_flop_per_s``; backward takes twice forward.
 
     Args:
-        name: For people.
-        architecture: What it is made of.
+        name: A display name.
+        architecture: The architecture.
         batch: Sequences of one micro-batch on one device.
         sequence: Tokens of each.
         hardware: The machine; its device's FLOP/s give the times.
