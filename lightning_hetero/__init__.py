@@ -1,6 +1,7 @@
 """Train models that do not fit the accelerator, or even RAM, from ordinary PyTorch Lightning code.
 
-``Trainer(strategy="hetero_offload")`` works without importing this package; import it for plans, errors and the strategy class.
+``Trainer(strategy="hetero_offload")`` works without importing this package; import it for plans,
+errors and the strategy class.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the public names on first use: importing the package costs no torch."""
+    """Loads the public names on first use, so that importing the package does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,8 +1,9 @@
 """Makes ``Trainer(strategy="hetero_offload")`` work without importing this package.
 
-The ``torch.backends`` entry point calls ``install`` at the end of ``import torch``. It puts a finder on ``sys.meta_path`` that
-registers lazy factories as soon as Lightning's strategy modules have been executed. Standard library only, about a
-millisecond, and unable to raise: an exception here would break ``import torch`` for everyone on the machine. Off with
+The ``torch.backends`` entry point calls ``install`` at the end of ``import torch``. It puts a
+finder on ``sys.meta_path`` that registers lazy factories as soon as Lightning's strategy modules
+have been executed. Standard library only, about a millisecond, and unable to raise: an exception
+here would break ``import torch`` for everyone on the machine. Off with
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import lightning_hetero`` then does the same.
 """
 
@@ -42,7 +43,7 @@ _REGISTRIES: dict[str, tuple[str, str | None]] = {
 
 
 def install() -> None:
-    """Registers the strategy's names wherever Lightning is imported already, and wherever it will be; never raises."""
+    """Registers the strategy's names in imported and later imported Lightning; never raises."""
     with contextlib.suppress(Exception):
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
@@ -52,7 +53,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Leaves finding to the others, and registers after the modules of interest have been executed."""
+    """Leaves finding to other finders, and registers after Lightning's modules are executed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
@@ -68,7 +69,8 @@ class _Finder(MetaPathFinder):
 
 
 def _register_after(loader: Loader | None) -> None:
-    # The loader itself stays in place (inspect and pkgutil ask it for source and data); only this instance's method changes.
+    # The loader itself stays in place (inspect and pkgutil ask it for source and data); only this
+    # instance's method changes.
     execute = getattr(loader, "exec_module", None)
     if execute is None:
         return

@@ -1,4 +1,4 @@
-"""What the strategy adds to a fit: it profiles the first batches, plans between two batches, and compares steps with the plan."""
+"""The strategy's callback: profiles batches, plans between them, compares steps with the plan."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
     from torchmetrics import Metric
 else:
-    _Base = object  # the namespace's class comes second among the bases
+    _Base = object  # the namespace's class is the second base
 
 log = logging.getLogger(__name__)
 
-_COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the table that is shown; the longest name in it
+_COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the logged table; the longest name in it
 
 
 def make(namespace: str, autoplan: Autoplan) -> Any:
@@ -36,12 +36,12 @@ def make(namespace: str, autoplan: Autoplan) -> Any:
 
     Args:
         namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-        autoplan: What decides.
+        autoplan: Decides when to profile and to plan.
     """
     return _callback_class(namespace)(namespace, autoplan)
 
 
-# Whose Callback, and under which name the class is found here: a Trainer that is pickled has it.
+# The namespaces' callbacks, and the names of the classes here, since a pickled Trainer names them.
 _NAMES = {"lightning.pytorch": "ModelProfiler", "pytorch_lightning": "PytorchLightningModelProfiler"}
 
 
@@ -59,9 +59,12 @@ def __getattr__(name: str) -> Any:
 
 
 class _ModelProfiler(_Base):
-    """Profiles the first training batches and plans; later compares steps with the plan's prediction.
+    """Profiles the first training batches and plans.
 
-    The strategy installs it for a fit with ``plan="auto"`` or the name of a planner, first in the list of callbacks.
+    Later compares steps with the plan's prediction.
+
+    The strategy installs it for a fit with ``plan="auto"`` or the name of a planner, first in the
+    list of callbacks.
     """
 
     def __init__(self, namespace: str, autoplan: Autoplan) -> None:
@@ -70,7 +73,7 @@ class _ModelProfiler(_Base):
         self.error = PredictionError()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Between two batches: a new plan comes into force, or the batch is going to be profiled."""
+        """Between two batches: applies a new plan, or prepares to profile the batch."""
         session = trainer.strategy.session
         # Planners and micro-benchmarks may draw random numbers.
         alone = self._isolate_rng(include_cuda=False) if self._autoplan.stage is Stage.PLAN else nullcontext()
@@ -82,7 +85,7 @@ class _ModelProfiler(_Base):
             log.info("%s", table(made, self._autoplan))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is over; after an optimizer step it is compared with the prediction."""
+        """After a batch: compares an optimizer step with the prediction."""
         strategy = trainer.strategy
         self._autoplan.after_batch()
         seconds = strategy.take_step_seconds()
@@ -96,22 +99,25 @@ class _ModelProfiler(_Base):
                 self._log(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The batch under way is not finished."""
+        """The current batch was interrupted."""
         self._autoplan.abandon_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Nothing is profiled any more."""
+        """Ends profiling."""
         self._autoplan.abandon_batch()
 
     def _log(self, trainer: Any) -> None:
-        """Straight to the loggers: the module's own metrics, which callbacks monitor, stay as they are."""
+        """Logs directly to the loggers.
+
+        The module's own metrics, which callbacks monitor, do not change.
+        """
         values = {f"hetero_offload/{name}": value for name, value in self.error.compute().items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics=values, step=trainer.global_step)
 
 
 class PredictionError:
-    """How far a plan's prediction is from the steps that follow: mean absolute errors, relative to what is measured."""
+    """Mean absolute errors of a plan's prediction, relative to the measurements."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -122,7 +128,7 @@ class PredictionError:
         Args:
             plan: The plan with its prediction.
             step_s: Seconds that the step took.
-            peak_bytes: The process's peak under the plan so far; 0 where it is not known.
+            peak_bytes: The process's peak under the plan so far; 0 if it is not known.
         """
         assert plan.predicted is not None
         pairs = {"step_time_error": (plan.predicted.iteration_s, step_s)}
@@ -143,7 +149,7 @@ class PredictionError:
 
 
 def num_tokens(batch: Any) -> int:
-    """Tokens of a batch: elements of its first integer tensor with a sequence, else samples.
+    """Tokens of a batch: elements of its first integer tensor with a sequence; otherwise samples.
 
     ``"input_ids"`` of a dict comes first, as tokenizers name it.
     """
@@ -161,7 +167,7 @@ def _micro_batches(trainer: Any) -> int:
 
 
 def table(plan: Plan, autoplan: Autoplan) -> str:
-    """A short table of what is where, below a line of its own; at most 80 columns wide."""
+    """A short table of the placement below a title line, at most 80 columns wide."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -183,7 +189,7 @@ def table(plan: Plan, autoplan: Autoplan) -> str:
 
 
 def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, str, str]]]:
-    """Blocks that follow each other and are treated alike; where that makes many groups, all that are treated alike."""
+    """Neighbouring blocks with equal placement; if that makes many groups, all such blocks."""
     key = _kind_on_device if on_device else _kind
     groups = [([row.name for row in rows], kind) for kind, rows in groupby(plan.blocks, key=key)]
     if len(groups) > _ROWS:
@@ -195,7 +201,7 @@ def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, 
 
 
 def _names(names: Sequence[str]) -> str:
-    """From the first to the last one, what they share written once: ``"model.layers.0 … 11"``."""
+    """The first and the last name, with the common part once: ``"model.layers.0 … 11"``."""
     first, last = names[0], names[-1]
     ends = [name.split(".") for name in (first, last)]
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*(end[:-1] for end in ends), strict=False)))
@@ -205,13 +211,13 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _kind(row: BlockPlan) -> tuple[str, str, str]:
-    """In the terms of a machine whose device is the host."""
+    """A placement on a machine whose device is the host."""
     weights, state = ("disk" if tier is Tier.DISK else "memory" for tier in (row.weights, row.state))
     return weights, state, "beside compute" if row.update is UpdateLane.CPU else "after backward"
 
 
 def _kind_on_device(row: BlockPlan) -> tuple[str, str, str]:
-    """In the terms of a machine whose device has memory of its own; what activations do where they do not just stay."""
+    """A placement on a device with memory of its own, with activations that are not kept."""
     saved = "" if row.saved is Saved.KEEP else f", {row.saved.value.replace('_', ' to ')}"
     return row.weights.value, row.state.value, f"on the {row.update.value}{saved}"
 

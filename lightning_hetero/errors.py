@@ -1,4 +1,4 @@
-"""Everything that the library raises on purpose. Each message says what, got, allowed, remedy."""
+"""All errors of the library. Each message says what, got, allowed, remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A hint for a mistyped name: ``" Did you mean 'disk'?"``, or nothing if no known name resembles it."""
+    """A hint for a mistyped name: ``" Did you mean 'disk'?"``; empty if no known name is close."""
     close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
@@ -21,22 +21,25 @@ class ConfigError(HeteroError, ValueError):
 
 
 class UnsupportedError(HeteroError, RuntimeError):
-    """Something that this library does not do, named, with what to use instead."""
+    """Something that this library does not support. The message names an alternative."""
 
 
 class OffloadedAccessError(HeteroError, RuntimeError):
-    """Weights were read while they live on another tier, outside the door that materializes them."""
+    """Weights were read while they live on another tier, other than by a supported access."""
 
 
 class ForkedProcessError(HeteroError, RuntimeError):
-    """A child of fork uses what its parent's threads serve: weights that are not in memory, the session, a checkpoint's writer."""
+    """A forked child uses work of its parent's threads.
+
+    Examples are weights that are not in memory, the session, and a checkpoint's writer.
+    """
 
 
 class OutOfMemoryBudgetError(HeteroError, MemoryError):
-    """A tier's budget is too small for what must live there.
+    """A tier's budget is too small for the data that must live there.
 
     Attributes:
-        needed_bytes: The smallest budget that would do; 0 where it is not known.
+        needed_bytes: The smallest sufficient budget; 0 if it is not known.
         tier: ``"host"`` or ``"device"``.
     """
 
@@ -47,12 +50,12 @@ class OutOfMemoryBudgetError(HeteroError, MemoryError):
 
 
 class DeviceMemoryError(OutOfMemoryBudgetError):
-    """The device's memory has no gap that is large enough: too much is in use, or what is in use lies badly.
+    """The device's memory has no gap that is large enough: it is full or fragmented.
 
     Attributes:
-        free_bytes: What is free in all.
-        largest_gap_bytes: The largest run of free addresses.
-        capacity_bytes: What the memory holds at most.
+        free_bytes: Free bytes in total.
+        largest_gap_bytes: The largest range of free addresses.
+        capacity_bytes: The capacity of the memory.
     """
 
     def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, largest_gap_bytes: int, capacity_bytes: int) -> None:
@@ -63,9 +66,10 @@ class DeviceMemoryError(OutOfMemoryBudgetError):
 
 
 class BatchMemoryError(OutOfMemoryBudgetError, RuntimeError):
-    """The device's memory is too small for a batch, and the step cannot begin again with less.
+    """The device's memory is too small for a batch, and the step cannot be repeated with less.
 
-    It is a ``RuntimeError`` with torch's own words in it, so that Lightning's batch size finder takes it for what it is.
+    It is a ``RuntimeError`` with torch's own words in it, so that Lightning's batch size finder
+    recognizes it.
     """
 
 
@@ -74,7 +78,7 @@ class PlanError(HeteroError, ValueError):
 
     Attributes:
         tier: The tightest tier: ``"device"``, ``"host"`` or ``"disk"``.
-        shortfall_bytes: How much is missing there.
+        shortfall_bytes: Bytes that are missing there.
     """
 
     def __init__(self, message: str, *, tier: str = "", shortfall_bytes: int = 0) -> None:
@@ -84,7 +88,7 @@ class PlanError(HeteroError, ValueError):
 
 
 class RateError(PlanError, ConfigError):
-    """A plan needs work for which the machine's profile has no rate: such a plan cannot be costed, and does not run there."""
+    """A plan needs work for which the machine's profile has no rate, so it cannot be costed."""
 
 
 class NativeMissingError(HeteroError, ImportError):
@@ -92,15 +96,15 @@ class NativeMissingError(HeteroError, ImportError):
 
 
 class ScheduleError(HeteroError, RuntimeError):
-    """A schedule breaks one of its invariants: names op, block and rule. A bug of ours, or an edited schedule."""
+    """A schedule breaks an invariant: a bug, or an edited schedule. Names op, block and rule."""
 
 
 class StoreError(HeteroError, OSError):
-    """A transfer or a file of the disk tier failed. After it nothing more is written."""
+    """A transfer or a file of the disk tier failed. Nothing more is written afterwards."""
 
 
 class OutOfDiskError(StoreError):
-    """The disk or the quota is full; raised when the store is laid out, before training."""
+    """The disk or the quota is full."""
 
 
 class StoreBusyError(StoreError):
@@ -108,16 +112,16 @@ class StoreBusyError(StoreError):
 
 
 class StoreCorruptError(StoreError):
-    """Bytes read back are not those that were written: names block, chunk, file and offset."""
+    """Bytes that were read differ from those written: names block, chunk, file and offset."""
 
 
 class CheckpointMissingError(HeteroError, FileNotFoundError):
-    """A checkpoint, or a part of one, is nowhere: names what, the step, and the places that were tried."""
+    """A checkpoint or a piece of one is missing: names it, the step, and the tried places."""
 
 
 class CheckpointWriteError(HeteroError, OSError):
-    """A checkpoint could not be written in the background: names the step, the file or place, and the cause."""
+    """A background write of a checkpoint failed: names the step, the file, and the cause."""
 
 
 class VerificationError(HeteroError, AssertionError):
-    """``verify=N`` found a tensor that is not the reference's: names step, tensor, index and both values."""
+    """``verify=N`` found a difference: names step, tensor, index and both values."""

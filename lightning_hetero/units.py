@@ -1,4 +1,7 @@
-"""Sizes as people write them, at the edge of the library; inside it bytes are ``int`` and seconds ``float``."""
+"""Sizes as text, for options and messages.
+
+Inside the library bytes are ``int``, seconds ``float``.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,26 @@ def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
     """Turns ``"4GiB"``, ``"1.5 TB"`` or a number of bytes into an ``int`` of bytes.
 
     Args:
-        size: The size; ``None`` stays ``None``. Decimal suffixes are powers of ten, ``KiB``/``K`` and so on powers of two.
-        name: The option the size was given for, for the error.
+        size: The size; ``None`` stays ``None``. Decimal suffixes are powers of ten, ``KiB``/``K``
+            and so on powers of two.
+        name: The option, for the error.
 
     Raises:
-        ConfigError: The text is not a size, or the size is not positive, or a fraction of a byte is left where no unit is given;
-            or text below 1 MiB has no unit.
+        ConfigError: The text is not a size; the size is not positive; a number without a unit is
+            not whole; or text below 1 MiB has no unit.
     """
     if size is None:
         return None
     match = _SIZE.fullmatch(str(int(size) if isinstance(size, float) and size.is_integer() else size))
     factor = _FACTORS.get(match.group(2).upper(), 0) if match else 0
     number = Fraction(match.group(1)) if match else Fraction(0)
-    # "256" is meant to be gigabytes, and would be 256 bytes.
+    # "256" probably means gigabytes and would be 256 bytes.
     if isinstance(size, str) and match and not match.group(2) and number < MIB:
         raise ConfigError(
             f'{name}={size!r} has no unit, and would be {match.group(1)} bytes. Allowed: "{match.group(1)}GiB", '
             f'"{match.group(1)}MiB", or "{match.group(1)}B" for bytes.'
         )
-    # 1.5 is meant to be gigabytes, and would be one byte.
+    # 1.5 probably means gigabytes and would be one byte.
     if isinstance(size, bool) or number * factor < 1 or (factor == 1 and number.denominator > 1):
         raise ConfigError(
             f"{name}={size!r} is not a size. Allowed: a whole number of bytes, at least 1, or text: a number with KB, MB, GB, TB, "
@@ -51,7 +55,7 @@ def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """Writes bytes for people: ``format_bytes(3 * 2**30) == "3.0 GiB"``."""
+    """Bytes as text: ``format_bytes(3 * 2**30) == "3.0 GiB"``."""
     value = float(num_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -61,5 +65,5 @@ def format_bytes(num_bytes: int | float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Checkpoint files that plain ``torch.load`` reads, written and read without holding the whole state in memory."""
+"""Checkpoint files for plain ``torch.load``, written and read one tensor at a time."""
 
 from lightning_hetero.checkpoint.streaming import StreamingIO, load, release_pages, save
 

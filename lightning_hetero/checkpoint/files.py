@@ -1,9 +1,12 @@
-"""Files by path or URL: local ones, and whatever else fsspec opens. What is written appears complete or not at all.
+"""Files by path or URL: local ones, and any URL that fsspec opens.
+
+A written file is complete or absent.
 
 [Note: Remote files]
-A URL such as ``s3://bucket/model`` is opened through fsspec, whose driver for it has to be installed. Nothing goes through memory
-as a whole: writes are cut into pieces, and reads ask for what they need. A checkpoint to be loaded is first copied to a temporary
-local file, since only that can be mapped into memory.
+A URL such as ``s3://bucket/model`` is opened through fsspec; its driver must be installed. No file
+is in memory as a whole: writes are divided into pieces, and reads request only the bytes that they
+need. A checkpoint to load is first copied to a temporary local file, because only a local file can
+be mapped into memory.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-PIECE_BYTES = 16 * 2**20  # of a remote file, in memory at once
+PIECE_BYTES = 16 * 2**20  # bytes of a remote file in memory at once
 
 _LOCAL = ("file", "local")
 
@@ -35,7 +38,7 @@ class Place:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | Place) -> Place:
-        """The place of a path or URL; ``~`` is the home directory."""
+        """The place for a path or URL; ``~`` is the home directory."""
         if isinstance(path, Place):
             return path
         text = os.fspath(path)
@@ -55,12 +58,12 @@ class Place:
 
     @property
     def local(self) -> Path | None:
-        """The local path; ``None`` of a remote place."""
+        """The local path; ``None`` if the place is remote."""
         return None if "://" in self.url else Path(self.url)
 
     @property
     def name(self) -> str:
-        """The last part of it."""
+        """The last part of the path."""
         return os.path.basename(self.url)
 
     @property
@@ -79,7 +82,7 @@ class Place:
         return bool(system.isdir(path))
 
     def names(self, ending: str) -> list[str]:
-        """Names in the directory that end so, in order; none where there is no directory."""
+        """Sorted names in the directory with this ending; none if there is no directory."""
         system, path = self._opened()
         if not system.isdir(path):
             return []
@@ -103,7 +106,7 @@ class Place:
         return stream
 
     def make_directory(self) -> None:
-        """Makes it and what is above it, where they are missing."""
+        """Makes the directory and its missing parents."""
         system, path = self._opened()
         system.makedirs(path, exist_ok=True)
 
@@ -115,7 +118,9 @@ class Place:
 
     @contextmanager
     def appears_whole(self) -> Iterator[IO[bytes]]:
-        """A file to write; missing directories are made, a file there is replaced. If the context fails nothing is left of it.
+        """A file to write. Missing directories are made, and an old file is replaced.
+
+        If the context fails, no partial file is left.
 
         Raises:
             OSError: It cannot be written.
@@ -126,13 +131,13 @@ class Place:
             return
         system, path = self._opened()
         system.makedirs(os.path.dirname(path), exist_ok=True)
-        with system.transaction, system.open(path, "wb") as stream:  # a transaction, where the file system has them
+        with system.transaction, system.open(path, "wb") as stream:  # a transaction, if the file system has them
             pieces: Any = _Pieces(stream)
             yield pieces
 
     @contextmanager
     def copied(self) -> Iterator[Path]:
-        """A local file with the content, as long as the context lasts: itself, or a temporary copy.
+        """A local file with the content during the context: the file itself or a temporary copy.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -154,7 +159,7 @@ class Place:
 
 
 class _Pieces:
-    """A writable file that gets no more than a piece at a time: remote ones keep in memory what they were given."""
+    """A writable file that gets one piece at a time, because remote files keep it in memory."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -166,7 +171,7 @@ class _Pieces:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: the file is whole when it is closed."""
+        """Does nothing: the file is complete when it is closed."""
 
 
 @contextmanager
@@ -187,7 +192,7 @@ def _local_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename in ``directory`` last."""
+    """Makes a rename in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

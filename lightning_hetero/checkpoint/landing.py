@@ -1,4 +1,4 @@
-"""Where a checkpoint is loaded to that may be larger than memory: a file without a name, mapped part by part."""
+"""The target of loading a checkpoint larger than memory: an unnamed file, mapped piece by piece."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_hetero.checkpoint.streaming import release_pages
 from lightning_hetero.errors import OutOfDiskError
 from lightning_hetero.units import KIB, MIB, format_bytes, round_up
 
-_SMALL_BYTES = 4 * KIB  # tensors that may as well be in memory
+_SMALL_BYTES = 4 * KIB  # smaller tensors stay in memory
 _REGION_BYTES = 256 * MIB
 _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A run of the file, mapped twice: to fill it, and to read private copies of its pages."""
+    """A range of the file, mapped twice: to fill it, and to read private copies of its pages."""
 
     shared: mmap.mmap
     private: mmap.mmap
@@ -33,12 +33,14 @@ class _Region:
 
 
 class Landing:
-    """Makes tensors whose memory is that of a file: what was filled, and released, takes none until it is read again.
+    """Makes tensors in the memory of a file.
 
-    The file goes with the last of its tensors.
+    A tensor that was filled and released takes no memory until it is read again.
+
+    The file is removed with the last of its tensors.
 
     Args:
-        folder: Where the file is; an existing directory.
+        folder: An existing directory for the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,13 +48,13 @@ class Landing:
         self._file: Any = None
         self._region: _Region | None = None
         self._used = self._size = 0
-        self._places: dict[int, tuple[_Region, int]] = {}  # by the address of what was given to be filled
+        self._places: dict[int, tuple[_Region, int]] = {}  # by the address of the tensor to fill
 
     def place(self, like: Tensor) -> Tensor:
         """A contiguous CPU tensor with shape and dtype of ``like``, to be filled.
 
         Raises:
-            OutOfDiskError: There is no room for it.
+            OutOfDiskError: There is no space for it.
         """
         if like.nbytes <= _SMALL_BYTES:
             return torch.empty_like(like, device="cpu")
@@ -65,11 +67,14 @@ class Landing:
         return tensor
 
     def filled(self, tensor: Tensor) -> None:
-        """A tensor of :meth:`place` has its content: the memory is given back, the file keeps it."""
+        """A tensor of :meth:`place` has its content: frees the memory.
+
+        The file keeps the content.
+        """
         release_pages(tensor)
 
     def settled(self, value: Any) -> Any:
-        """Nested dictionaries and lists with the tensors that were filled, as private copies of the file's pages."""
+        """The nested object with its filled tensors as private copies of the file's pages."""
         if isinstance(value, dict):
             return {key: self.settled(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -94,7 +99,7 @@ class Landing:
         return _Region(shared, private)
 
     def _reserve(self, offset: int, num_bytes: int) -> None:
-        """A full disk has to be an error here: writing to mapped memory that has no room behind it ends the process."""
+        """Raises if the disk is full: writing to mapped memory without space ends the process."""
         try:
             os.posix_fallocate(self._file.fileno(), self._begin + offset, num_bytes)
         except OSError as error:

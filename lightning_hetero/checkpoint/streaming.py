@@ -1,13 +1,14 @@
 """Saves and loads ``torch.save`` files tensor by tensor.
 
 [Note: Streaming save]
-A ``torch.save`` file is a zip archive: ``data.pkl`` names storages by key, ``data/<key>`` holds the bytes of each. The
-pickle needs only shapes, so it is written first; then each offloaded tensor is read, written as its record and dropped.
-The records, their order and the pickle are those that ``torch.save`` would write for the materialized object.
+A ``torch.save`` file is a zip archive: ``data.pkl`` names storages by key, ``data/<key>`` holds the
+bytes of each. The pickle needs only shapes, so it is written first; then each offloaded tensor is
+read, written as its record and dropped. The records, their order and the pickle are those that
+``torch.save`` would write for the materialized object.
 
 [Note: Reading ahead]
-Reading small tensors one by one from a slow disk is waiting for most of the time. So the next ones are on their way meanwhile, as
-many as together take no more memory than the largest one, which has to be there alone in any case.
+Reading small tensors one by one from a slow disk is mostly waiting. So the next tensors are read
+ahead. Together they take at most the memory of the largest tensor, which is needed in any case.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.runtime.handles import OffloadedTensor, begin_contents
 
-_PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: the one that weights_only=True reads
+_PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL, which weights_only=True reads
 _MADV_DONTNEED = 4
-_Location = Any  # what torch.load takes as map_location
+_Location = Any  # map_location of torch.load
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Saves ``checkpoint`` like ``torch.save``; offloaded tensors take no more memory than the largest of them.
+    """Saves ``checkpoint`` like ``torch.save``, in the memory of its largest offloaded tensor.
 
-    A local file appears complete or not at all: it is written beside its final name, synced and renamed. Other
-    file systems are written as a stream through fsspec. Missing directories are made.
+    A local file appears complete or not at all: it is written beside its final name, synced and
+    renamed. Other file systems are written as a stream through fsspec. Missing directories are
+    made.
 
     Args:
-        checkpoint: Any object that ``torch.save`` takes. Offloaded tensors and parameters in it become ordinary ones;
-            those of equal sources share one storage in the file.
+        checkpoint: Any object that ``torch.save`` takes. Offloaded tensors and parameters in it
+            become ordinary ones; those of equal sources share one storage in the file.
         path: A local path, or a URL that fsspec opens.
 
     Raises:
@@ -57,7 +59,8 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], map_location: _Location = None, *, weights_only: bool | None = None) -> Any:
     """Loads a ``torch.save`` file by mapping it: its tensors occupy memory only once they are read.
 
-    A remote file is copied to a temporary local one first, which goes with the last of its tensors.
+    A remote file is first copied to a temporary local one, which is removed with the last of its
+    tensors.
 
     Args:
         path: A local path, or a URL that fsspec opens.
@@ -65,7 +68,8 @@ def load(path: str | os.PathLike[str], map_location: _Location = None, *, weight
         weights_only: As in ``torch.load``.
 
     Returns:
-        The saved object. Its tensors are private copies of the file's pages: writing to them does not change the file.
+        The saved object. Its tensors are private copies of the file's pages: writing to them does
+        not change the file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -79,16 +83,16 @@ def load(path: str | os.PathLike[str], map_location: _Location = None, *, weight
 
 
 def release_pages(tensor: Tensor) -> int:
-    """Gives back the memory of a tensor that ``load`` mapped, once it has been copied to where it belongs.
+    """Frees the memory of a tensor that ``load`` mapped, after it has been copied.
 
-    Only whole pages inside the tensor, and only pages of a file: memory that is not mapped from a file is left alone.
-    Values read later come from the file again, without what was written to the tensor meanwhile.
+    It frees only whole pages inside the tensor that are mapped from a file. Later reads get the
+    file's values again, without earlier writes to the tensor.
 
     Args:
         tensor: A dense CPU tensor.
 
     Returns:
-        Bytes given back; 0 where the system cannot tell mapped files apart (not Linux).
+        Freed bytes; 0 on systems that cannot identify mapped files (not Linux).
     """
     if isinstance(tensor, (OffloadedTensor, OffloadedParameter)) or tensor.device.type != "cpu" or tensor.numel() == 0:
         return 0
@@ -106,13 +110,13 @@ def release_pages(tensor: Tensor) -> int:
 
 
 class StreamingIO:
-    """``save``, ``load`` and removal with the method names of Lightning's ``CheckpointIO``, for a class that mixes it in."""
+    """A mixin with the methods of Lightning's ``CheckpointIO``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None) -> None:
         """Saves a checkpoint; see ``save``.
 
         Raises:
-            TypeError: ``storage_options`` was given: there are none.
+            TypeError: ``storage_options`` was given; none are supported.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} was given; streaming checkpoints take none. Leave it out.")
@@ -141,12 +145,13 @@ class _Deferred:
     @classmethod
     def of(cls, tensor: OffloadedTensor) -> _Deferred:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        # The strides of a copy: those of the tensor if it is dense, contiguous for an expanded or sliced view.
+        # The strides of a copy: the tensor's if it is dense, contiguous for an expanded or sliced
+        # view.
         return cls(tensor, tensor.shape, torch.empty_like(meta).stride())
 
     @property
     def is_untyped(self) -> bool:
-        """Whether the file names the storage without a dtype: dtypes younger than the typed storages."""
+        """Whether the file names the storage without a dtype: newer dtypes than typed storages."""
         return self.tensor.dtype in torch.storage._new_dtypes()
 
     def begin(self) -> Callable[[], torch.UntypedStorage]:
@@ -171,7 +176,7 @@ class _Pickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickles offloaded tensors as the ordinary tensors that their contents would be."""
+        """Pickles offloaded tensors as ordinary tensors with their contents."""
         hooks: OrderedDict[int, Any] = OrderedDict()  # never saved
         if isinstance(value, OffloadedParameter):
             state = {key: item for key, item in value.__dict__.items() if key != "_hetero"}
@@ -220,7 +225,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Stream:
-    """A writable file that keeps the first error: torch's archive writer reports only an unexpected position."""
+    """A writable file that keeps the first error; torch's archive writer hides it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -270,7 +275,7 @@ def _in_turn(storages: dict[str, torch.UntypedStorage | _Deferred]) -> Iterator[
     ahead = deque(entry for entry in storages.values() if isinstance(entry, _Deferred))
     most = max((entry.tensor.nbytes for entry in ahead), default=0)
     begun: deque[Callable[[], torch.UntypedStorage]] = deque()
-    held = 0  # bytes of what was begun, and not yet written
+    held = 0  # bytes of begun reads that are not written yet
     for key, entry in storages.items():
         if not isinstance(entry, _Deferred):
             yield key, entry
@@ -295,7 +300,7 @@ def _location(storage: torch.UntypedStorage) -> str:
 
 
 def _is_mapped_file(begin: int, end: int) -> bool:
-    """Whether the addresses lie in one mapping of a file (dropping other pages would destroy their content)."""
+    """Whether the addresses are in one mapping of a file; other pages would lose their content."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return False

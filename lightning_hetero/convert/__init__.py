@@ -1,1 +1,1 @@
-"""Weights from and to other formats, one tensor at a time: safetensors directories and ordinary Lightning checkpoints."""
+"""Weights from and to safetensors directories and Lightning checkpoints, one tensor at a time."""

@@ -1,6 +1,7 @@
-"""Weights of a model, a store, a checkpoint or safetensors, written as safetensors or as an ordinary Lightning checkpoint.
+"""Writes weights as safetensors or as an ordinary Lightning checkpoint.
 
-At most one tensor is in memory at a time, wherever it comes from.
+The source is a model, a store, a checkpoint or safetensors. At most one tensor is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_hetero.store.format.stored_model import last_kept, stored_buffers
 from lightning_hetero.units import parse_bytes
 
 CHECKPOINT = ".ckpt"
-SHARD_SIZE = "5GB"  # Hugging Face's usual one
+SHARD_SIZE = "5GB"  # Hugging Face's default
 
 
 def export_weights(
@@ -39,24 +40,29 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = SHARD_SIZE,
 ) -> list[Path | str]:
-    """Writes weights as a safetensors directory of Hugging Face, or as a Lightning checkpoint that holds weights only.
+    """Writes weights as a Hugging Face directory of safetensors, or as a Lightning checkpoint.
+
+    The checkpoint has weights only.
 
     Args:
-        source: A model, also while it trains with weights on disk; or the path of a store that nobody uses (its last kept step),
-            of a Lightning checkpoint, or of safetensors; of the latter two also a URL.
-        destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``. Also a URL of fsspec, such
-            as ``"s3://bucket/model"``.
-        module: Name of the module whose weights are wanted, such as ``"model"`` for a Hugging Face model inside a LightningModule;
-            names in the files begin below it. Default: everything.
+        source: A model, also while it trains with weights on disk; or the path of a store that no
+            process uses (its last kept step), of a Lightning checkpoint, or of safetensors. The
+            latter two may be URLs.
+        destination: A directory without weights, for safetensors; or a path that ends in ``.ckpt``.
+            Also a URL of fsspec, such as ``"s3://bucket/model"``.
+        module: Name of the module to export, such as ``"model"`` for a Hugging Face model inside a
+            LightningModule; names in the files begin below it. Default: everything.
         dtype: Convert floating-point weights to it.
         max_shard_size: No safetensors file is larger, unless a single tensor is; such as ``"5GB"``.
 
     Returns:
-        The files written, remote ones as URLs. Tied weights are written once, under their first name.
+        The files written, remote ones as URLs. Tied weights are written once, under their first
+        name.
 
     Raises:
-        ConfigError: The source is no such thing, has no such module, or the destination holds weights already.
-        StoreError: The store is in use, or not whole.
+        ConfigError: The source is of another kind, has no such module, or the destination already
+            holds weights.
+        StoreError: The store is in use, or incomplete.
         OSError: A file cannot be written; none is left half written.
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
@@ -79,22 +85,23 @@ def import_weights(
     ties: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path | str:
-    """Makes a Lightning checkpoint that holds weights only, from safetensors.
+    """Converts safetensors to a Lightning checkpoint with weights only.
 
     Args:
         source: A safetensors file or a directory of Hugging Face.
         destination: A path that ends in ``.ckpt``.
         module: Name of the module of the LightningModule that they belong to, such as ``"model"``.
-        ties: Names of tied weights that the files lack, each with the name whose content it has, such as
-            ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+        ties: Names of tied weights that the files lack, each with the name of the equal weight,
+            such as ``{"lm_head.weight": "model.embed_tokens.weight"}``.
         dtype: Convert floating-point weights to it.
 
     Returns:
         The checkpoint.
 
     Raises:
-        ConfigError: The files are not right, a tie names nothing, or the destination is no ``.ckpt``.
-        OSError: The file cannot be written; nothing is left of it.
+        ConfigError: The files are damaged, a tie names no tensor, or the destination is no
+            ``.ckpt``.
+        OSError: The file cannot be written; no partial file is left.
     """
     path = Place.of(destination)
     if path.suffix != CHECKPOINT:
@@ -118,14 +125,14 @@ def _named(place: Place) -> Path | str:
 
 
 def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) -> list[TensorToWrite]:
-    """The weights of a model, a store, a checkpoint or safetensors, each read when it is asked for; of tied ones the first.
+    """The weights of a source, each read on request; of tied weights only the first.
 
     Args:
         source: As for :func:`export_weights`.
-        opened: Closes what has to stay open as long as tensors are read.
+        opened: Gets the files that must stay open while tensors are read.
 
     Raises:
-        ConfigError: The path is none of these.
+        ConfigError: The path is of no known kind.
     """
     if isinstance(source, nn.Module):
         return list(_of_state(source.state_dict(keep_vars=True)))
@@ -138,10 +145,10 @@ def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) ->
 
 
 def state_dict_of(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The model's part of a checkpoint file, mapped into memory; nothing in the file is executed.
+    """The model's state in a checkpoint file, mapped into memory; nothing in the file is executed.
 
     Raises:
-        ConfigError: It is not a checkpoint, or holds objects that only executing it would make.
+        ConfigError: It is not a checkpoint, or needs code of the file to be executed.
     """
     checkpoint = load_checkpoint(path)
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None
@@ -154,16 +161,17 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Any:
     """A checkpoint file's content, mapped into memory; nothing in the file is executed.
 
     Raises:
-        ConfigError: It does not exist, is not a checkpoint, or holds objects that only executing it would make.
+        ConfigError: It does not exist, is not a checkpoint, or needs code of the file to be
+            executed.
     """
     try:
         return load(path, "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(f"checkpoint {str(path)!r} does not exist. Give the path of a saved checkpoint.") from error
-    except Exception as error:  # torch.load raises whatever it meets in a broken file
+    except Exception as error:  # torch.load raises any error for a broken file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{str(path)!r} cannot be read as a checkpoint without executing what it holds: {reason}. If you trust it, load it "
+            f"{str(path)!r} cannot be read as a checkpoint without executing code in it: {reason}. If you trust it, load it "
             f"with torch.load(path, weights_only=False) and save its state_dict."
         ) from error
 
@@ -181,7 +189,7 @@ def _of_state(state: Mapping[str, Any], *, mapped: bool = False) -> Iterator[Ten
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Gives a tensor's content as it is when it is asked."""
+    """Returns a tensor's content at the time of the call."""
 
     tensor: Tensor
     mapped: bool
@@ -218,7 +226,10 @@ def _below(tensors: list[TensorToWrite], module: str) -> list[TensorToWrite]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Source:
-    """A tensor to write, as the content of a lazy tensor of a checkpoint; the same one for all its names."""
+    """A tensor to write, as the content of a lazy tensor of a checkpoint.
+
+    The same one for all its names.
+    """
 
     tensor: TensorToWrite
 
@@ -246,7 +257,7 @@ class _Source:
 
 
 def _write_checkpoint(path: Place, tensors: Mapping[str, TensorToWrite]) -> None:
-    """Writes what ``Trainer.save_checkpoint(path, weights_only=True)`` writes before the first step."""
+    """The content of ``Trainer.save_checkpoint(path, weights_only=True)`` before the first step."""
     sources = {id(t): _Source(t) for t in tensors.values()}
     checkpoint = {
         "epoch": 0,

@@ -1,10 +1,11 @@
 """Weights of safetensors files as the content of a model on the meta device.
 
 [Note: Adapters]
-PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or ``original_module``,
-``modules_to_save`` has a trained copy of it for each adapter, and the whole model is ``base_model.model``. The files know none of
-these names, so ``X.base_layer.weight`` is the file's ``X.weight``. What a layer with a ``base_layer`` has besides is the
-adapter's: files of the pretrained model cannot have it, and it is initialized as PEFT does it.
+PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or
+``original_module``, ``modules_to_save`` has a trained copy of it for each adapter, and the whole
+model is ``base_model.model``. The files have none of these names, so ``X.base_layer.weight`` is the
+file's ``X.weight``. All other parameters of a layer with a ``base_layer`` belong to the adapter:
+files of the pretrained model do not have them, and they are initialized as PEFT does it.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
 class ModelWeights:
-    """Which stored tensor is the content of which parameter or persistent buffer of a model.
+    """Maps stored tensors to parameters and persistent buffers of a model.
 
-    The names in a directory are those of the module that was saved. It sits inside ``root`` where the most names are found: a model
-    of Hugging Face is often the attribute ``model`` of a LightningModule. Whatever lies outside that module is not concerned. Tied
-    parameters need one of their names.
+    The names in a directory are relative to the module that was saved. Its place inside ``root`` is
+    where most names are found: a model of Hugging Face is often the attribute ``model`` of a
+    LightningModule. Modules outside it are not affected. Tied parameters need only one of their
+    names.
 
     Args:
         root: The model. Parameters that files have must be on the meta device.
-        weights: A safetensors file or directory, or several by the name of the module inside ``root`` that each belongs to.
-        strict: Refuse tensors that either side lacks. Adapters are not missing; see [Note: Adapters]. If false, a warning names
-            both, and what is missing is initialized; but never frozen weights of a model with adapters, which training cannot mend.
+        weights: A safetensors file or directory, or several by the name of the module inside
+            ``root`` that each belongs to.
+        strict: Whether to refuse tensors that only one side has. Adapters are not missing; see
+            [Note: Adapters]. If false, a warning names both kinds, and missing tensors are
+            initialized. Frozen weights of a model with adapters never are, because training cannot
+            correct them.
 
     Raises:
-        ConfigError: The files are not right, or do not fit the model: names what is missing, unexpected, of another shape or kind.
+        ConfigError: The files are damaged or do not fit the model. Names missing and unexpected
+            tensors, other shapes, other dtypes.
     """
 
     def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True) -> None:
@@ -64,11 +70,11 @@ class ModelWeights:
         return len(self._stored)
 
     def fill(self, name: str, memory: Tensor) -> None:
-        """Reads the content of a parameter or buffer into a CPU tensor of its shape, converting to the tensor's dtype.
+        """Reads a parameter or buffer into a CPU tensor of its shape, converting the dtype.
 
         Args:
             name: Its name inside the model.
-            memory: Where it goes.
+            memory: The target.
         """
         with torch.no_grad():
             self._stored[name].read_into(memory)
@@ -99,8 +105,8 @@ class ModelWeights:
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"weights in {where} do not fit: {lacks}. Give the weights of this model, name the module that they belong to "
-                f"(weights={{'model': path}}), or set strict_loading = False in the LightningModule: then what is missing is "
-                f"initialized, and the rest ignored."
+                f"(weights={{'model': path}}), or set strict_loading = False in the LightningModule: then missing weights are "
+                f"initialized, and the others ignored."
             )
         if self._adapters and (base := [name for name in missing if not mine[name].requires_grad]):
             raise ConfigError(
@@ -108,7 +114,9 @@ class ModelWeights:
                 f"because they are frozen. Give the weights of the model that the adapters are for."
             )
         if missing or unexpected:
-            log.warning("Weights in %s: %s. What is missing is initialized, the rest ignored (strict_loading=False).", where, lacks)
+            log.warning(
+                "Weights in %s: %s. Missing weights are initialized, the others ignored (strict_loading=False).", where, lacks
+            )
 
 
 def _targets(root: nn.Module) -> dict[str, Tensor]:
@@ -143,7 +151,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _in_files(name: str, files: WeightFiles) -> str | None:
-    """What the files call a parameter; ``None`` if they lack it."""
+    """A parameter's name in the files; ``None`` if they lack it."""
 
     def candidates() -> Iterator[str]:
         yield name
@@ -154,7 +162,7 @@ def _in_files(name: str, files: WeightFiles) -> str | None:
 
 
 def _prefix(targets: Collection[str], files: WeightFiles) -> str:
-    """The module under which the most of the files' names are names of the model."""
+    """The module under which most of the files' names are names of the model."""
     found: Counter[str] = Counter()
     for name in dict.fromkeys(known for target in targets for known in (target, _without_wrappers(target))):
         parts = name.split(".")
@@ -191,7 +199,7 @@ def _check(stored: StoredTensor, target: Tensor, where: str) -> None:
 
 
 def _check_equal(stored: list[StoredTensor], where: str) -> None:
-    """Names of one parameter that both come from the files must mean one content."""
+    """Refuses tied names whose contents in the files differ."""
     for other in stored[1:]:
         if not torch.equal(stored[0].read(), other.read()):
             raise ConfigError(

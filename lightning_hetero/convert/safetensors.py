@@ -1,12 +1,14 @@
 """The safetensors format, read and written one piece at a time.
 
-A file is eight bytes with the length of a JSON header (little-endian), the header, and the tensors' bytes without gaps. The
-header maps each name to dtype, shape and first and last byte. A directory of Hugging Face holds one file, or several with an
-index that says which tensor is in which. Source: the format section of the safetensors project's README.
+A file is eight bytes with the length of a JSON header (little-endian), the header, and the tensors'
+bytes without gaps. The header maps each name to dtype, shape and first and last byte. A directory
+of Hugging Face holds one file, or several with an index of their tensors. Source: the format
+section of the safetensors project's README.
 
-The safetensors package maps files into memory, where the pages that were read count as the process's, and writes only what is
-in memory as a whole. Here bytes go straight from the file to where they belong, through 16 MiB where the dtype changes.
-Headers are untrusted: everything is checked against the file's size before it is used.
+The safetensors package maps files into memory, where pages that were read count for the process,
+and it writes only tensors that are all in memory. Here bytes go directly from the file to their
+target, through 16 MiB if the dtype changes. Headers are untrusted: everything is checked against
+the file's size before use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
+_HEADER_BYTES_MAX = 100_000_000  # the safetensors package's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,9 @@ class StoredTensor:
     """One tensor in a file.
 
     Attributes:
-        name: Its name there.
+        name: Its name in the file.
         path: The file.
-        dtype: Its dtype there.
+        dtype: Its dtype in the file.
         shape: Its shape.
         start: Its first byte in the file.
     """
@@ -61,7 +63,7 @@ class StoredTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """A fresh tensor with the content.
+        """A new tensor with the content.
 
         Raises:
             ConfigError: The file is shorter than its header said.
@@ -71,7 +73,7 @@ class StoredTensor:
         return out
 
     def read_into(self, memory: Tensor) -> None:
-        """Reads the content into ``memory``, a CPU tensor of the same shape, converting to its dtype as ``copy_`` does.
+        """Reads into ``memory``, a CPU tensor of the same shape, converting dtypes like ``copy_``.
 
         Raises:
             ConfigError: The file is shorter than its header said.
@@ -112,7 +114,7 @@ class WeightFiles:
     Attributes:
         path: The file or directory.
         tensors: Its tensors, by name.
-        metadata: What the files' headers say beside tensors.
+        metadata: The metadata in the files' headers.
     """
 
     path: Place
@@ -124,11 +126,12 @@ class WeightFiles:
         """Reads the headers.
 
         Args:
-            path: A ``.safetensors`` file, or a directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and
-                the files that it names, or with one file of another name; or the URL of one, such as ``"s3://bucket/model"``.
+            path: A ``.safetensors`` file, or a directory with ``model.safetensors``, or with
+                ``model.safetensors.index.json`` and the files that it names, or with one file of
+                another name; or the URL of one, such as ``"s3://bucket/model"``.
 
         Raises:
-            ConfigError: There is no such thing, or a header or the index is not right.
+            ConfigError: There is no such file, or a header or the index is damaged.
         """
         place = Place.of(path)
         tensors: dict[str, StoredTensor] = {}
@@ -158,7 +161,7 @@ def weight_files(path: Place) -> list[Place]:
     """The files that together hold the weights of ``path``.
 
     Raises:
-        ConfigError: There is none, or it is not clear which.
+        ConfigError: There is none, or there are several candidates.
     """
     if path.is_file():
         return [path]
@@ -180,10 +183,10 @@ def weight_files(path: Place) -> list[Place]:
 
 
 def read_index(directory: Place) -> dict[str, str]:
-    """Which file of the directory holds each tensor.
+    """The file of the directory that holds each tensor.
 
     Raises:
-        ConfigError: The index is not one, or names files elsewhere.
+        ConfigError: The index is damaged, or names files elsewhere.
     """
     path = directory / INDEX
     try:
@@ -200,7 +203,7 @@ def read_header(path: Place) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of one file, and its metadata.
 
     Raises:
-        ConfigError: It cannot be read, or the header is not right: names what.
+        ConfigError: It cannot be read, or the header is damaged; the message says how.
     """
     try:
         size = path.num_bytes()
@@ -211,11 +214,11 @@ def read_header(path: Place) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
         return _parse(path, header, data=8 + length, size=size)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(path)!r} is not a whole safetensors file: {error}. Get the file again.") from error
+        raise ConfigError(f"{str(path)!r} is not a complete safetensors file: {error}. Get the file again.") from error
 
 
 class _HeaderError(ValueError):
-    """What is wrong with a header."""
+    """The fault of a header."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -263,18 +266,18 @@ def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor that is read when its turn comes.
+    """A tensor that is read when it is written.
 
     Attributes:
         name: Its name in the file.
-        dtype: Its dtype there; what ``read`` gives is converted.
+        dtype: Its dtype there; the result of ``read`` is converted.
         shape: Its shape.
-        read: Gives the content: a CPU tensor of that shape.
+        read: Returns the content: a CPU tensor of that shape.
     """
 
     name: str
@@ -291,18 +294,18 @@ class TensorToWrite:
 def write_directory(
     directory: str | os.PathLike[str] | Place, tensors: Sequence[TensorToWrite], *, max_shard_bytes: int
 ) -> list[Place]:
-    """Writes a directory as Hugging Face's ``save_pretrained`` does: one file, or several and their index.
+    """Writes a directory like Hugging Face's ``save_pretrained``: one file, or several with index.
 
     Args:
         directory: Made if it is missing; may hold other files, but no weights. Or a URL.
-        tensors: What to write, in this order; at most one is in memory at a time.
+        tensors: The tensors to write, in this order; at most one is in memory at a time.
         max_shard_bytes: No file holds more bytes of tensors, unless a single tensor does.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: There are weights in the directory, or a dtype that the format lacks.
+        ConfigError: There are weights in the directory, or a dtype is not in the format.
         OSError: A file cannot be written; none is left half written.
     """
     directory = Place.of(directory)
@@ -333,10 +336,10 @@ def write_file(path: str | os.PathLike[str] | Place, tensors: Iterable[TensorToW
     """Writes one file, which appears complete or not at all.
 
     Raises:
-        ConfigError: A dtype that the format lacks.
+        ConfigError: A dtype is not in the format.
         OSError: It cannot be written.
     """
-    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable; the widest first, so that all are aligned
+    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable; the widest dtype first, so that all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:

@@ -1,1 +1,1 @@
-"""Update rules over a store: Adam and AdamW in the native engine, every other torch optimizer block by block."""
+"""Update rules: Adam and AdamW in the native engine, other torch optimizers block by block."""

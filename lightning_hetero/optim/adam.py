@@ -1,4 +1,7 @@
-"""``torch.optim.Adam`` and ``AdamW`` as hyper-parameters for the native kernels. The bits are those of ``fused=True``."""
+"""``torch.optim.Adam`` and ``AdamW`` as hyper-parameters for the native kernels.
+
+The bits are those of ``fused=True``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from lightning_hetero.store.live.blocks import Part
 
 DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 
-# Names in ``optimizer.state[param]``, as torch's; the fp32 master is ours and exists for 16-bit weights only.
+# Names in ``optimizer.state[param]``: torch's names, and our fp32 master of 16-bit weights.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
-MASTERED = (torch.bfloat16, torch.float16)  # dtypes of weights that have an fp32 master
+MASTERED = (torch.bfloat16, torch.float16)  # dtypes of weights with an fp32 master
 _PLAIN = {"amsgrad": False, "capturable": False, "differentiable": False}
 
 
@@ -29,7 +32,7 @@ def state_names(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def supports(optimizer: Optimizer) -> bool:
-    """Whether the native kernels run this optimizer: exactly torch's Adam or AdamW with plain options."""
+    """Whether the native kernels run this optimizer: torch's Adam or AdamW, with plain options."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     for group in optimizer.param_groups:
@@ -70,11 +73,12 @@ def hyper(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> H
 
 
 def request(part: Part, grads: Iterable[tuple[int, Hyper, Tensor]]) -> tuple[list[Segment], list[Hyper]]:
-    """The engine's view of one update: which runs of the part to update, with which numbers.
+    """The engine's form of one update: the parameters to update, with their numbers.
 
     Args:
         part: The part.
-        grads: Index in the part, its numbers, and its gradient, dense and in the parameter's memory order.
+        grads: Index in the part, its numbers, and its gradient, dense and in the parameter's memory
+            order.
     """
     hypers: dict[Hyper, int] = {}
     segments = []

@@ -1,4 +1,4 @@
-"""Any optimizer that treats parameters independently, run by its own code on the parameters of one part at a time."""
+"""Runs optimizers that treat parameters independently by their own code, one part at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _REFUSED = {
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Refuses optimizers that cannot be cut into blocks.
+    """Refuses optimizers that cannot run block by block.
 
     Raises:
-        UnsupportedError: LBFGS, SparseAdam, or an optimizer around another one where that one would be left out.
+        UnsupportedError: LBFGS, SparseAdam, or an optimizer around another one that would be left
+            out.
     """
     name = type(optimizer).__name__
     for kind in type(optimizer).__mro__:
@@ -39,20 +40,21 @@ def check_supported(optimizer: Optimizer) -> None:
         what = "16-bit weights have fp32 masters, which" if sixteen_bit else "an update of one part"
         raise UnsupportedError(
             f"optimizer {name} runs another optimizer ({type(inner).__name__}) on the same parameters: {what} would not reach it. "
-            f"Allowed: several optimizers that share the parameters out, each its own. Or train with 32-bit weights, and without "
+            f"Allowed: several optimizers, each with parameters of its own. Or train with 32-bit weights, and without "
             f"hetero_blockwise."
         )
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether updating parameters part by part is known to give what one update of all of them gives."""
+    """Whether updates part by part are known to equal one update of all parameters."""
     return type(optimizer).__module__.startswith("torch.optim") or bool(getattr(optimizer, "hetero_blockwise", False))
 
 
 def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Runs the optimizer's own ``step`` for some of its parameters; the others seem not to exist.
+    """Runs the optimizer's own ``step`` for some of its parameters and hides the others.
 
-    16-bit parameters are updated through fp32 masters kept in ``optimizer.state[p]["master_param"]``.
+    16-bit parameters are updated through fp32 masters kept in
+    ``optimizer.state[p]["master_param"]``.
 
     Args:
         optimizer: The user's optimizer.
@@ -60,10 +62,10 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     """
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
-        function = function.__wrapped__  # torch's wrapper runs the step hooks, which belong to the whole step
+        function = function.__wrapped__  # torch's wrapper runs the step hooks; they belong to the whole step
     with _restricted(optimizer, params), torch.no_grad():
         function(optimizer)
-    torch.autograd.graph.increment_version(params)  # torch's fused optimizers do not, and mirrors are written by these counters
+    torch.autograd.graph.increment_version(params)  # torch's fused optimizers do not; mirrors depend on these counters
 
 
 @contextmanager
@@ -102,5 +104,5 @@ def _stand_in(optimizer: Optimizer, param: nn.Parameter) -> nn.Parameter:
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The entries of one parameter's state that are worth offloading: tensors with more than one element."""
+    """The state tensors of a parameter that are offloaded: those with more than one element."""
     return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}

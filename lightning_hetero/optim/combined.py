@@ -1,4 +1,7 @@
-"""Optimizers that run other optimizers: each of those is bound by itself, if they share the parameters out among them."""
+"""Optimizers that run other optimizers, each with parameters of its own.
+
+Each inner one is bound.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ from torch.optim import Optimizer
 
 
 def members(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers to bind in the place of one that the user has made.
+    """The optimizers to bind instead of a user's optimizer.
 
-    A class may hold several optimizers, such as ``Muon`` for matrices and ``AdamW`` for the rest, and call their steps in its own.
-    Its code runs as it is, and the inner steps hand over. Together they must have all of its parameters, each once.
+    A class may hold several optimizers, such as ``Muon`` for matrices and ``AdamW`` for the rest,
+    and call their steps in its own. Its code runs unchanged, and the inner steps hand their updates
+    to the runtime. Together the inner optimizers must have all of its parameters, each once.
 
     Args:
         optimizer: The user's optimizer.
 
     Returns:
-        The optimizers inside it, from the inside out; itself alone where there are none, or they do not share its parameters out.
+        The optimizers inside it, from the inside out; only itself if there are none, or if they do
+        not divide its parameters.
     """
     inner = list(held(optimizer))
     ids = [id(p) for one in inner for p in _params(one)]
@@ -28,7 +33,7 @@ def members(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def held(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizers that are attributes of another one, once each, also those in its lists, tuples and dictionaries."""
+    """The optimizers in another one's attributes, also inside lists, tuples and dictionaries."""
     seen = {id(optimizer)}
 
     def search(value: Any) -> Iterator[Optimizer]:
@@ -49,7 +54,7 @@ def held(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def obstacle(optimizer: Optimizer) -> str:
-    """Why the state of an optimizer is not all in its members; empty if it is, or if it has no members but itself."""
+    """The reason why an optimizer has state outside its members; empty if it has none."""
     inner = members(optimizer)
     if inner == [optimizer]:
         return ""
@@ -63,7 +68,7 @@ def obstacle(optimizer: Optimizer) -> str:
 
 
 def _is_theirs(state: Any) -> bool:
-    """Whether a state dict consists of those of other optimizers, by name or in a row."""
+    """Whether a state dict is a mapping or list of optimizers' state dicts."""
     if isinstance(state, Mapping):
         return state.keys() == {"state", "param_groups"} or all(_is_theirs(value) for value in state.values())
     return isinstance(state, list | tuple) and all(map(_is_theirs, state))

@@ -1,4 +1,7 @@
-"""The slow, obvious oracle of 16-bit training: fp32 master weights, all in memory, updated by the user's own optimizer."""
+"""A slow and simple reference of 16-bit training with fp32 masters.
+
+Everything is in memory, and the user's own optimizer updates the masters.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class MasterWeightOptimizer(Optimizer):
-    """Runs an optimizer on fp32 masters of 16-bit parameters; fp32 parameters are their own masters, unless ``place`` is given.
+    """Runs an optimizer on fp32 masters of 16-bit parameters.
 
-    One step, for each parameter with a gradient: ``master.grad = grad.float()``, the optimizer's own step, then
-    ``parameter = master`` rounded to nearest even. With fp32 parameters only it does what the optimizer alone does.
+    fp32 parameters are their own masters, unless ``place`` is given.
 
-    ``param_groups`` hold the user's parameters; numbers that a scheduler writes there reach the optimizer at the next step.
-    ``state_dict`` is the optimizer's own with ``"master_param"`` added to the state of each 16-bit parameter.
+    One step, for each parameter with a gradient: ``master.grad = grad.float()``, the optimizer's
+    own step, then ``parameter = master`` rounded to nearest even. With only fp32 parameters it
+    equals the optimizer alone.
+
+    ``param_groups`` hold the user's parameters; numbers that a scheduler writes there reach the
+    optimizer at the next step. ``state_dict`` is the optimizer's own with ``"master_param"`` added
+    to the state of each 16-bit parameter.
 
     Args:
         params: Parameters or groups, as for any optimizer.
-        factory: Makes the optimizer from groups, such as ``functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-        place: On which device a parameter's step runs; asked at every step, before which its master and state go there.
+        factory: Makes the optimizer from groups, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
+        place: Returns the device of a parameter's step. It is called at every step; master and
+            state are moved there first.
     """
 
     _optimizer: Optimizer
@@ -54,7 +63,7 @@ class MasterWeightOptimizer(Optimizer):
         return self._optimizer
 
     def master(self, param: Tensor) -> Tensor:
-        """The master of a parameter: the parameter itself if it is not 16-bit and no place is given."""
+        """A parameter's master: itself if it is not 16-bit and no place is given."""
         return self._masters[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -70,10 +79,11 @@ class MasterWeightOptimizer(Optimizer):
 
         Args:
             closure: Computes the loss and the gradients; called once, before the step.
-            grad_scale: Multiplies each 16-bit parameter's gradient after its conversion to fp32; 1 multiplies nothing.
+            grad_scale: Multiplies each 16-bit parameter's gradient after its conversion to fp32; 1
+                has no effect.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
         """
         loss = None
         if closure is not None:
@@ -95,7 +105,7 @@ class MasterWeightOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's own state dict, with ``"master_param"`` in the state of each 16-bit parameter."""
+        """Returns the optimizer's state dict, with ``"master_param"`` for each 16-bit parameter."""
         self._push_groups()
         packed = self.optimizer.state_dict()
         for index, (param, master) in enumerate(self._in_order()):
@@ -104,7 +114,10 @@ class MasterWeightOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of the optimizer alone; without masters they are taken from the parameters."""
+        """Loads a state dict of this class or of the optimizer alone.
+
+        Without masters they are taken from the parameters.
+        """
         stripped = {
             index: {key: value for key, value in entry.items() if key != MASTER} for index, entry in state_dict["state"].items()
         }

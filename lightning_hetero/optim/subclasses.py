@@ -1,10 +1,12 @@
-"""Optimizer state in tensor subclasses: cut into the plain tensors inside them, and put together again.
+"""Optimizer state in tensor subclasses: split into plain tensors, and assembled again.
 
 [Note: Tensor subclasses]
-An optimizer may keep its state in a subclass of ``Tensor`` that holds several tensors, such as codes and scales of 8-bit moments.
-torch's protocol for such classes (``__tensor_flatten__`` and ``__tensor_unflatten__``) says which tensors those are. They go to
-disk one by one, and the object is made anew around what is read. So the disk never sees the class, and a record names only classes
-that ``torch.serialization.add_safe_globals`` knows: what a record says must not choose which code runs.
+An optimizer may keep its state in a subclass of ``Tensor`` that holds several tensors, such as
+codes and scales of 8-bit moments. torch's protocol for such classes (``__tensor_flatten__`` and
+``__tensor_unflatten__``) names these tensors. They go to disk one by one, and the object is made
+again around the tensors that are read. So the class is not on disk. A record names only classes
+that ``torch.serialization.add_safe_globals`` knows, because a record must not choose the code that
+runs.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ def mapped(value: Any, key: str, function: Callable[[str, Any], Any]) -> Any:
     """A state tensor with every plain tensor in it replaced.
 
     Args:
-        value: A tensor, maybe one of a subclass.
-        key: What the optimizer calls it.
-        function: Gets the name and the content of each plain tensor; an inner one is called ``"<key>/<attribute>"``.
+        value: A tensor, possibly of a subclass.
+        key: The optimizer's name of it.
+        function: Gets the name and the content of each plain tensor; an inner one has the name
+            ``"<key>/<attribute>"``.
     """
     if not hasattr(value, "__tensor_flatten__"):
         return function(key, value)
@@ -44,20 +47,20 @@ def plain_tensors(value: Tensor, key: str) -> dict[str, Tensor]:
 
 
 def leaves(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The plain tensors of one parameter's state that are worth offloading: those of tensors with more than one element."""
+    """The plain tensors of a parameter's state that are offloaded: with more than one element."""
     large = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
     return {path: tensor for key, value in large.items() for path, tensor in plain_tensors(value, key).items()}
 
 
 def check_plain(name: str, value: Tensor) -> None:
-    """Refuses a tensor that is more than its bytes, shape and dtype.
+    """Refuses a tensor that bytes, shape and dtype do not describe completely.
 
     Args:
-        name: What it is, for the message.
+        name: Its name, for the message.
         value: A tensor of :func:`leaves` in memory.
 
     Raises:
-        UnsupportedError: It is of a subclass that does not say what is in it, sparse or quantized.
+        UnsupportedError: It is sparse, quantized, or of a subclass without the protocol.
     """
     if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_quantized:
         what = value.layout if type(value) in _PLAIN else f"{type(value).__module__}.{type(value).__qualname__}"
@@ -69,10 +72,10 @@ def check_plain(name: str, value: Tensor) -> None:
 
 
 def outlines(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tensors of subclasses in a state are, beside their plain tensors: for a record.
+    """Describes the subclass tensors of a state for a record, without their plain tensors.
 
     Raises:
-        ConfigError: A class is none that ``torch.load`` would make by default.
+        ConfigError: ``torch.load`` does not make a class by default.
     """
     return {key: _outline(value) for key, value in state.items() if hasattr(value, "__tensor_flatten__") and value.numel() > 1}
 
@@ -92,10 +95,10 @@ def _outline(value: Any) -> Any:
 
 
 def put_together(key: str, outline: Any, plain: dict[str, Tensor]) -> Tensor:
-    """The tensor that :func:`outlines` has described, around plain tensors, which it takes out of a dictionary.
+    """Makes the tensor that :func:`outlines` has described, from plain tensors of a dictionary.
 
     Raises:
-        ConfigError: The class is none that this process knows as safe.
+        ConfigError: The class is not known as safe in this process.
     """
     if outline is None:
         return plain.pop(key)

@@ -15,7 +15,7 @@ _FAMILIES: dict[str, type[Gpt] | type[Llama]] = {"gpt": Gpt, "llama": Llama}
 
 
 def _opt(layers: int, hidden: int, heads: int) -> Gpt:
-    """OPT (Zhang et al. 2022, table 1), with transformers' extra positions and padded vocabulary."""
+    """OPT (Zhang et al. 2022, table 1), with extra positions and padded vocabulary."""
     return Gpt(layers=layers, hidden=hidden, heads=heads, vocabulary=50272, positions=2048, extra_positions=2, activation="relu")
 
 

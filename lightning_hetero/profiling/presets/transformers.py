@@ -147,7 +147,7 @@ class Gpt:
         )
 
     def _attention_transient(self, shape: Shape) -> int:
-        """Gradients in attention's backward: block output, attention output, queries, keys, values."""
+        """Gradients in attention's backward: block and attention output, queries, keys, values."""
         square = 0 if self.flash else 2 * self.heads * shape.sequence * shape.tokens * shape.itemsize
         return 5 * shape.itemsize * shape.tokens * self.hidden + square
 
