@@ -58,7 +58,7 @@ class Explanation:
 
     @property
     def predicted(self) -> Prediction:
-        """The plan's step, as :func:`judged` predicts it."""
+        """The plan's step, as :func:`evaluated` predicts it."""
         return self.plan.require_predicted()
 
     @property

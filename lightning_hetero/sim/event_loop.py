@@ -122,7 +122,7 @@ class EventLoop:
         # The step.
         self._device, self._host = program.constant
         self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
-        self._states: list[_State] = []  # at the begin of each step
+        self._states: list[_StepBegin] = []  # at the begin of each step
         self._unended = 0  # all jobs before this one have ended
         self._usage: Usage = {}
         self._turned_s = 0.0  # when the phase began
