@@ -1,0 +1,74 @@
+"""What one step costs in Python: calls of functions in files of the package, in the thread that trains."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from support.models import Recipe, Shape, run
+
+import lightning_hetero
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+PACKAGE = str(Path(lightning_hetero.__file__).parent)
+ON_DISK = Plan(
+    name="on_disk",
+    blocks=(
+        BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK, update=UpdateLane.CPU),
+        BlockPlan(name="*", state=Tier.DISK, update=UpdateLane.CPU),
+    ),
+    host_cache_bytes=64 * 1024,
+)
+ON_DEVICE = Plan(
+    name="on_device",
+    blocks=(
+        BlockPlan(name="model.blocks.*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU),
+        BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.HOST, update=UpdateLane.CPU),
+    ),
+)
+
+
+class Calls(pl.Callback):
+    """Counts from the begin of the third batch to the begin of the fourth."""
+
+    def __init__(self) -> None:
+        self.by_function: Counter[str] = Counter()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        sys.setprofile(self._note if batch_idx == 2 else None)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            self.by_function[f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_qualname}"] += 1
+
+
+def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: Any) -> Counter[str]:
+    calls = Calls()
+    strategy = HeteroOffloadStrategy(plan, device=device, disk_path=None)
+    run(Recipe(shape=Shape(layers=5), steps=4, **recipe), strategy, folder, callbacks=[calls])
+    return calls.by_function
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "recipe", "most"),
+    [
+        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 3428),
+        (ON_DISK, None, {}, 4197),
+        (ON_DISK, None, {"clip": 0.3}, 5130),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 6650),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 9068),
+    ],
+    ids=["host", "disk", "disk-clip", "device", "device-clip"],
+)
+def test_a_step_makes_no_more_python_calls_than_it_did(
+    plan: Plan, device: EmulatedDevice | None, recipe: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    found = calls_of(plan, device, tmp_path, **recipe)
+    assert 0 < found.total() <= most, "\n".join(f"{count:5} {name}" for name, count in found.most_common(60))
