@@ -31,7 +31,6 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Phase
 from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, BoundAddresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Stretch, Timeline, attributed
-from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_meter
@@ -51,15 +50,15 @@ class BatchProfiler:
     def __init__(self, session: Session, *, tokens: int, operators: bool) -> None:
         assert session.executor is not None
         self._session, self._executor, self._tokens = session, session.executor, tokens
-        device = session.executor if isinstance(session.executor, DeviceExecutor) else None
+        device, lanes = session.executor.device, session.executor.lanes
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
-        device_type = "cpu" if device is None else device.lanes.device_type
+        device_type = lanes.device_type
         self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type) if operators else None
         # If compute is a stream, the host waits for an event of it before it reads the clock.
-        self._settle: Callable[[], object] = float if device is None else device.lanes.settle
+        self._settle: Callable[[], object] = float if device is None else lanes.settle
         apart = device is not None and device_type != "cpu"
-        self._heap_bytes: Callable[[], int] = device.lanes.allocated_bytes if apart and device is not None else heap_meter()
-        self._peak_bytes: Callable[[], int] = device.lanes.take_peak_bytes if apart and device is not None else int
+        self._heap_bytes: Callable[[], int] = lanes.allocated_bytes if apart else heap_meter()
+        self._peak_bytes: Callable[[], int] = lanes.take_peak_bytes if apart else int
         self._timeline = Timeline(self._mark, self._note_inputs)
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -74,10 +73,10 @@ class BatchProfiler:
     def start(self) -> None:
         """Begins. If blocks are timed, nothing overlaps from now on."""
         self._executor.rest()
-        self._executor.serial = self._recorder is None
+        self._executor.batch.serial = self._recorder is None
         self._executor.watcher = self._timeline
-        if isinstance(self._executor, DeviceExecutor):
-            self._executor.activations.watcher = self
+        if self._executor.handlers.activations is not None:
+            self._executor.handlers.activations.watcher = self
         self._session.recorder.settle = self._settle
         if self._recorder is not None:
             for block in self._session.blocks:
@@ -105,10 +104,10 @@ class BatchProfiler:
         stretches = [*self._timeline.stretches]
         if self._last is not None and not self._in_python:
             stretches.append(Stretch(phase=Phase.BACKWARD, block=NO_BLOCK, begin=self._last, end=self._mark()))
-        self._executor.serial = False
+        self._executor.batch.serial = False
         self._executor.watcher = None
-        if isinstance(self._executor, DeviceExecutor):
-            self._executor.activations.watcher = None
+        if self._executor.handlers.activations is not None:
+            self._executor.handlers.activations.watcher = None
         self._session.recorder.settle = float
         for handle in self._handles:
             handle.remove()

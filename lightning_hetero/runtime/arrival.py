@@ -98,7 +98,7 @@ class Arrival:
             if block.name in self._unset and not self._initializer.read(block, self._made_on_meta):
                 later += [(n, block.spec.params[n]) for n in self._initializer.set(block, self._made_on_meta)]
             self._take_over(block, read=resumed is None)
-            executor.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
+            executor.residency.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
                 if resumed is not None:
                     resumed.adopt(part)
@@ -107,11 +107,11 @@ class Arrival:
                     _open(store, part, placement.geometries.get(part))
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
-                executor.hide(block)
+                executor.residency.doors.hide(block)
                 if used + size <= placement.cache_bytes:
                     used += size
                 else:
-                    executor.release(block)
+                    executor.residency.release(block)
                     for part in block.parts:
                         store.barrier(part)
         self._initializer.set_buffers()

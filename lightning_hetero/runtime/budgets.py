@@ -109,7 +109,7 @@ class Budgets:
         there = [b for b in self.blocks if b.resident and self._arrival.is_set(b)]
         if self.executor is None:
             return sum(p.weight_bytes for b in there for p in b.parts)
-        weights = sum(p.weight_bytes for b in there if self.executor.is_on_host(b) for p in b.parts)
+        weights = sum(p.weight_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)
         away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
         rows = zip(self.executor.model.blocks, self.blocks, strict=True)
         return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))

@@ -1,77 +1,130 @@
-"""Executes a schedule around autograd.
+"""The runtime of one model: follows a batch from anchor to anchor.
 
-One training step, from top to bottom:
-``begin_step`` picks the schedule · each anchor issues the ops up to itself and waits for what its block needs
-(``forward_begins``, ``backward_begins``) · ``backward_ends`` · ``handover`` issues the updates that are left, then the commit.
-The schedule's edges become the engine's: an op waits for the tickets of the ops ``after`` which it comes, an anchor for those that
-it needs and those that it carries.
+``begin_step`` picks the schedule of a batch, ``forward_begins`` and ``backward_begins`` are its anchors, and ``handover`` is its
+verdict. ``runtime.step`` walks the schedule between them, ``runtime.handlers`` says what an op does, ``runtime.residency`` knows
+where weights are, and ``runtime.lanes`` runs ops.
 
-Compute runs inline in the calling thread; the disk and update lanes are the engine's threads. An anchor that the schedule does not
-expect is served on demand, and the next step's schedule follows the order that was seen.
+[Note: Strays]
+A use of a block that the schedule does not foresee is served on demand, and the next batch is expected to use the blocks as this
+one did. On a device with memory of its own it also ends the schedule for the rest of the batch: lanes drain, from then on each use
+brings its weights, and each block's update follows the verdict. Gradients stay on the device, unless the host has those of a batch
+before: sums are made in the order in which autograd makes them, and code that clips or looks sees them whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero._native import DONE, READY, Ticket
+from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import (
-    NO_BLOCK,
-    Anchor,
-    Lane,
-    OpKind,
-    Payload,
-    Phase,
-    Schedule,
-    Updates,
-)  # fmt: skip
-from lightning_hetero.lowering import DeviceRoom
+from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule, Updates
 from lightning_hetero.runtime.anchors import Watcher
+from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.device import HostGradient
+from lightning_hetero.runtime.handlers import Batch, Handlers, Key
+from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.residency import Residency
+from lightning_hetero.runtime.residency.device import DeviceResidency
+from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.schedules import Schedules
-from lightning_hetero.runtime.sums import RoomForGradients
+from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.runtime.step import Step
+from lightning_hetero.runtime.sums import GradientRoom
 from lightning_hetero.store.live.blocks import Block
 
 
-class Executor(RoomForGradients):
-    """The runtime of one model.
+class Executor:
+    """The runtime of one model, on any device.
 
     Args:
-        blocks: The model's blocks, bound to memory, with resolved plans.
-        plan: The resolved plan.
-        model: The blocks' sizes.
-        capacity_bytes: Host bytes for weights that live on disk.
-        **common: As for :class:`RoomForGradients`.
+        context: The run.
 
     Attributes:
+        context: The run, under the plan in force.
+        batch: The batch under way.
+        residency: Where weights are.
+        speculation: Updates that run before the verdict where they can be taken back.
         watcher: Who looks on, if anybody does.
-        probing: Nobody knows yet whether a device is large enough for the batch, so that updates wait until it is over.
-        commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, plan: Plan, model: ModelShape, capacity_bytes: int, **common: Any) -> None:
-        super().__init__(blocks, plan=plan, model=model, capacity_bytes=capacity_bytes, **common)
-        self.commits, self.probing = True, False
+    def __init__(self, context: RunContext) -> None:
+        run = context.run
+        self.context, self.batch = context, Batch()
+        self.blocks, self.store, self.updater, self.lanes = run.blocks, run.store, run.updater, run.lanes
+        self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
+        self.residency: Residency = HostResidency(context) if run.side is None else DeviceResidency(context, run.side)
+        self.speculation = Speculation(run.store, run.turn)
+        self.speculation.enabled = context.speculates
+        self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
         self.watcher: Watcher | None = None
+        self._room = GradientRoom(run, self.residency.weights)
+        self._schedules = Schedules(context.plan, context.model, context.cache_bytes)
+        self._step: Step | None = None  # no schedule, or none any more
+        self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
-        self._schedules = Schedules(plan, model, capacity_bytes)
-        self._schedule: Schedule | None = None
-        self._cursor = 0  # the next anchor expected
-        self._issued = 0  # the next op to issue
-        self._tickets: dict[int, list[Ticket]] = {}  # op -> its tickets
         self._seen: list[int] = []
         self._training = False
-        self._backward_block: Block | None = None
+        self._held: set[int] = set()  # blocks that stay open for the rest of the batch
+        self._in_backward_of: Block | None = None
+        self._at: Block | None = None  # whose anchor was the last one, in this phase
 
-    # ---- the step ---------------------------------------------------------------------------------------------------------
+    # ---- what it is doing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.context.plan
+
+    @property
+    def model(self) -> ModelShape:
+        """The blocks' sizes."""
+        return self.context.model
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Host memory for weights that live on disk."""
+        return self.context.cache_bytes
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether the host has room for all gradients at once."""
+        return self.context.may_defer
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the batch under way."""
+        return None if self._step is None else self._step.schedule
+
+    @property
+    def armed(self) -> bool:
+        """Whether the batch under way ends in an optimizer's ``step``."""
+        return self.batch.armed is not None
+
+    @property
+    def watched(self) -> bool:
+        """Observer: whether there is a :attr:`watcher`."""
+        return self.watcher is not None
+
+    @property
+    def where(self) -> str:
+        """What compute is at, for errors."""
+        phase = "in backward" if self.batch.in_backward else "in forward"
+        return phase if self._at is None else f"{phase}, at block {self._at.name!r}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step under way has made an update that cannot be taken back."""
+        return self.updater.has_begun and not self.speculation.trying  # before the verdict only what is tried runs
+
+    # ---- the step -----------------------------------------------------------------------------------------------------------
 
     def arm(self, binding: OptimizerBinding | None) -> None:
         """Says that the batch ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete.
@@ -81,71 +134,56 @@ class Executor(RoomForGradients):
         if binding is None and not self._handed_over:
             self.speculation.observe(True)
             self.speculation.skip()
-        self._armed, self._handed_over = binding, binding is None
-
-    @property
-    def armed(self) -> bool:
-        """Whether the batch under way ends in an optimizer's ``step``."""
-        return self._armed is not None
+        self.batch.armed, self._handed_over = binding, binding is None
 
     def begin_step(self, *, training: bool) -> None:
         """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
+        last = self._step.schedule if self._step is not None and self._step.is_whole else None
+        self.residency.begin_batch(training=training, whole=last is not None)
+        self._before |= self.handlers.ends
+        self.handlers.begin_batch()
         self._schedules.learn(self._seen, training=self._training)
-        self._close_all()
-        self._training = training
-        self._seen = []
-        self._cursor = self._issued = 0
-        self._tickets = {}
-        self.speculation.begin(training=training and self._armed is not None and self.deferred and not self.probing)
-        self._schedule = self._schedule_for(training)
+        self._close_all(opened=last is None)
+        self._training, self._seen, self._at = training, [], None
+        self.speculation.begin(training=training and self.armed and self.context.deferred and not self.batch.probing)
+        schedule = self._schedule_for(training, last)
+        self._step = None
+        if schedule is not None:
+            serial = self.batch.serial
+            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, serial=serial)
         self.updater.begin_step()
         if training:
-            self.heap.forward_begins(self.weights_coming())
+            self._room.forward_begins()
             for block in self.blocks:
                 block.grads_left = {id(p) for p in block.params() if p.requires_grad}
                 block.early_unsafe = False
+        if self.handlers.activations is not None:
+            self.handlers.activations.begin_batch()
 
-    def _schedule_for(self, training: bool) -> Schedule | None:
+    def _schedule_for(self, training: bool, last: Schedule | None) -> Schedule | None:
         updates = Updates.NONE
-        if training and self._armed is not None:
-            updates = Updates.AFTER_VERDICT if self._all_wait else Updates.IN_BACKWARD
+        if training and self.batch.armed is not None:
+            updates = Updates.AFTER_VERDICT if self.handlers.all_wait else Updates.IN_BACKWARD
             updates = Updates.SPECULATIVE if self.speculation.trying else updates
         signature = self._schedules.signature(updates, training=training)
-        return None if signature is None else self._schedules.lowered(signature, *self._held_now())
+        return None if signature is None else self._schedules.lowered(signature, *self.residency.held(last))
 
-    def _held_now(self) -> tuple[frozenset[int], DeviceRoom | None]:
-        """Blocks on disk whose weights are in memory, and what a device with memory of its own has room for and holds."""
-        return frozenset(b.index for b in self.blocks if b.weights_on_disk and b.resident), None
-
-    @property
-    def _all_wait(self) -> bool:
-        """Whether updates wait for the verdict on all gradients."""
-        return self.deferred or self.probing
-
-    def _close_all(self) -> None:
-        """What the last batch left open is closed."""
-        self._in_backward = False
+    def _close_all(self, *, opened: bool) -> None:
+        """Closes what the last batch left open; ``opened``: also updates, which no gradients will come for."""
+        self.batch.in_backward = False
         self._close_backward()
         self._held.clear()
         self.speculation.skip()
         for block in self.blocks:
             while block.uses:  # held, or left open by an exception
-                self.shut(block)
-        self._cancel_opened()
+                self.residency.shut(block)
+        if opened:
+            self.updater.cancel_opened(self.blocks)
 
-    def _cancel_opened(self) -> None:
-        """Takes updates back that were opened, and that no gradients will come for."""
-        self.updater.cancel_opened(self.blocks)
-
-    @property
-    def watched(self) -> bool:
-        """Observer: whether there is a :attr:`watcher`."""
-        return self.watcher is not None
-
-    def forward_begins(self, block: Block, inputs: Any = ()) -> None:
-        """Observer: issues what the anchor triggers and waits for the block's weights."""
-        if self._in_backward:
-            if block is not self._backward_block:  # recomputation: autograd has moved on to this block
+    def forward_begins(self, block: Block, inputs: Any = ((), {})) -> None:
+        """Observer: submits what the anchor triggers and waits for the block's weights."""
+        if self.batch.in_backward:
+            if block is not self._in_backward_of:  # recomputation: autograd has moved on to this block
                 self._close_backward()
         else:
             self._seen.append(block.index)
@@ -153,19 +191,24 @@ class Executor(RoomForGradients):
                 block.early_unsafe = True
         with self.recorder.waiting(f"F {block.name}"):
             self._reach(Phase.FORWARD, block)
-            self.open(block)
+            self.residency.open(block)
         if self.watcher is not None:
             self.watcher.forward_begins(block, inputs)
+        saved = self.handlers.saved
+        if saved and not _is_followed():
+            saved[block.index].enter(*inputs)
 
-    def forward_ends(self, block: Block, output: Any = None) -> None:
+    def forward_ends(self, block: Block, output: object = None) -> None:
         """Observer: the use is over."""
+        if self.handlers.saved:
+            self.handlers.saved[block.index].leave(output)
         if self.watcher is not None:
             self.watcher.forward_ends(block)
-        self.shut(block)
+        self.residency.shut(block)
 
     def backward_begins(self, block: Block) -> None:
         """Observer: as ``forward_begins``; also ends the previous block's backward."""
-        if block is not self._backward_block and not block.spec.pinned:
+        if block is not self._in_backward_of and not block.spec.pinned:
             self._next_backward(block)
         if self.watcher is not None:
             self.watcher.backward_begins(block)
@@ -173,85 +216,122 @@ class Executor(RoomForGradients):
     def _next_backward(self, block: Block) -> None:
         with self.recorder.waiting(f"B {block.name}"):
             self._close_backward()
-            self.make_room(block)
+            self._room.make_room(block)
             self._reach(Phase.BACKWARD, block)
-            if block.index == next((i for i in self._seen if not self.blocks[i].spec.pinned), None):
-                self.give_way(block)
-            # A ticket holds its gradients until it has been seen to be done.
-            self._in_flight = [t for t in self._in_flight if t.poll() != DONE]
-            self._backward_block = block
-            self.open(block)
+            if self._is_last_backward(block):
+                self._room.give_way(block)
+            if self.device is None:  # a ticket holds its gradients until it has been seen to be done
+                self.handlers.look_at_updates()
+            self._in_backward_of = block
+            self.residency.open(block)
             if torch.is_grad_enabled():
                 self.hold(block)
 
+    def _is_last_backward(self, block: Block) -> bool:
+        """Whether only those of pinned blocks follow."""
+        for index in self._seen:
+            if not self.blocks[index].spec.pinned:
+                return index == block.index
+        return False
+
     def _close_backward(self) -> None:
-        if self._backward_block is not None:
-            block, self._backward_block = self._backward_block, None
-            self.shut(block)
+        if self._in_backward_of is not None:
+            block, self._in_backward_of = self._in_backward_of, None
+            self.residency.shut(block)
 
     def backward_starts(self, loss: Tensor | None = None) -> None:
-        """Backward, from ``loss``, writes gradients: whatever still reads those of the last step must be over."""
-        self._in_backward = True
-        if loss is not None:
-            self.learn_sums(loss)
+        """Backward, from ``loss``, writes gradients: whatever still reads those of the last step must be over.
+
+        Gradients of a batch before that a device has shown become ordinary ones of this one.
+        """
+        self.batch.in_backward, self._at = True, None
+        if self.device is not None:
+            self.device.gradients.conceal()
+            loss = None
         with self.recorder.waiting("backward"):
-            self._wait_in_flight()
-            self.heap.backward_begins()
+            if self.device is None:
+                self._wait_updates()
+            self._room.backward_begins(loss)
 
     def backward_ends(self) -> None:
         """The last block has been left."""
-        self._in_backward = False
+        self.batch.in_backward = False
         self._close_backward()
         self.recorder.leave()
 
     def check_gradients(self) -> None:
-        """A backward has succeeded: refuses gradients that no update can use, before clipping or a callback meets them."""
+        """A backward has succeeded: refuses gradients that no update can use, before clipping or a callback meets them.
+
+        Gradients on the host of a device are shown to them from here on.
+        """
         for block in self.blocks:
             self.updater.check_gradients(block)
+        if self.device is not None:
+            for block in self.blocks:  # their GRAD never came, or came before all gradients had
+                self.handlers.gather(block)
+            self.device.gradients.expose()
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
-        """``optimizer.step()``: hyper-parameters and verdict are known; issues what is left and returns without waiting for it."""
+        """``optimizer.step()``: hyper-parameters and verdict are known; submits what is left and returns at once."""
         self.backward_ends()
         self._handed_over = True
+        if self.device is not None:
+            self.device.gradients.conceal()
         self.updater.begin_verdict(binding, scale)
         self._verdict(scale)
-        if self._schedule is not None:
-            self._issue_through(len(self._schedule.anchors) - 1)
-        if binding.rule is Rule.WHOLE:
-            self.updater.update_whole(binding)
-        else:
-            one_by_one = self.plan.update_order is UpdateOrder.NAIVE
-            for block in self.blocks:  # what no op could update, or none speaks of
-                self._update(block, binding, self._in_flight if one_by_one else ())
-        self.updater.cancel_opened(self.blocks)
-        if self.commits:
-            self.commit()
+        if self._step is not None:
+            self._step.finish()
+        self._update_rest(binding)
+        if self.device is None:
+            self.updater.cancel_opened(self.blocks)
+        if self.batch.commits:
+            self.handlers.commit()
+        if self.device is not None:
+            self.device.gradients.expose()  # what is kept, and what another optimizer's step will use
         self.updater.begin_step()
         self.recorder.end_step()
-        if self.serial:
-            self._wait_in_flight(DONE)
+        if self.batch.serial or (self.updater.waits and self.device is not None):
+            self.lanes.drain()
             self.store.files.wait_for_commit()
-        elif self.updater.waits or any(b.plan.update is UpdateLane.DEVICE and self._latest.get(b.index) for b in self.blocks):
-            self._wait_in_flight()  # where the device is the host, its updates are part of the step
+        elif self.updater.waits:
+            self._wait_updates()
+
+    def _update_rest(self, binding: OptimizerBinding) -> None:
+        """Updates what no op could update, or none speaks of."""
+        if binding.rule is Rule.WHOLE:
+            self.updater.update_whole(binding)
+            return
+        one_by_one = self.plan.update_order is UpdateOrder.NAIVE
+        computed = []
+        for block in self.blocks:
+            if self.updater.has_work(block, binding) or self.speculation.is_due(block):
+                end = self.handlers.update_now(block, after=self.handlers.updating if one_by_one else ())
+                if block.plan.update is UpdateLane.DEVICE:
+                    computed.append(end)
+        self.lanes.compute_waits(computed)
+
+    def _wait_updates(self) -> None:
+        """Waits until updates have read their gradients and written weights."""
+        for end in self.handlers.updating:
+            end.wait()
+        self.handlers.updating.clear()
 
     def commit(self, *, always: bool = False) -> None:
         """Makes what was written a step; ``always``: even if no block has changed."""
         ticket = self.store.commit(always=always)
         tickets = [] if ticket is None else [ticket]
-        self.recorder.watch("COMMIT", "", tickets, lane=Lane.DISK_WRITE, late=not self.commits)
+        self.recorder.watch("COMMIT", "", tickets, lane=Lane.DISK_WRITE, late=not self.batch.commits)
 
     def _verdict(self, scale: float) -> None:
         """What was tried is kept; or it has been taken back, and the step goes on with the schedule that updates it again."""
         if self.speculation.trying:
             self.speculation.keep(scale)
-            if self.speculation.redoes and self._schedule is not None:
-                redone = replace(self._schedule.signature, updates=Updates.REDONE)
-                self._schedule = self._schedules.lowered(redone, self._schedule.resident_before, self._room_before(self._schedule))
+            if self.speculation.redoes and self._step is not None:
+                before = self._step.schedule
+                redone = replace(before.signature, updates=Updates.REDONE)
+                room = self.residency.room_before(before)
+                self._step.schedule = self._schedules.lowered(redone, before.resident_before, room)
         self.speculation.observe(self.speculation.discarded)
-
-    def _room_before(self, schedule: Schedule) -> DeviceRoom | None:
-        """What a device with memory of its own had room for and held as the schedule began."""
-        return None
 
     def clip(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clips gradients by their global norm, before ``optimizer.step()``."""
@@ -259,122 +339,154 @@ class Executor(RoomForGradients):
 
     def end_batch(self) -> None:
         """A batch is over: from here to the next one nobody computes with the weights."""
+        self.residency.end_batch()
 
-    # ---- anchors ----------------------------------------------------------------------------------------------------------
+    # ---- anchors ------------------------------------------------------------------------------------------------------------
 
     def _reach(self, phase: Phase, block: Block) -> None:
-        """Issues the ops up to this anchor and waits for what it needs."""
-        index = self._find(phase, block.index)
-        if index is not None and self._schedule is not None:
-            passed = self._schedule.anchors[self._cursor : index + 1]
-            self._issue_through(index)
-            if self.recorder.enabled:
-                self.recorder.needs = self._names(passed[-1].needs, [key for anchor in passed for key in anchor.carried])
-            self._cursor = index + 1
-            for op in passed[-1].needs:
-                for ticket in self._tickets.get(op, ()):
-                    ticket.wait(READY)
-            for anchor in passed:
-                self._wait_carried(anchor)
-        elif not self.plan.priority and not self._in_backward:
-            self._wait_in_flight(DONE)
-        if not block.resident:
-            self._fetch(block, self._make_room(block))
-        if index is None:
-            self._prefetch_next(block)
-        for part in block.parts:
-            self.settle(part)
+        """Submits the ops up to this anchor, and waits for what it needs."""
+        if self.device is not None and self.batch.in_backward:  # also where a forward is repeated: the block's backward follows
+            phase = Phase.BACKWARD
+            if block is self._at:
+                return
+        index = None if self._step is None else self._step.find(phase, block.index)
+        self._at = block
+        if index is None or self._step is None:
+            self._stray(block)
+            return
+        needs = self._step.reach(index)
+        if self.handlers.activations is not None:
+            self.handlers.activations.sweep(needs)
+        self.residency.ensure(block)
 
-    def _wait_carried(self, anchor: Anchor) -> None:
-        """Waits for updates of earlier steps: an UPDATE is over once its weights are there, a STORE once it is on the disk."""
-        ends = {OpKind.UPDATE: READY, OpKind.STORE: DONE}
-        for kind, block in anchor.carried:
-            for ticket in self._latest.get(block, ()):
-                ticket.wait(ends[kind])
+    def _stray(self, block: Block) -> None:
+        """See [Note: Strays]."""
+        if not self.plan.priority and not self.batch.in_backward:
+            self.lanes.drain()
+        if not self.residency.unforeseen(block):
+            self._step = None
 
-    def _find(self, phase: Phase, block: int) -> int | None:
-        if self._schedule is None:
-            return None
-        anchors = self._schedule.anchors
-        return next((i for i in range(self._cursor, len(anchors)) if (anchors[i].phase, anchors[i].block) == (phase, block)), None)
+    def hold(self, block: Block) -> None:
+        """Keeps the block open for the rest of the batch: a graph that no anchor announces holds its weights.
 
-    def _issue_through(self, index: int) -> None:
-        assert self._schedule is not None
-        ops = self._schedule.ops
-        while self._issued < len(ops) and ops[self._issued].at <= index:
-            op = ops[self._issued]
-            self._issued += 1
-            after = [ticket for i in op.after for ticket in self._tickets[i]]
-            if self.recorder.enabled:
-                self.recorder.after = self._names(op.after, op.carried)
-            tickets = self._issue(op, after)
-            # What follows an op that did nothing follows what came before it. An opened update that waits for gradients is not
-            # waited for: nothing may depend on when they come.
-            opened = (op.kind, op.payload) == (OpKind.FETCH, Payload.STATE)
-            self._tickets[op.id] = after if opened else tickets or after
-            if self.serial:
-                for ticket in tickets:
-                    ticket.wait(DONE)
+        Such are a graph of gradients (``create_graph=True``), and one that was built with :meth:`Session.materialized` weights.
+        """
+        if block.index not in self._held:
+            self._held.add(block.index)
+            self.residency.open(block)
 
-        self.recorder.after = ()
+    # ---- rest ---------------------------------------------------------------------------------------------------------------
 
-    def _names(self, ops: Iterable[int], carried: Iterable[tuple[OpKind, int]]) -> tuple[str, ...]:
-        """What the recorder calls ops of the schedule, and of earlier steps."""
-        assert self._schedule is not None
-        of_step = [self._schedule.ops[i] for i in ops]
-        named = [(op.what, op.block) for op in of_step] + [(kind.value, block) for kind, block in carried]
-        return tuple(f"{what} {'' if block == NO_BLOCK else self.blocks[block].name}" for what, block in named)
+    def give_up(self) -> None:
+        """Throws away what the batches since the last update have left: gradients, activations, ops under way.
 
-    # ---- rest and end -----------------------------------------------------------------------------------------------------
+        Weights and state are those of the last update, which may still be under way and is waited for.
+        """
+        for _ in range(2):  # the second time raises what has nothing to do with memory
+            try:
+                self.lanes.drain()
+            except (DeviceMemoryError, torch.OutOfMemoryError):
+                continue
+            break
+        self._forget_ops()
+        self._seen = []
+        if self.handlers.activations is not None:
+            self.handlers.activations.begin_batch()
+        self._close_all(opened=True)
+        for block in self.blocks:
+            for param in block.params():
+                param.grad = None
+        if self.device is not None:
+            self.device.gradients.drop()
+
+    def _forget_ops(self) -> None:
+        self._step = None
+        self._before.clear()
+        self.handlers.forget()
 
     def rest(self) -> None:
         """Between two batches: no block is in use, nothing is under way, and all that was written is committed."""
+        self.lanes.drain()
         self._schedules.learn(self._seen, training=self._training)
         self._seen = []
-        self._close_all()
+        self._close_all(opened=True)
         self.drain()
         for block in self.blocks:
             for part in block.parts:
                 self.store.barrier(part)
         self.store.commit()
         self.store.files.wait_for_commit()
-        self._schedule = None
-        self._tickets = {}
-        self._latest.clear()
+        self._forget_ops()
 
-    def leave(self, block: Block) -> None:
-        """Brings a block back to host and disk, while nothing of it is under way: its place on a device is given up."""
-
-    def enter(self, block: Block) -> None:
-        """Takes a block that has left to its place on the device again, during a step."""
-
-    def adopt(self, plan: Plan, *, model: ModelShape, capacity_bytes: int, deferred: bool, device_cache_bytes: int = 0) -> None:
-        """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
-        self.plan, self.model, self.capacity_bytes, self.deferred = plan, model, capacity_bytes, deferred
-        self._schedules.adopt(plan, model, capacity_bytes)
-        self.speculation.worth.forget()
+    def drain(self) -> None:
+        """Waits for all updates under way."""
+        for block in self.blocks:
+            for part in block.parts:
+                self.residency.settle(part)
+                self.residency.doors.free(part)
+        self._wait_updates()
 
     @contextmanager
     def handed(self, *, whole: bool) -> Iterator[None]:
-        """Between two batches: the engine has all updates so far, and inside nobody but the caller gives it anything.
+        """Between two batches: the engine has all updates so far, and inside only the caller gives it anything.
 
-        ``whole``: what devices have made is in host memory, or stays where it is until :meth:`on_host`.
+        Of what is under way only that is waited for which a record names; see [Note: One user of the store].
+
+        Args:
+            whole: The step is kept: what a device has made is in host memory, or stays where it is until it is lent.
         """
-        yield
+        for end in self.handlers.updating:
+            end.handed()
+
+        def latest(kind: OpKind, block: int) -> Event | None:
+            return self.handlers.ends.get((kind, block)) or self._before.get((kind, block))
+
+        self.residency.wait_for_record(latest, whole=whole)
+        with self.context.run.turn:
+            yield
+
+    # ---- begin and end ------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """During a step, blocks that have left take their place on the device again; the schedule that knew it has ended."""
+        if self.device is not None:
+            self._step = None
+        self.residency.enter()
 
     @contextmanager
-    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
-        """Inside :meth:`handed`; ``whole``: inside, host memory has what updates of the block have made."""
-        yield
+    def cleared(self) -> Iterator[None]:
+        """Between two batches: inside, nothing of the model is on the device, and its memory is free for others."""
+        self.rest()
+        num_bytes = self.lanes.memory().capacity_bytes
+        self.residency.set_aside(0)
+        try:
+            yield
+        finally:
+            self.residency.set_aside(num_bytes)
+            self.residency.move_in()
+
+    def install(self, context: RunContext) -> None:
+        """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
+        self.context = context
+        self.residency.install(context)
+        self._schedules.adopt(context.plan, context.model, context.cache_bytes)
+        self.speculation.enabled = context.speculates
+        self.speculation.worth.forget()
+        self._forget_ops()
+        self.handlers.install(context)
+        self.residency.move_in()
 
     def relearn(self, model: ModelShape) -> None:
         """Parameters have joined an optimizer: from the next step on their blocks are updated like others."""
-        self.model = model
-        self._schedules.adopt(self.plan, model, self.capacity_bytes)
+        self.context = replace(self.context, model=model)
+        self.residency.install(self.context)
+        self._schedules.adopt(self.plan, model, self.context.cache_bytes)
 
     def finish(self) -> None:
         """The end of training, orderly or not: nothing is left half open."""
-        self._in_backward = False
+        if self.device is not None:
+            self.lanes.drain()
+        self.batch.in_backward = False
         self._close_backward()
         self.speculation.skip()
         self.updater.cancel_opened(self.blocks)
@@ -384,24 +496,28 @@ class Executor(RoomForGradients):
         self.heap.close()
 
     def stop(self) -> None:
-        """Nothing is issued any more."""
+        """Nothing is submitted any more; the device's memory is free for others if everything has left it."""
+        if self.device is not None:
+            for block in self.blocks:  # what a step has kept lies in memory of the lanes
+                for param in block.params():
+                    if type(param.grad) is HostGradient:
+                        param.grad = None
+            self.device.gradients.drop()
+        if self.handlers.activations is not None:
+            self.handlers.activations.close()
+        if not self.lanes.memory().used_bytes:
+            with suppress(RuntimeError):  # a device that has failed
+                self.lanes.resize(0)
+        self.lanes.close()
 
     def let_go(self) -> None:
         """The model is another's from now on."""
-        self._tickets.clear()
-        self._latest.clear()
-        self._access.clear()
+        self._forget_ops()
+        self.residency.doors.forget()
         self.updater.own([])
         self.heap.close()
 
-    def drain(self) -> None:
-        """Waits for all updates under way."""
-        for block in self.blocks:
-            for part in block.parts:
-                self.settle(part)
-                self.free(part)
-        self._wait_in_flight()
 
-    def describe(self) -> dict[str, Any]:
-        """The schedule of the step under way, for reports."""
-        return {"schedule": None if self._schedule is None else self._schedule.to_text()}
+def _is_followed() -> bool:
+    """Whether somebody else decides what becomes of saved tensors: user code that checkpoints around its blocks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -35,10 +35,10 @@ def move_block(
     same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)
     same_state = (before.state is Tier.DISK) == (placed.state is Tier.DISK)
     where = (before.weights, before.state, before.update)
-    if where != (placed.weights, placed.state, placed.update) or executor.is_away(block):
-        executor.leave(block)
+    if where != (placed.weights, placed.state, placed.update) or executor.residency.is_away(block):
+        executor.residency.leave(block)
     if not (same_weights and same_state):
-        executor.bring(block, force=True)
+        executor.residency.bring(block, force=True)
         for part in block.parts:
             move(executor.store, part, geometries.get(part), settle)
     block.plan = placed
@@ -57,19 +57,19 @@ def growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
 def reopen(executor: Executor, part: Part, num_state: int) -> None:
     """Gives a part, whose parameters have joined an optimizer, a home with state."""
     store, placed = executor.store, part.block.plan
-    executor.bring(part.block)
-    executor.leave(part.block)
+    executor.residency.bring(part.block)
+    executor.residency.leave(part.block)
     if part.native is not None:
         close_native(store, part)
     identifier = store.files.next_id()
     open_native(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
     store.flush(part)
-    executor.enter(part.block)
+    executor.enter()
 
 
 def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> None:
     """Brings a block of a parked session into memory, and closes the native parts of some of its parts."""
-    executor.bring(block, force=True)
+    executor.residency.bring(block, force=True)
     for part in parts:
         for param in part.params:
             if type(param) is OffloadedParameter:
@@ -81,7 +81,7 @@ def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> No
 def give_new_homes(executor: Executor, block: Block) -> None:
     """Brings a block of a parked session, whose parts have been cut, back to where it was."""
     store, placed = executor.store, block.plan
-    executor.learn_parts(block)
+    executor.residency.doors.learn_parts(block)
     if not block.weights_on_disk:
         return
     for part in block.parts:
@@ -89,7 +89,7 @@ def give_new_homes(executor: Executor, block: Block) -> None:
             number = store.files.next_id()
             open_native(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
             store.flush(part)
-    executor.hide(block)
-    executor.release(block)
+    executor.residency.doors.hide(block)
+    executor.residency.release(block)
     for part in block.parts:
         store.barrier(part)

@@ -25,9 +25,9 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
-from lightning_hetero.runtime.lanes import Event, Moment
+from lightning_hetero.runtime.lanes import All, EngineOp, Event, Lanes, Moment, OpEvent
 from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.runtime.lanes.queue import QueuedLanes, host_moment
+from lightning_hetero.runtime.lanes.queue import host_moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Watched:
     issued_s: float
     tickets: tuple[Ticket, ...]
     after: tuple[str, ...]
-    queued: QueuedOp | None = None  # on a lane of a device
+    queued: OpEvent | None = None  # an op of a schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,7 @@ class Recorder:
         waited_s: Seconds that compute has spent in the runtime, issuing and waiting, since the start; counted even while disabled.
         now: What knows the moment that compute has come to; takes a name for profilers.
         settle: Called before a wait begins: there a profiler lets compute catch up with the host, so that it counts as no wait.
-        after: What the op that is being issued waits for, by name; set by who issues it.
-        needs: The same for compute at the anchor where it is.
+        needs: What compute waits for at the anchor where it is, by name; set by who waits.
     """
 
     def __init__(self, *, enabled: bool, steps: int = 16) -> None:
@@ -77,7 +76,6 @@ class Recorder:
         self.waited_s = 0.0
         self.now: Callable[[str], Moment] = host_moment
         self.settle: Callable[[], object] = float
-        self.after: tuple[str, ...] = ()
         self.needs: tuple[str, ...] = ()
         self._blocks: tuple[str, ...] = ()
         self._keep = steps
@@ -115,7 +113,7 @@ class Recorder:
         if self.enabled and tickets:
             order = self._last_order if late else self._order
             step = self.step - late
-            self._watched.append(_Watched(step, order, kind, block, lane, time.monotonic(), tuple(tickets), self.after))
+            self._watched.append(_Watched(step, order, kind, block, lane, time.monotonic(), tuple(tickets), ()))
             self._last_order += late
             self._order += not late
         return tickets
@@ -131,11 +129,11 @@ class Recorder:
                 )
             )  # fmt: skip
 
-    def observe(self, lanes: QueuedLanes, blocks: Sequence[str]) -> None:
-        """Follows what a device does, if enabled.
+    def observe(self, lanes: Lanes, blocks: Sequence[str]) -> None:
+        """Follows what lanes do, if enabled.
 
         Args:
-            lanes: The device's lanes.
+            lanes: The lanes.
             blocks: The names of the blocks.
         """
         if self.enabled:
@@ -143,7 +141,7 @@ class Recorder:
             lanes.observer = self._follow
             self.now, self._blocks = lanes.now, tuple(blocks)
 
-    def _follow(self, queued: QueuedOp) -> None:
+    def _follow(self, queued: OpEvent) -> None:
         """Remembers an op that is being given to its lane."""
         op, lane = queued.op, queued.op.lane
         if op.kind is OpKind.RELEASE:
@@ -159,11 +157,11 @@ class Recorder:
         """What the ops that end with these events are called."""
         names: list[str] = []
         for event in events:
-            if isinstance(event, QueuedOp):
+            if isinstance(event, QueuedOp | EngineOp):
                 op = event.op
                 names.append(f"{op.what} {'' if op.block == NO_BLOCK else self._blocks[op.block]}")
-            else:
-                names += self.names(getattr(event, "events", ()))  # of an op that had nothing to do
+            elif isinstance(event, All):  # of an op that had nothing to do
+                names += self.names(event.events)
         return tuple(names)
 
     def end_step(self) -> None:
@@ -186,7 +184,7 @@ class Recorder:
         for op in self._watched:
             if op.kind != "FETCH state":  # of an update that nobody hands gradients any more; else UPDATE stands for it
                 with suppress(HeteroError):
-                    for ticket in op.tickets:
+                    for ticket in op.tickets if op.queued is None else op.queued.tickets:
                         ticket.wait()
         self._collect()
         self._watched = []

@@ -23,13 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero._native import NativePart
 from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
-from lightning_hetero.runtime.device.executor import DeviceExecutor
-from lightning_hetero.runtime.device.setup import executor_on
+from lightning_hetero.runtime.context import Run, RunContext
+from lightning_hetero.runtime.device.setup import lanes_of, side_of
 from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.frozen import Frozen, freeze
@@ -162,25 +163,20 @@ class Session(Budgets):
             self.store.loans.room = self._room_for_copies
             if self.store.files.states is not None:
                 self.store.files.states.room_bytes = self._directories.beside_bytes
-        rules = placement.rules
-        updater = Updater(self.store, clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
+        lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
+        side = side_of(self.options.device, lanes, self.store, placement.rules)
+        updater = Updater(self.store, device=side)
         if self.steps is not None:
             self.steps.begin(self.store, updater.blobs, self._layout if resume else None)
         updater.own(self.bindings)
         heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
-        heap.counted_bytes = placement.activation_bytes
-        common: dict[str, Any] = {
-            "plan": placement.plan, "model": placer.model, "store": self.store, "updater": updater,
-            "capacity_bytes": placement.cache_bytes, "deferred": bool(rules.deferred), "recorder": self.recorder, "heap": heap,
-            "poison": self.options.poison,
-        }  # fmt: skip
-        if self.options.device is None:
-            self.executor = Executor(self.blocks, **common)
-        else:
-            files = self._directories.of_swaps(self.store, placement)
-            self.executor = executor_on(self.options.device, self.blocks, placement, files=files, **common)
-        self.executor.commits = self.steps is None or not self.steps.kept
-        self.executor.speculation.enabled = rules.speculates
+        self.recorder.observe(lanes, [block.name for block in self.blocks])
+        run = Run(
+            blocks=self.blocks, store=self.store, lanes=lanes, side=side, updater=updater, recorder=self.recorder, heap=heap,
+            poison=self.options.poison,
+        )  # fmt: skip
+        self.executor = Executor(self._install(run, placement, placer.model))
+        self.executor.batch.commits = self.steps is None or not self.steps.kept
         if parked is None or optimizers is not None:
             self._arrival.bring(self.store, self.executor, placement, resumed=self.steps if resume else None)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
@@ -191,10 +187,9 @@ class Session(Budgets):
         self.store.commit()
         if self.steps is not None:
             self.steps.committed()
-        if isinstance(self.executor, DeviceExecutor):
-            self.executor.may_defer = placement.may_defer
+        if side is not None:
             self.executor.rest()
-            self.executor.move_in()
+            self.executor.residency.move_in()
         self._handles = observe(self.blocks, self.executor)
         self._started = True
         self._announce(placement, begin_s)
@@ -226,15 +221,15 @@ class Session(Budgets):
         if placement.staging_bytes < self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
-            self.executor.release(block)  # cached weights come back when they are used
-        if isinstance(self.executor, DeviceExecutor) and placement.arena_bytes:
-            self.executor.set_aside(placement.arena_bytes)
+            self.executor.residency.release(block)  # cached weights come back when they are used
+        if placement.arena_bytes:
+            self.executor.residency.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
         for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # what gives memory back goes first
             move_block(self.executor, block, placed, placement.geometries, self._settled)
             if block.weights_on_disk:
-                self.executor.hide(block)
-                self.executor.release(block)
+                self.executor.residency.doors.hide(block)
+                self.executor.residency.release(block)
             else:
                 self._arrival.restore(block)
         self.executor.rest()
@@ -244,21 +239,28 @@ class Session(Budgets):
             self.store.files.detach()
         if placement.staging_bytes != self.store.staging_bytes:
             self.store.resize_staging(placement.staging_bytes)
-        rules = placement.rules
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
-        self.executor.speculation.enabled = rules.speculates
-        self.executor.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
-        if isinstance(self.executor, DeviceExecutor):
-            self.executor.files = self._directories.of_swaps(self.store, placement)
-            self.executor.may_defer = placement.may_defer
-        self.executor.adopt(
-            placement.plan, model=placer.model, capacity_bytes=placement.cache_bytes, deferred=bool(rules.deferred),
-            device_cache_bytes=placement.device_cache_bytes,
-        )  # fmt: skip
+        self.executor.install(self._install(self.executor.context.run, placement, placer.model))
         self.executor.heap.allow(self.options.host_memory)
-        self.executor.heap.counted_bytes = placement.activation_bytes
         return placement.plan
+
+    def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
+        """Sets what a plan says of a run, as a fit begins and as another plan comes; returns the run under that plan."""
+        rules = placement.rules
+        run.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
+        run.heap.counted_bytes = placement.activation_bytes
+        return RunContext(
+            run=run,
+            plan=placement.plan,
+            model=model,
+            cache_bytes=placement.cache_bytes,
+            device_cache_bytes=placement.device_cache_bytes,
+            deferred=bool(rules.deferred),
+            speculates=rules.speculates,
+            may_defer=placement.may_defer,
+            files=self._directories.of_swaps(run.store, placement),
+        )
 
     def _room_for_copies(self) -> float:
         """Host memory beside what of the model is there, and staging; where no budget was given, most of what is free."""
@@ -356,17 +358,17 @@ class Session(Budgets):
         opened = []
         try:
             for block in blocks:
-                self.executor.provide(block)
+                self.executor.residency.provide(block)
                 for part in block.parts:
-                    self.executor.free(part)
-                self.executor.open(block)
+                    self.executor.residency.doors.free(part)
+                self.executor.residency.open(block)
                 opened.append(block)
                 if torch.is_grad_enabled():
                     self.executor.hold(block)
             yield
         finally:
             for block in opened:
-                self.executor.shut(block)
+                self.executor.residency.shut(block)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes so far: peak of the process's host memory, of files, of staging; and moved by the engine."""
@@ -375,7 +377,7 @@ class Session(Budgets):
         report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
         if buckets := self._rules.buckets.device_bytes + self._rules.buckets.host_bytes:
             report["bucket_bytes"] = buckets
-        if isinstance(self.executor, DeviceExecutor):
+        if self.executor is not None and self.executor.device is not None:
             report["device_peak_bytes"] = self.executor.lanes.peak_bytes()
         if self.store is not None:
             stats = self.store.stats()
@@ -493,13 +495,13 @@ class Session(Budgets):
             handle.remove()
         self._handles = []
         for block in self.blocks:
-            self.executor.leave(block)
+            self.executor.residency.leave(block)
         self.executor.stop()
         if self._started and not self._fits_memory():
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
-        self.executor.bring(*(b for b in self.blocks if self._started or self._arrival.had_memory(b)), force=True)
+        self.executor.residency.bring(*(b for b in self.blocks if self._started or self._arrival.had_memory(b)), force=True)
         for block in self.blocks:
             self._arrival.restore(block)
         for binding in self.bindings:

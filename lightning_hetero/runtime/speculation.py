@@ -22,7 +22,7 @@ weights is not renewed before the verdict.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +61,7 @@ class Speculation:
 
     Args:
         store: The tiers.
+        turn: Held while the store is used, where lanes use it too.
 
     Attributes:
         enabled: Nothing but the verdict stands between a block's gradients and its update.
@@ -69,18 +70,16 @@ class Speculation:
         worth: Whether to try at all.
         scaler: The ``GradScaler`` of the loss, if there is one.
         unscale: Its function for all gradients.
-        turn: Held while the store is used, where lanes use it too.
     """
 
-    def __init__(self, store: TierStore) -> None:
+    def __init__(self, store: TierStore, turn: AbstractContextManager[Any]) -> None:
         self.enabled = False
         self.trying = False
         self.discarded = False
         self.worth = Worth()
         self.scaler: torch.amp.GradScaler | None = None
         self.unscale: Unscale | None = None
-        self.turn: AbstractContextManager[Any] = nullcontext()
-        self._store = store
+        self._store, self._turn = store, turn
         self._tried: dict[int, _Tried] = {}
         self._norms: dict[int, Tensor] = {}  # by the parameter's id
         self._unscaled: set[int] = set()
@@ -195,7 +194,7 @@ class Speculation:
         if self.discarded:
             return
         self._wait_handed()
-        with self.turn:
+        with self._turn:
             for index, tried in list(self._tried.items()):
                 lost = [one for one in tried.due.parts if not (tried.tickets and self._store.keep(one.part))]
                 tried.due = replace(tried.due, parts=lost)
@@ -215,7 +214,7 @@ class Speculation:
         """The verdict: what was tried is taken back. Its gradients may be changed once this returns."""
         self.discarded = True
         self._wait_handed()
-        with self.turn:
+        with self._turn:
             for tried in self._tried.values():
                 for one in tried.due.parts:
                     self._store.revoke(one.part)

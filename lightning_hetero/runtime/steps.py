@@ -329,7 +329,7 @@ class KeptSteps:
         blobs = executor.updater.blobs
         for block in self._blocks:
             tickets: list[Ticket] = []
-            with executor.on_host(block, whole=whole):
+            with executor.residency.on_host(block, whole=whole):
                 for part in block.parts:
                     for binding in self._bindings:
                         if whole and binding.rule is not Rule.NATIVE:
@@ -341,7 +341,7 @@ class KeptSteps:
                     if part.mirrors or part.native is not None:
                         self._entries[part] = self._entry(part)
             executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
-            executor.guard(block)
+            executor.residency.doors.guard(block)
 
     def _describe(self) -> bytes:
         assert self._store is not None

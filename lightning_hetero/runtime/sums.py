@@ -11,66 +11,52 @@ Source: PyTorch, torch/csrc/autograd/input_buffer.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hetero._native import DONE, Ticket
-from lightning_hetero.runtime.heap import WORTH_IT, Heap
-from lightning_hetero.runtime.ops import EngineOps
+from lightning_hetero.runtime.context import Run
+from lightning_hetero.runtime.heap import WORTH_IT
+from lightning_hetero.runtime.residency import HostWeights
 from lightning_hetero.store.live.blocks import Block
 
 
-class RoomForGradients(EngineOps):
-    """Keeps the process within its budget during backward.
+class GradientRoom:
+    """Keeps the process within its budget during forward and backward.
 
     Args:
-        blocks: As for :class:`EngineOps`.
-        heap: Gives free memory back when the process exceeds its budget.
-        **common: As for :class:`EngineOps`.
+        run: The run.
+        weights: Cached weights, which may have to give way.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, heap: Heap, **common: Any) -> None:
-        super().__init__(blocks, **common)
-        self.heap = heap
+    def __init__(self, run: Run, weights: HostWeights) -> None:
+        self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
         self._sum_bytes: int | None = None  # the largest gradient of a pinned block that is a sum; None: not known yet
 
-    def learn_sums(self, loss: Tensor) -> None:
-        """Looks, once, at what a backward is going to add up."""
-        if self._sum_bytes is None and self.capacity_bytes:
-            self._sum_bytes = largest_sum(loss, (p for b in self.blocks if b.spec.pinned for p in b.params()))
+    def forward_begins(self) -> None:
+        """A batch begins."""
+        self._heap.forward_begins(self._weights.coming_bytes())
 
-    def weights_coming(self) -> int:
-        """What forward may fetch: the cache is filled again, and finds no room in what malloc has kept of gradients."""
-        return max(0, self.capacity_bytes - sum(self.model.blocks[b.index].weight_bytes for b in self._cached()))
-
-    def _cached(self) -> list[Block]:
-        return [b for b in self.blocks if b.resident and b.weights_on_disk]
+    def backward_begins(self, loss: Tensor | None) -> None:
+        """A backward begins; looks, once, at what it is going to add up."""
+        self._heap.backward_begins()
+        if loss is not None and self._sum_bytes is None and self._weights.capacity_bytes:
+            self._sum_bytes = largest_sum(loss, (p for b in self._blocks if b.spec.pinned for p in b.params()))
 
     def make_room(self, block: Block) -> None:
         """The backward of a block begins: free memory that it may not find goes back first."""
-        self.heap.check(self._gradients_coming(block))
+        self._heap.check(self._gradients_coming(block))
 
     def give_way(self, block: Block) -> None:
         """The backward of the last block but for pinned ones begins; see [Note: Sums of gradients]."""
         summed = self._sum_bytes or 0
         if summed >= WORTH_IT:
-            self._evict(min(2 * summed, self.heap.lacking(self._gradients_coming(block) + summed)), spare=block)
+            self._weights.evict(min(2 * summed, self._heap.lacking(self._gradients_coming(block) + summed)), spare=block)
 
     def _gradients_coming(self, block: Block) -> int:
         """What backward may allocate for gradients until it reaches the next block; those of pinned blocks come at any time."""
-        return sum(b.gradient_bytes for i, b in enumerate(self.model.blocks) if b.pinned or i == block.index)
-
-    def _evict(self, num_bytes: int, *, spare: Block) -> None:
-        """Gives weights back that live on disk and are not in use, those first that the next forward needs last."""
-        tickets: list[Ticket] = []
-        for victim in reversed(self._cached()):
-            if num_bytes > 0 and victim is not spare and not victim.uses:
-                num_bytes -= self.model.blocks[victim.index].weight_bytes
-                tickets += self.release(victim)
-        for ticket in tickets:
-            ticket.wait(DONE)
+        return sum(b.gradient_bytes for i, b in enumerate(self._weights.model.blocks) if b.pinned or i == block.index)
 
 
 def largest_sum(loss: Tensor, params: Iterable[nn.Parameter]) -> int:

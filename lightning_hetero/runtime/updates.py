@@ -71,16 +71,24 @@ class Updater:
         clip_value: Gradients are clamped to ``[-clip_value, clip_value]`` before updates that run during backward.
         keep_gradients: ``param.grad`` stays after the update, as plain Lightning leaves it; else it is given up to save memory.
         waits: ``optimizer.step()`` waits for the updates (manual optimization may change gradients right after it).
+        device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
 
     Attributes:
         owners: Each optimized parameter's optimizer, by the parameter's ``id``.
         has_several: There is more than one optimizer.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
         blobs: State that only an optimizer's own code knows.
-        device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
     """
 
-    def __init__(self, store: TierStore, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
+    def __init__(
+        self,
+        store: TierStore,
+        *,
+        clip_value: float | None = None,
+        keep_gradients: bool = False,
+        waits: bool = False,
+        device: DeviceSide | None = None,
+    ) -> None:
         self.store = store
         self.waits = waits
         self.verdict: OptimizerBinding | None = None
@@ -92,7 +100,7 @@ class Updater:
         self.has_several = False
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
-        self.device: DeviceSide | None = None
+        self.device = device
 
     def configure(self, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
         """Sets what the constructor's arguments of these names say, between steps."""

@@ -41,7 +41,6 @@ from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.evaluation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
-from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
@@ -205,7 +204,7 @@ class Autoplan:
                 self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
                 executor = session.executor
-                self._constant_device_bytes = executor.lanes.allocated_bytes() if isinstance(executor, DeviceExecutor) else 0
+                self._constant_device_bytes = executor.lanes.allocated_bytes() if executor is not None else 0
             self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)
             self.profiler.start()
         return made

@@ -16,7 +16,6 @@ from lightning_hetero import callbacks
 from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.construction import Construction
-from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules, host_budget
@@ -125,7 +124,7 @@ class Lifecycle(Steps, Reports):
             self._verdicts = Verdicts(self.precision_plugin, self._running)
         self._imported = weakref.ref(self.lightning_module)
         self._recovery = None
-        if fitting and self._repeats_steps and isinstance(session.executor, DeviceExecutor):
+        if fitting and self._repeats_steps and session.executor is not None and session.executor.device is not None:
             self._recovery = Recovery(
                 session, namespace=self.namespace, module=self.lightning_module, forward=self._forward, backward=self._backward,
                 on_demotion=self._abandon_profile,

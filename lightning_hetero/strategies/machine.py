@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.units import format_bytes
@@ -117,7 +116,7 @@ def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
     on_device = device is not None and device.partitioned
     options: dict[str, Any] = {"device": device.device.type if device is not None else "cpu"}
     options |= {"update_threads": session.options.engine.threads(), "disk": disk, "refresh": again}
-    with executor.cleared() if on_device and isinstance(executor, DeviceExecutor) else nullcontext():
+    with executor.cleared() if on_device and executor is not None else nullcontext():
         return _of_disk(session, options)
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.demotion import demotions
-from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.replay import ChangingBuffers, Generators
 from lightning_hetero.runtime.session import Session
@@ -119,7 +119,7 @@ class Recovery:
         self._batches.clear()
         self._demotions = 0
 
-    def training_step(self, executor: DeviceExecutor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def training_step(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a batch's forward, under lesser plans if need be."""
         if not self._batches:
             self._buffers.remember()
@@ -127,7 +127,7 @@ class Recovery:
         batch = _Batch(args, kwargs, Generators(executor.lanes.device))
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
-        executor.probing = executor.may_defer and self._may_not_fit(executor)
+        executor.batch.probing = executor.may_defer and self._may_not_fit(executor)
 
         def again() -> Any:
             self._again(executor, self._batches[:-1])
@@ -135,7 +135,7 @@ class Recovery:
 
         return self._until_it_fits(executor, partial(self._forward_of, batch), again)
 
-    def backward(self, executor: DeviceExecutor, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, executor: Executor, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a batch's backward; under lesser plans the batch's forward too, whose loss is the same."""
         batch = self._batches[-1] if self._batches else _Batch((), {}, Generators(executor.lanes.device))
         batch.backward = args, kwargs
@@ -158,7 +158,7 @@ class Recovery:
 
     # ---- details ------------------------------------------------------------------------------------------------------------
 
-    def _until_it_fits(self, executor: DeviceExecutor, attempt: Callable[[], Any], again: Callable[[], Any]) -> Any:
+    def _until_it_fits(self, executor: Executor, attempt: Callable[[], Any], again: Callable[[], Any]) -> Any:
         while True:
             try:
                 return attempt()
@@ -167,7 +167,7 @@ class Recovery:
             self._give_up(executor, error)
             attempt = again
 
-    def _again(self, executor: DeviceExecutor, batches: Sequence[_Batch]) -> Any:
+    def _again(self, executor: Executor, batches: Sequence[_Batch]) -> Any:
         """Forward and backward of batches; returns what the last backward does."""
         found = None
         for batch in batches:
@@ -177,9 +177,9 @@ class Recovery:
                 found = self._backward_of(batch, output.closure_loss)
         return found
 
-    def _run(self, executor: DeviceExecutor, batch: _Batch) -> Any:
+    def _run(self, executor: Executor, batch: _Batch) -> Any:
         batch.generators.restore()
-        executor.probing = executor.may_defer
+        executor.batch.probing = executor.may_defer
         return self._forward_of(batch)
 
     def _forward_of(self, batch: _Batch) -> Any:
@@ -192,7 +192,7 @@ class Recovery:
             found: Tensor = self._backward(loss, *args, **kwargs)
         return found
 
-    def _give_up(self, executor: DeviceExecutor, error: BaseException) -> None:
+    def _give_up(self, executor: Executor, error: BaseException) -> None:
         """Throws away what the step has done, and goes on with a plan that needs less of the device.
 
         Raises:
@@ -224,7 +224,7 @@ class Recovery:
             return
         raise _final(error, f"{where}, and plan {before.name!r} has nothing left to give up")
 
-    def _refuse(self, executor: DeviceExecutor, error: BaseException, where: str) -> None:
+    def _refuse(self, executor: Executor, error: BaseException, where: str) -> None:
         if not self._module.automatic_optimization:
             raise _final(error, f"{where}, and optimization is manual, so that the step cannot begin again")
         if executor.has_begun:
@@ -240,7 +240,7 @@ class Recovery:
         shapes = [leaf.shape for leaf in tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
         return sum(shape.numel() for shape in shapes), max((side for shape in shapes for side in shape), default=0)
 
-    def _may_not_fit(self, executor: DeviceExecutor) -> bool:
+    def _may_not_fit(self, executor: Executor) -> bool:
         """Whether no batch as large as this one has fitted under the plan in force, with no more memory than there is now."""
         fitted = self._fitted
         if fitted is None or fitted.plan is not executor.plan:
@@ -251,7 +251,7 @@ class Recovery:
     def _has_less_than(self, fitted: _Fitted) -> bool:
         return self._spare_bytes < fitted.spare_bytes - _SLACK_BYTES
 
-    def _has_fitted(self, executor: DeviceExecutor) -> None:
+    def _has_fitted(self, executor: Executor) -> None:
         if not self._batches or not executor.armed:  # only a batch that ends in a step meets the gradients of those before
             return
         if not self._may_not_fit(executor):

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_hetero.ir.plan import Plan, UpdateLane
-from lightning_hetero.runtime.device.executor import DeviceExecutor
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY
 from lightning_hetero.strategies.resume import go_on
@@ -46,7 +45,7 @@ class Steps(Checkpoints):
             with self._plain_precision():
                 self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
         self._began_s = time.monotonic()
-        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+        if self._recovery is not None and self._executor is not None:
             output = self._recovery.training_step(self._executor, args, kwargs)
         else:
             output = self._forward(*args, **kwargs)
@@ -77,7 +76,7 @@ class Steps(Checkpoints):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a backward."""
-        if self._recovery is not None and isinstance(self._executor, DeviceExecutor):
+        if self._recovery is not None and self._executor is not None:
             return self._recovery.backward(self._executor, closure_loss, optimizer, *args, **kwargs)
         return self._backward(closure_loss, optimizer, *args, **kwargs)
 

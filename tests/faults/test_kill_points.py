@@ -169,10 +169,9 @@ def die_at(root: Path, file: Path, case: Case) -> None:
         if (where, step[0]) != (case.point, case.at):
             return
         executor = strategy.session.executor
-        if case.beside:
-            executor.lanes.drain()
+        executor.lanes.drain()
         tickets = [ticket for some in tried for ticket in some]
-        for ticket in [*tickets, *executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
+        for ticket in [*tickets, *filter(None, [executor.store.files.last_commit])]:
             ticket.wait(DONE)
         file.write_text(json.dumps({"tried": len(tickets)}))
         os.kill(os.getpid(), signal.SIGKILL)

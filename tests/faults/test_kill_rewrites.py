@@ -167,7 +167,8 @@ def die_at(root: Path, case: Case) -> None:
             for part in [part for block in executor.blocks for part in block.parts]:
                 for ticket in filter(None, [part.last_write, part.updated, *(m.ticket for m in part.mirrors.values())]):
                     ticket.wait(DONE)
-            for ticket in [*executor._in_flight, *filter(None, [executor.store.files.last_commit])]:
+            executor.lanes.drain()
+            for ticket in filter(None, [executor.store.files.last_commit]):
                 ticket.wait(DONE)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,8 +14,8 @@ from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 from lightning_hetero.callbacks import _names, table
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
-from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.sums import GradientRoom
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
@@ -71,7 +71,7 @@ def test_before_each_forward_there_is_room_for_the_weights_that_it_fetches(tmp_p
     """The cache is filled again: what malloc has kept of gradients would come on top of it."""
     strategy, coming, expected = HeteroOffloadStrategy("disk", host_memory="1GiB"), list[int](), list[int]()
     monkeypatch.setattr(Heap, "check", lambda heap, coming_bytes=0: coming.append(coming_bytes))
-    monkeypatch.setattr(Executor, "make_room", lambda executor, block: None)
+    monkeypatch.setattr(GradientRoom, "make_room", lambda room, block: None)
 
     class Looks(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -79,7 +79,7 @@ def test_before_each_forward_there_is_room_for_the_weights_that_it_fetches(tmp_p
             executor = strategy.session.executor
             away = [b for b in executor.blocks if b.weights_on_disk and b.resident][: len(expected)]
             for block in away:
-                executor.release(block)
+                executor.residency.release(block)
             expected.append(sum(executor.model.blocks[b.index].weight_bytes for b in away))
 
     run(Recipe(steps=3), strategy, tmp_path, callbacks=[Looks()])

@@ -198,7 +198,7 @@ def test_mirrors_of_a_kept_step_are_in_the_schedule_and_in_the_trace(name: str, 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             executor = trainer.strategy.session.executor
             blocks = [block.name for block in executor.blocks]
-            mirrors = [op for op in executor._schedule.ops if op.kind.value == "MIRROR"] if executor._schedule else []
+            mirrors = [op for op in executor.schedule.ops if op.kind.value == "MIRROR"] if executor.schedule else []
             issued.append({f"{op.lane.value} {blocks[op.block]}" for op in mirrors})
 
     run(Recipe(shape=SHAPE, steps=4), strategy, tmp_path, callbacks=[Notes()])

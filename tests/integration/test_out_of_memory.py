@@ -165,7 +165,7 @@ def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_begin_ag
 
     def notes(one: Any, executor: Any, *args: Any) -> Any:
         found = step(one, executor, *args)
-        waits.append(executor.probing)
+        waits.append(executor.batch.probing)
         return found
 
     monkeypatch.setattr(recovery.Recovery, "training_step", notes)

@@ -25,7 +25,7 @@ from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreCorruptError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Op, OpKind
-from lightning_hetero.runtime.device.executor import DeviceExecutor
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.store.format.audit import StoreFiles
@@ -92,10 +92,10 @@ def test_a_device_goes_on_while_a_step_is_kept(
 ) -> None:
     """Weights on their way up and transfers to the disk are waited for by others: a record needs what it names to be under way."""
     left: list[Op] = []
-    handed, handover, work = DeviceExecutor.handed, DeviceExecutor.handover, EmulatedLanes._work
+    handed, handover, work = Executor.handed, Executor.handover, EmulatedLanes._work
     may_go = threading.Event()  # uploads after an optimizer's step, once it is kept: however late that is
 
-    def held(executor: DeviceExecutor, *args: Any) -> None:
+    def held(executor: Executor, *args: Any) -> None:
         may_go.clear()
         handover(executor, *args)
 
@@ -104,7 +104,7 @@ def test_a_device_goes_on_while_a_step_is_kept(
         return work(lanes, queued)
 
     @contextmanager
-    def watched(executor: DeviceExecutor, *, whole: bool) -> Iterator[None]:
+    def watched(executor: Executor, *, whole: bool) -> Iterator[None]:
         with handed(executor, whole=whole):
             now = [end.op for end in list(executor.lanes._submitted) if not end.settled()]
             assert not [op for op in now if op.kind is OpKind.GRAD or (whole and op.kind is OpKind.SWAP_OUT)]
@@ -113,8 +113,8 @@ def test_a_device_goes_on_while_a_step_is_kept(
         may_go.set()
 
     may_go.set()
-    monkeypatch.setattr(DeviceExecutor, "handed", watched)
-    monkeypatch.setattr(DeviceExecutor, "handover", held)
+    monkeypatch.setattr(Executor, "handed", watched)
+    monkeypatch.setattr(Executor, "handover", held)
     monkeypatch.setattr(EmulatedLanes, "_work", late)
     options = {"disk_path": tmp_path / "store", "keep_every": every, "verify_digests": True}
     for stop in (6, 9):

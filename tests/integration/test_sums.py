@@ -71,15 +71,15 @@ def test_cached_weights_give_way_to_gradients_that_are_added_up(
     left: list[list[int]] = []
     monkeypatch.setattr(sums, "WORTH_IT", 1)
     monkeypatch.setattr(Heap, "lacking", lambda heap, coming: asked.append(coming) or 10**9)
-    give_way = sums.RoomForGradients.give_way
+    give_way = sums.GradientRoom.give_way
 
     def looked_at(self: Any, block: Any) -> None:
-        before = [b.index for b in self.blocks if b.resident and b.weights_on_disk]
+        before = [b.index for b in self._blocks if b.resident and b.weights_on_disk]
         give_way(self, block)
-        after = [b.index for b in self.blocks if b.resident and b.weights_on_disk]
+        after = [b.index for b in self._blocks if b.resident and b.weights_on_disk]
         left.append([block.index, len(before), len(after), self._sum_bytes])
 
-    monkeypatch.setattr(sums.RoomForGradients, "give_way", looked_at)
+    monkeypatch.setattr(sums.GradientRoom, "give_way", looked_at)
 
     def trained(strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
         module = LitTied()

@@ -58,8 +58,8 @@ class Notes(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         executor = trainer.strategy.session.executor
-        assert executor._schedule is not None
-        self.schedules.append(executor._schedule)
+        assert executor.schedule is not None
+        self.schedules.append(executor.schedule)
         self.model = executor.model
         self.blocks = {part.native: block.index for block in executor.blocks for part in block.parts}
 

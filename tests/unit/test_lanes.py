@@ -19,7 +19,7 @@ from lightning_hetero import _native
 from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, emulated
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
 from lightning_hetero.runtime.lanes.memory import Arena
 from lightning_hetero.strategies.machine import emulated as emulated_machine
 
@@ -32,6 +32,16 @@ class TestInlineLanes(LanesContract):
     @pytest.fixture
     def lanes(self) -> Iterator[InlineLanes]:
         lanes = InlineLanes(memory_bytes=MEMORY_BYTES, poison=True)
+        yield lanes
+        lanes.close()
+
+
+class TestEngineLanes(LanesContract):
+    overlaps = False
+
+    @pytest.fixture
+    def lanes(self) -> Iterator[EngineLanes]:
+        lanes = EngineLanes(memory_bytes=MEMORY_BYTES, poison=True)
         yield lanes
         lanes.close()
 

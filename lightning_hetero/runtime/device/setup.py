@@ -1,46 +1,29 @@
-"""Builds the executor for a device with memory of its own."""
+"""Opens a device: its lanes, and what the runtime keeps there."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
-from lightning_hetero.runtime.device.executor import DeviceExecutor
-from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes
+from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
-from lightning_hetero.runtime.lanes.queue import QueuedLanes
-from lightning_hetero.runtime.placement import Placement
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.store.capacity import available_memory_bytes
-from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.tier_store import TierStore
 
 
-def executor_on(device: Device, blocks: list[Block], placement: Placement, *, poison: bool, **common: Any) -> DeviceExecutor:
-    """The executor for one device.
+def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
+    """The lanes of one device.
 
     Args:
-        device: The device.
-        blocks: The model's blocks.
-        placement: The plan.
+        device: The device; ``None`` where it is the host.
+        arena_bytes: Device memory that is set aside for weights and state, where it is.
         poison: Fill memory that is free or not yet filled with NaN (tests).
-        **common: As for :class:`~lightning_hetero.runtime.executor.Executor`.
 
     Raises:
         OutOfMemoryBudgetError: The device has less free than was to be set aside.
     """
-    lanes = _lanes_of(device, placement.arena_bytes, poison=poison)
-    common["recorder"].observe(lanes, [block.name for block in blocks])
-    weights = DeviceWeights(lanes)
-    side = common["updater"].device = DeviceSide(
-        weights=weights,
-        gradients=HostGradients(lanes, norm_type=2.0 if placement.rules.norms else None),
-        updates=DeviceUpdates(lanes, weights, common["store"]),
-    )
-    cache = placement.device_cache_bytes
-    return DeviceExecutor(blocks, lanes=lanes, side=side, device_cache_bytes=cache, poison=poison, **common)
-
-
-def _lanes_of(device: Device, arena_bytes: int, *, poison: bool) -> QueuedLanes:
+    if device is None:
+        return EngineLanes()
     if isinstance(device, EmulatedDevice):
         return EmulatedLanes(device, poison=poison)
     assert isinstance(device, CudaDevice), "there are no other devices with memory of their own"
@@ -48,3 +31,19 @@ def _lanes_of(device: Device, arena_bytes: int, *, poison: bool) -> QueuedLanes:
         device.device, memory_bytes=arena_bytes, poison=poison, staging_bytes=device.staging_bytes,
         host_room=available_memory_bytes, cuda=device.cuda,
     )  # fmt: skip
+
+
+def side_of(device: Device | None, lanes: Lanes, store: TierStore, rules: StepRules) -> DeviceSide | None:
+    """What the runtime keeps on a device with memory of its own; ``None`` where the device is the host.
+
+    Args:
+        device: The device.
+        lanes: Its lanes.
+        store: The tiers.
+        rules: How gradients are used.
+    """
+    if device is None:
+        return None
+    weights = DeviceWeights(lanes)
+    gradients = HostGradients(lanes, norm_type=2.0 if rules.norms else None)
+    return DeviceSide(weights=weights, gradients=gradients, updates=DeviceUpdates(lanes, weights, store))

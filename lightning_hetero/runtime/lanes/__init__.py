@@ -1,20 +1,24 @@
 """Lanes: in-order queues that run the ops of a schedule beside compute.
 
-``base`` says what they are; ``inline`` is where the device is the host, ``emulated`` a device made of CPU memory, ``cuda`` one
-with streams.
+``base`` says what they are. ``engine`` gives ops to the native engine where the device is the host; ``emulated`` is a device made
+of CPU memory, ``cuda`` one with streams. ``inline`` runs every op at once, for tests.
 """
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import Device, DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import All, Device, DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
+from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
 from lightning_hetero.runtime.lanes.inline import InlineLanes
 
 __all__ = [
+    "All",
     "Device",
     "DeviceMemory",
     "EmulatedDevice",
     "EmulatedLanes",
+    "EngineLanes",
+    "EngineOp",
     "Event",
     "InlineLanes",
     "Lanes",

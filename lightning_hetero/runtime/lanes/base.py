@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import DONE, READY
+from lightning_hetero._native import Ticket as NativeTicket
 from lightning_hetero.ir.schedule import Op, OpKind, Payload
 
 _PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
@@ -67,12 +68,44 @@ class Event(Protocol):
         """Blocks the calling host thread until it has passed. Raises what the op raised."""
 
 
+class All:
+    """Passes when all of some events have: the end of an op that had nothing to do."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = tuple(events)
+
+    def done(self) -> bool:
+        """Whether all have passed."""
+        return all(event.done() for event in self.events)
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for event in self.events:
+            event.wait()
+
+
 class OpEvent(Event, Protocol):
     """The end of an op."""
 
     @property
     def op(self) -> Op:
         """The op."""
+
+    @property
+    def after(self) -> Sequence[Event]:
+        """What the op waits for; only until it has run."""
+
+    @property
+    def submitted_s(self) -> float:
+        """When it was submitted, in seconds of ``time.monotonic``."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the op raised."""
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """The native tickets that ``run`` returned, where somebody observes the lanes."""
 
     def handed(self) -> None:
         """Blocks the calling host thread until ``run`` has returned. Raises what the op raised."""
@@ -149,12 +182,16 @@ class Lanes(Protocol):
         device_type: The type of device that tensors there say.
         timed: Whether events know their times on streams too, where that costs something. May be set between two ops.
         counts: Whether what torch allocates on the device has to be reported (:meth:`allocated`).
+        behind: Inside ``run``: native tickets of ops before, which the engine waits for and the lane has not waited for.
+        observer: Told of every op as it is submitted.
     """
 
     device: torch.device
     device_type: str
     timed: bool
     counts: bool
+    behind: Sequence[NativeTicket]
+    observer: Callable[[OpEvent], None] | None
 
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
         """Queues an op on ``op.lane``; see [Note: Lanes].

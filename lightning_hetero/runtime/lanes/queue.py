@@ -11,9 +11,10 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
+from lightning_hetero._native import Ticket as NativeTicket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, Ticket
+from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, OpEvent, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON
 from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
 
@@ -93,7 +94,8 @@ class QueuedLanes:
     def __init__(self, device: torch.device, memory: DeviceMemory, *, poison: bool) -> None:
         self.device, self.device_type = device, device.type
         self.timed = False
-        self.observer: Callable[[QueuedOp], None] | None = None  # told of every op as it is submitted
+        self.observer: Callable[[OpEvent], None] | None = None
+        self.behind: Sequence[NativeTicket] = ()
         self.counts = False
         self._memory = memory
         self._poison = poison
@@ -106,7 +108,7 @@ class QueuedLanes:
 
     # ---- ops --------------------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> QueuedOp:
+    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
         """Queues an op; see :meth:`Lanes.submit`."""
         self._failures.owner.check("the device's lane")
         queued = QueuedOp(op, run, after, number=self._number, failures=self._failures)

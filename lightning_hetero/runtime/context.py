@@ -1,0 +1,72 @@
+"""What a run consists of, typed: every room of the runtime takes what it needs from here."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from threading import RLock
+
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.runtime.activations.swaps import SwapFiles
+from lightning_hetero.runtime.device import DeviceSide
+from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.updates import Updater
+from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.tier_store import TierStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One model on one machine, whatever the plan.
+
+    Attributes:
+        blocks: The model's blocks, bound to memory.
+        store: The tiers.
+        lanes: What runs ops.
+        side: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
+        updater: Runs the updates of one part.
+        recorder: Records spans; may be off.
+        heap: Gives free memory back when the process exceeds its budget.
+        poison: Fill memory that is free or not yet filled with NaN (tests).
+        turn: Held by the thread that uses the store; see [Note: One user of the store] in ``runtime.handlers``.
+    """
+
+    blocks: list[Block]
+    store: TierStore
+    lanes: Lanes
+    side: DeviceSide | None
+    updater: Updater
+    recorder: Recorder
+    heap: Heap
+    poison: bool = False
+    turn: AbstractContextManager[bool | None] = field(default_factory=RLock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """A run under one plan; another plan makes another context of the same run.
+
+    Attributes:
+        run: The run.
+        plan: The resolved plan.
+        model: The blocks' sizes.
+        cache_bytes: Host memory for weights that live on disk.
+        device_cache_bytes: Device memory for weights that live below the device.
+        deferred: Updates follow the verdict on all gradients instead of running during backward.
+        speculates: They may be tried before the verdict.
+        may_defer: The host has room for all gradients at once.
+        files: Files for activations that go to the disk; ``None`` where none do.
+    """
+
+    run: Run
+    plan: Plan
+    model: ModelShape
+    cache_bytes: int
+    device_cache_bytes: int = 0
+    deferred: bool = False
+    speculates: bool = False
+    may_defer: bool = False
+    files: SwapFiles | None = None

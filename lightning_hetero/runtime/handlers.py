@@ -1,0 +1,505 @@
+"""What each op of a schedule does: one table from (op kind, payload, lane) to a handler, the same for every device.
+
+A handler is called in the thread that computes, as the op is submitted. It reads off all that may change before the op's turn
+comes (hyper-parameters, the scale of gradients, which gradients there are) and returns the op's *run*, which the lane calls, or
+``None`` if there is nothing to do: an op that reality has overtaken passes when the ops before it have.
+
+[Note: One user of the store]
+Lanes may run ops in threads of their own. What an op works on (gradients on the host, staged state, memory) belongs to the lanes
+until its event has passed. The store has one user at a time: a run that touches it holds ``RunContext.turn``, and the thread that
+computes touches it only once all lanes are empty, or while it holds the turn. It does so for the verdict on updates that were
+tried, and to commit a step with the state of the loop. By then these updates, or all of the step, have been handed to the engine.
+Inside it waits for no lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.plan import Tier, UpdateLane
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
+from lightning_hetero.runtime.activations.block import Activations, BlockActivations
+from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.device import DeviceSide, HostGradient
+from lightning_hetero.runtime.lanes import All, Event, OpEvent, Ticket
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.residency import Residency
+from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.runtime.updates import DueUpdate
+from lightning_hetero.store.live.blocks import Block
+
+Key = tuple[OpKind, int]
+Run = Callable[[], Iterable[Ticket]]
+
+_SLICE_S = 0.2  # how late it is noticed that an update will not run
+
+
+@dataclass(slots=True)
+class Batch:
+    """What is known of the batch under way.
+
+    Attributes:
+        armed: The optimizer in whose ``step`` the batch ends, if it does.
+        in_backward: Lightning's own backward runs, which leaves the gradients of the step.
+        probing: It is not known yet whether a device is large enough for the batch, so updates wait until it is over.
+        serial: Nothing overlaps: compute waits for each op to end. For measuring compute alone.
+        commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
+    """
+
+    armed: OptimizerBinding | None = None
+    in_backward: bool = False
+    probing: bool = False
+    serial: bool = False
+    commits: bool = True
+
+
+class _Trial:
+    """An update that runs before the verdict.
+
+    Args:
+        due: The update.
+        tickets: Its tickets, once it has run.
+        divided: Its gradients have been divided by the loss's scale, if there is one.
+    """
+
+    def __init__(self, due: DueUpdate, tickets: list[NativeTicket], *, divided: bool) -> None:
+        self.due, self.tickets, self.divided = due, tickets, divided
+        self.handed = threading.Event()
+
+    def wait(self, end: OpEvent) -> None:
+        """Waits until it has run, or never will: ``end`` is that of its op."""
+        while not self.handed.wait(_SLICE_S) and not end.settled():
+            pass
+
+
+class Handlers:
+    """Gives ops to their lanes.
+
+    Args:
+        context: The run.
+        batch: The batch under way.
+        speculation: Updates that run before the verdict where they can be taken back.
+        residency: Where weights are.
+
+    Attributes:
+        ends: The latest op of each kind and block, of this step.
+        updating: Updates that may not have ended yet.
+        activations: What forwards save, on a device with memory of its own.
+        saved: The same for each block; empty where the device is the host.
+    """
+
+    def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
+        self.ends: dict[Key, Event] = {}
+        self.updating: list[OpEvent] = []
+        self._batch, self._speculation, self._residency = batch, speculation, residency
+        run = context.run
+        self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
+        self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
+        self._latest: dict[int, list[NativeTicket]] = {}  # block -> its latest update, whose write-back is the STORE
+        self._tries: dict[int, bool] = {}  # block whose update is tried -> whether its gradients were divided before they left
+        self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
+        self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
+        self.saved: list[BlockActivations] = []
+        self.activations: Activations | None = None
+        self.install(context)
+
+    def install(self, context: RunContext) -> None:
+        """Goes on with another plan; the lanes are at rest."""
+        self._deferred, self._lowest_first = context.deferred, context.plan.priority
+        if self.activations is not None:
+            self.activations.close()
+        if self._side is not None:
+            self.activations = self._follow_activations(self._side, context)
+
+    def _follow_activations(self, side: DeviceSide, context: RunContext) -> Activations:
+        activations = Activations(self._lanes, weights=side.weights.reference, files=context.files, poison=self._poison)
+
+        def moves(block: Block) -> bool:  # what a root saves is its blocks' own, and its hooks would stand before theirs
+            return self._residency.is_away(block) or (self._lanes.counts and not block.spec.pinned)
+
+        follow = activations.block
+        self.saved = [follow(b.name, b.spec.module, b.plan, index=b.index, weights_move=moves(b)) for b in self._blocks]
+        return activations
+
+    def begin_batch(self) -> None:
+        """The ops to come belong to another batch."""
+        self.ends = {}
+        self._tries.clear()
+        if self._side is not None:
+            self._marked = -1, All(())
+            self.look_at_updates()
+
+    def look_at_updates(self) -> None:
+        """Forgets updates that have ended."""
+        self.updating = [end for end in self.updating if not end.settled()]
+
+    def forget(self) -> None:
+        """Nothing is under way."""
+        self.ends = {}
+        self.updating.clear()
+        self._latest.clear()
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether updates wait for the verdict on all gradients."""
+        return self._deferred or self._batch.probing
+
+    # ---- to the lanes -------------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Op, after: Sequence[Event]) -> Event:
+        """Gives one op to its lane.
+
+        Args:
+            op: The op.
+            after: What it waits for.
+
+        Returns:
+            Its end.
+        """
+        side = self._side
+        if side is not None:
+            if op.payload is Payload.ACTIVATIONS:
+                return self._swap_activations(op, after)
+            after = self._after_gradients(op, after, side)
+        run = TABLE[op.kind, op.payload, op.lane](self, op)
+        if run is None:
+            return All(after)
+        if side is None:
+            end = self._lanes.submit(op, run, after)
+            if end.error is not None:
+                self._lanes.drain()  # raises it, or an earlier one
+        elif op.kind is OpKind.COMMIT:
+            # The commit follows all updates as they are handed to the engine, not as they end: that lane is theirs.
+            end = self._lanes.submit(replace(op, lane=Lane.CPU), run, ())
+        else:
+            end = self._lanes.submit(op, run, (*after, self._mark(op.at)) if _follows_compute(op) else after)
+            self._note(op, end, side)
+        if self._trial is not None:
+            trial, self._trial = self._trial, None
+            self._speculation.remember(trial.due, trial.tickets, partial(trial.wait, end))
+        if op.kind is OpKind.UPDATE and (side is None or op.lane is Lane.CPU):
+            self.updating.append(end)
+        self.ends[op.kind, op.block] = end
+        return end
+
+    def update_now(self, block: Block, *, after: Sequence[Event] = ()) -> Event:
+        """Submits the update of a block for which the schedule has none.
+
+        Args:
+            block: The block.
+            after: What an update on the CPU waits for.
+
+        Returns:
+            The end of the update.
+        """
+        plan, side = block.plan, self._side
+        lane = Lane.CPU if plan.update is UpdateLane.CPU else Lane.COMPUTE
+        self._residency.renewed.add(block.index)
+        if side is None or lane is Lane.CPU:
+            if side is not None:
+                last = self.ends.get((OpKind.UPLOAD, block.index))  # it reads what the update writes
+                after = [*after, *side.gradients.arriving(block), *([last] if last else [])]
+            updated = self._submit_now(OpKind.UPDATE, block, lane, after)
+            if Tier.DISK in (plan.weights, plan.state):
+                self._submit_now(OpKind.STORE, block, Lane.DISK_WRITE, (updated,))
+            return updated
+        self._residency.provide(block)
+        arrived = (self._submit_now(OpKind.SWAP_IN, block, Lane.H2D),) if plan.state is Tier.HOST else ()
+        updated = self._submit_now(OpKind.UPDATE, block, lane, arrived)
+        after = (updated,)
+        if plan.state is Tier.HOST:
+            after = (self._submit_now(OpKind.SWAP_OUT, block, Lane.D2H, after),)
+        if plan.weights is Tier.HOST:
+            self._submit_now(OpKind.SWAP_OUT, block, Lane.D2H, after, Payload.WEIGHTS)
+        return updated
+
+    def _submit_now(
+        self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
+    ) -> Event:
+        """Submits an op that no schedule has."""
+        key = kind, block.index
+        before = self.ends.get(key)
+        end = self.submit(Op(id=-1, kind=kind, block=block.index, lane=lane, at=-1, payload=payload), after)
+        if before is not None and self.ends[key] is not before:  # in the same batch, for another optimizer
+            self.ends[key] = All((before, end))
+        return end
+
+    def commit(self) -> None:
+        """Submits the COMMIT that ends a step."""
+        self.submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
+
+    def gather(self, block: Block) -> None:
+        """Backward has ended: gradients that are on the host and on the device are added up on the host."""
+        if self._side is not None and any(p in self._side.gradients for p in block.params()):
+            self._take_rest(block, self._side)
+
+    # ---- what they do -------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, op: Op) -> Run | None:
+        """FETCH weights: from the disk to the host."""
+        block = self._blocks[op.block]
+        # Weights in memory are on their way back there since the update that had changed them was discarded.
+        again = self._updater.verdict is not None and self._speculation.redoes and self._speculation.is_due(block)
+        if self._side is None and not again and not self._residency.weights.fits(block):
+            return None
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                if again and block.resident:
+                    return [part.last_write for part in block.parts if part.last_write is not None]
+                return self._residency.weights.start_fetch(block, self._lanes.behind)
+
+        return run
+
+    def _open_state(self, op: Op) -> Run | None:
+        """FETCH state: it streams from the disk into staging memory, ahead of the gradients."""
+        block, verdict = self._blocks[op.block], self._updater.verdict
+        if self._batch.serial:  # one update after the other: its state is read when its turn comes
+            return None
+        if verdict is not None and self._speculation.redoes and not self._is_due(block, verdict):
+            return None  # only what was tried is updated again
+        early, armed = self._deferred and verdict is None, self._batch.armed
+        if early and (armed is None or not self._speculation.hopes(block, armed)):
+            return None
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                if early and not self._speculation.may_be_tried(block.parts):
+                    return []
+                return self._updater.open(block, priority=self._urgency(block), after=self._lanes.behind, speculative=early)
+
+        return run
+
+    def _release(self, op: Op) -> Run | None:
+        """RELEASE on the host: gives the memory of weights back."""
+        block = self._blocks[op.block]
+        if self._side is None and (block.uses or not block.weights_on_disk):
+            return None
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                return self._residency.weights.give_back(block)
+
+        return run
+
+    def _free(self, op: Op) -> Run | None:
+        """RELEASE on the device."""
+        block = self._blocks[op.block]
+        return None if block.uses else partial(self._on_device.weights.free, block)
+
+    def _upload(self, op: Op) -> Run:
+        """UPLOAD weights."""
+        return partial(self._on_device.weights.upload, self._blocks[op.block])
+
+    def _download(self, op: Op) -> Run:
+        """SWAP_OUT weights: to the host what the device has updated."""
+        return partial(self._on_device.weights.download, self._blocks[op.block])
+
+    def _swap_state_in(self, op: Op) -> Run:
+        """SWAP_IN state: for an update on the device."""
+        return partial(self._on_device.updates.swap_in, self._blocks[op.block])
+
+    def _swap_state_out(self, op: Op) -> Run:
+        """SWAP_OUT state: back to the host."""
+        return partial(self._on_device.updates.swap_out, self._blocks[op.block])
+
+    def _send_gradients(self, op: Op) -> Run | None:
+        """GRAD: gradients leave the device."""
+        block = self._blocks[op.block]
+        return None if self._is_early(block) else self._gradients_of(block, self._on_device)
+
+    def _update(self, op: Op) -> Run | None:
+        """UPDATE: whatever of the block has gradients."""
+        block, updater, side = self._blocks[op.block], self._updater, self._side
+        early = updater.verdict is None
+        binding = updater.verdict or self._batch.armed
+        if binding is None or binding.rule is Rule.WHOLE or (early and self._is_early(block)):
+            return None
+        waits = early and (self._deferred or self._batch.probing)
+        tries = waits and (self._speculation.may_try(block, binding) if side is None else block.index in self._tries)
+        if waits and not tries:
+            return None
+        if side is not None and updater.renews(block, binding):
+            self._lanes.drain()
+            updater.cancel_opened([block])
+        again = None if early else self._speculation.again(block, updater.scale)
+        due = updater.prepare(block, binding)
+        if due is not None and binding.rule is not Rule.NATIVE:
+            return partial(self._update_in_python, block, due)
+        if due is not None and side is not None and block.plan.update is UpdateLane.DEVICE:
+            return due
+        return self._update_native(block, [one for one in (again, due) if one is not None], tries=tries)
+
+    def _update_native(self, block: Block, dues: Sequence[DueUpdate], *, tries: bool) -> Run | None:
+        if not dues:
+            return None
+        if self._side is not None:  # else gradients are read off the parameters before these go behind the door
+            self._residency.doors.hide(block)
+        tickets = self._latest[block.index] = []
+        if tries:
+            if self._side is None:
+                trial = _Trial(self._speculation.measured(dues[0]), tickets, divided=True)
+            else:
+                trial = _Trial(self._speculation.scaled(dues[0]), tickets, divided=self._tries[block.index])
+            self._trial = trial
+            return partial(self._try, trial)
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                is_open = any(part.opened is not None for part in block.parts)
+                for due in dues:
+                    tickets.extend(due(priority=self._urgency(block), after=self._lanes.behind))
+            if self._side is None:
+                if not is_open and block.plan.state is Tier.DISK:
+                    self._recorder.watch("FETCH state", block.name, tickets, lane=Lane.DISK_READ)
+                self._residency.doors.hide(block)
+            return tickets
+
+        return run
+
+    def _try(self, trial: _Trial) -> Sequence[Ticket]:
+        """An UPDATE before the verdict: it runs if it can be taken back, else after the verdict."""
+        block = trial.due.block
+        try:
+            with self._turn:
+                if self._speculation.may_be_tried(one.part for one in trial.due.parts):
+                    if not trial.divided:
+                        self._speculation.divide_on_host(trial.due)
+                    urgency, behind = self._urgency(block), self._lanes.behind
+                    trial.tickets.extend(trial.due(priority=urgency, after=behind, speculative=True))
+        finally:
+            trial.handed.set()
+        if self._side is None:
+            self._residency.doors.hide(block)
+        return trial.tickets
+
+    def _update_in_python(self, block: Block, due: DueUpdate) -> Sequence[Ticket]:
+        """The update of a block by its optimizer's own code."""
+        with self._residency.at_hand(block):
+            tickets = due()
+        if tickets:
+            self._residency.doors.hide(block)
+            self._latest[block.index] = tickets
+        return tickets
+
+    def _store_updated(self, op: Op) -> Run | None:
+        """STORE is the second half of the engine's UPDATE, which it waits for."""
+        tickets = self._latest.pop(op.block, None)
+        return None if tickets is None else lambda: tickets
+
+    def _mirror(self, op: Op) -> Run | None:
+        """MIRROR follows once the batch has ended and all hooks have run (``KeptSteps.keep``)."""
+        return None
+
+    def _commit(self, op: Op) -> Run | None:
+        """COMMIT: one record makes the step's writes the valid ones."""
+        if not self._batch.commits:
+            return None
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                ticket = self._store.commit()
+            return [] if ticket is None else [ticket]
+
+        return run
+
+    # ---- details ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _on_device(self) -> DeviceSide:
+        """The device's side: only a schedule for a device has ops for it."""
+        if self._side is None:
+            raise HeteroError("an op for a device with memory of its own came where the device is the host.")
+        return self._side
+
+    def _is_due(self, block: Block, verdict: OptimizerBinding) -> bool:
+        """Whether the block has an update to do, or to do again."""
+        return self._speculation.is_due(block) or self._updater.has_work(block, verdict)
+
+    def _urgency(self, block: Block) -> int:
+        return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self._lowest_first)
+
+    def _is_early(self, block: Block) -> bool:
+        """Whether backward may still add to the block's gradients, or they are of one that the user runs."""
+        return self._updater.verdict is None and bool(not self._batch.in_backward or block.grads_left or block.early_unsafe)
+
+    def _after_gradients(self, op: Op, after: Sequence[Event], side: DeviceSide) -> Sequence[Event]:
+        """What an op waits for: an update that follows the verdict takes gradients along that no GRAD could take."""
+        if op.kind is not OpKind.UPDATE or op.lane is not Lane.CPU or self._is_early(self._blocks[op.block]):
+            return after
+        block = self._blocks[op.block]
+        self._take_rest(block, side)
+        return (*after, *side.gradients.arriving(block))
+
+    def _take_rest(self, block: Block, side: DeviceSide) -> None:
+        """Gradients of a backward that has ended leave, where they are still on the device."""
+        if any(p.numel() and p.grad is not None and type(p.grad) is not HostGradient for p in block.params()):
+            op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
+            run = self._gradients_of(block, side)
+            end = self.ends[op.kind, op.block] = self._lanes.submit(op, run, (self._mark(op.at),))
+            side.gradients.sent(block, end)
+
+    def _gradients_of(self, block: Block, side: DeviceSide) -> Run:
+        """GRAD; what an update that is tried has to know of the gradients is taken before they leave."""
+        binding, gradients = self._batch.armed, side.gradients
+        params = [p for p in block.params() if p.grad is not None]
+        early = self._deferred and self._updater.verdict is None
+        if early and binding is not None and self._speculation.hopes(block, binding):
+            whole = self._tries[block.index] = not any(p in gradients for p in block.params())  # nothing to add to on the host
+            if whole:
+                self._speculation.divide([p for p in params if self._updater.owners.get(id(p)) is binding], binding)
+        run = gradients.take(block)
+        # Compute may have been given more since the last mark: divisions, norms, copies in another order.
+        self._marked = -1, All(())
+        return run
+
+    def _swap_activations(self, op: Op, after: Sequence[Event]) -> Event:
+        after = (*after, self._mark(op.at)) if _follows_compute(op) else after
+        end = self.ends[op.kind, op.block] = self.saved[op.block].swap(op, after)
+        return end
+
+    def _note(self, op: Op, end: OpEvent, side: DeviceSide) -> None:
+        """Tells the device's side who works on gradients and state from now on."""
+        block = self._blocks[op.block]
+        if op.kind is OpKind.GRAD or (op.kind is OpKind.UPDATE and op.lane is Lane.CPU):
+            side.gradients.sent(block, end)
+        elif op.kind is OpKind.SWAP_OUT and op.payload is Payload.STATE:
+            side.updates.returning(block, end)
+
+    def _mark(self, at: int) -> Event:
+        """Compute has come to this anchor."""
+        if at < 0 or self._marked[0] != at:
+            self._marked = at, self._lanes.mark()
+        return self._marked[1]
+
+
+def _follows_compute(op: Op) -> bool:
+    """Whether the op works on what compute made, or takes away what compute has used."""
+    return op.kind in (OpKind.GRAD, OpKind.SWAP_OUT) or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
+
+
+TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None]] = {
+    (OpKind.FETCH, Payload.WEIGHTS, Lane.DISK_READ): Handlers._fetch,
+    (OpKind.FETCH, Payload.STATE, Lane.DISK_READ): Handlers._open_state,
+    (OpKind.RELEASE, Payload.WEIGHTS, Lane.DISK_READ): Handlers._release,
+    (OpKind.RELEASE, Payload.WEIGHTS, Lane.H2D): Handlers._free,
+    (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): Handlers._upload,
+    (OpKind.GRAD, Payload.GRADIENTS, Lane.D2H): Handlers._send_gradients,
+    (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): Handlers._swap_state_in,
+    (OpKind.UPDATE, Payload.STATE, Lane.CPU): Handlers._update,
+    (OpKind.UPDATE, Payload.STATE, Lane.COMPUTE): Handlers._update,
+    (OpKind.SWAP_OUT, Payload.STATE, Lane.D2H): Handlers._swap_state_out,
+    (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): Handlers._download,
+    (OpKind.STORE, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._store_updated,
+    (OpKind.STORE, Payload.STATE, Lane.DISK_WRITE): Handlers._store_updated,
+    (OpKind.MIRROR, Payload.WEIGHTS, Lane.D2H): Handlers._mirror,
+    (OpKind.MIRROR, Payload.STATE, Lane.D2H): Handlers._mirror,
+    (OpKind.MIRROR, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._mirror,
+    (OpKind.MIRROR, Payload.STATE, Lane.DISK_WRITE): Handlers._mirror,
+    (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): Handlers._commit,
+}  # activations are their own swapper's

@@ -1,0 +1,158 @@
+"""Lanes where the device is the host: the native engine's threads do the work, and its tickets are the events.
+
+[Note: The engine waits]
+An op's ``run`` is called as the op is submitted, in the calling thread, and does not wait there. :attr:`EngineLanes.behind` holds
+the tickets of the ops that it follows. ``run`` passes them on, and the engine starts the task once they are done.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.schedule import Op
+from lightning_hetero.runtime.lanes.base import All, Event, Ticket, passed_at
+from lightning_hetero.runtime.lanes.inline import InlineLanes
+from lightning_hetero.runtime.lanes.op import Failures
+
+_FORGET = 256  # ops that are remembered before those that have ended are forgotten
+
+
+class EngineOp:
+    """An op that the engine does, and its end as an event.
+
+    Args:
+        op: The op.
+        after: What it waits for.
+
+    Attributes:
+        tickets: What ``run`` returned.
+        behind: The tickets that an op after this one waits for: its own, or those that it waits for itself if it has none.
+            A FETCH of state has none of its own for others: its ticket waits for gradients.
+        error: What ``run`` raised.
+        submitted_s: When it was submitted, in seconds of ``time.monotonic``.
+    """
+
+    __slots__ = ("_ended_s", "_passed_at", "after", "behind", "error", "op", "submitted_s", "tickets")
+
+    def __init__(self, op: Op, after: Sequence[Event]) -> None:
+        self.op, self.after = op, after
+        self.tickets: tuple[Ticket, ...] = ()
+        self.behind: Sequence[NativeTicket] = ()
+        self.error: BaseException | None = None
+        self.submitted_s = self._ended_s = time.monotonic()
+        self._passed_at = passed_at(op)
+
+    def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
+        """``run`` has returned ``tickets``; it had these ``behind`` it."""
+        self.tickets, self._ended_s = tuple(tickets), time.monotonic()
+        own = [ticket for ticket in self.tickets if isinstance(ticket, NativeTicket)] if self._passed_at else []
+        self.behind = own or behind
+
+    def failed(self, error: BaseException, failures: Failures) -> None:
+        """``run`` has raised an error."""
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        self.error, self._ended_s = error, time.monotonic()
+        failures.note(error)
+
+    def handed(self) -> None:
+        """Raises what ``run`` raised."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Blocks until the op has ended."""
+        if self.error is not None:
+            raise self.error
+        for ticket in self.tickets if self._passed_at else ():
+            ticket.wait(self._passed_at)
+
+    def done(self) -> bool:
+        """Whether the op has ended."""
+        if self.error is not None:
+            raise self.error
+        return all([ticket.poll() >= self._passed_at for ticket in self.tickets])  # noqa: C419  # one call, not one each
+
+    def settled(self) -> bool:
+        """Whether the op has ended or failed; raises what a ticket raises."""
+        return self.error is not None or self.done()
+
+    def times(self) -> tuple[float, float] | None:
+        """When the op was submitted, and when ``run`` returned: its tickets know the rest."""
+        return (self.submitted_s, self._ended_s) if self.error is None else None
+
+
+class EngineLanes(InlineLanes):
+    """Gives ops to the native engine as they are submitted; see [Note: The engine waits].
+
+    What an op follows without a ticket of the engine is waited for before ``run`` is called.
+    """
+
+    def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:
+        super().__init__(memory_bytes=memory_bytes, poison=poison)
+        self._ops: list[EngineOp] = []
+        self._is_closed = False
+
+    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> EngineOp:
+        """Runs an op; see :meth:`Lanes.submit`."""
+        if self._is_closed:
+            raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) was not taken: the lanes are closed. Create new ones.")
+        end = EngineOp(op, after)
+        with_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self.behind = behind = _tickets_of(after)
+            end.ran(run(), behind)
+        except BaseException as error:
+            end.failed(error, self._failures)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            self.behind = ()
+            torch._C._set_grad_enabled(with_gradients)
+        if self.observer is not None and end.tickets:
+            self.observer(end)
+        end.after = ()  # it may lead to the ops of all steps before
+        self._ops.append(end)
+        if len(self._ops) > _FORGET:
+            self._ops = [one for one in self._ops if not one.settled()]
+        return end
+
+    def drain(self) -> None:
+        """Waits for all that was submitted; see :meth:`Lanes.drain`."""
+        ops, self._ops = self._ops, []
+        for one in ops:
+            try:
+                one.wait()
+            except Exception as error:
+                if error is not one.error:  # which has been noted
+                    self._failures.note(error)
+        first, self._failures.first = self._failures.first, None
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Ends the lanes; see :meth:`Lanes.close`."""
+        self._is_closed = True
+        self._failures.closing.set()
+        self._ops.clear()
+
+
+def _tickets_of(events: Sequence[Event]) -> Sequence[NativeTicket]:
+    """The tickets by which the engine knows these events; waits for an event that it does not know."""
+    found: list[NativeTicket] = []
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        if isinstance(event, All):
+            waiting += event.events
+        elif isinstance(event, EngineOp) and (event.behind or not event.tickets) and event.error is None:
+            found += event.behind
+        else:
+            event.wait()
+    return found

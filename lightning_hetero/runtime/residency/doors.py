@@ -1,0 +1,142 @@
+"""Which parameters are ordinary ones, and which are behind the door (``runtime.door``).
+
+[Note: Memory that is being written to the disk]
+The end of a step that is kept writes weights to the disk from where they lie, while the next batch runs. Reading them meanwhile is
+harmless, but a change would reach the disk as a part of the step before. So parameters stay behind the door while their memory is
+written out, and code that touches them outside their block's forward and backward waits. Inside they are ordinary tensors: a block
+that changes its own weights there (``max_norm`` of an embedding) is waited for before it begins, once that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import nn
+
+from lightning_hetero.runtime.door import OffloadedParameter, offload, restore
+from lightning_hetero.runtime.door import Residency as State
+from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.tier_store import TierStore
+
+
+class Owner(Protocol):
+    """Knows where weights are; what the doors ask."""
+
+    @property
+    def copies(self) -> DeviceCopies | None:
+        """What a device with memory of its own holds of the weights; ``None`` where the device is the host."""
+
+    def is_released(self, block: Block) -> bool:
+        """Whether the block's weights are behind the door while it is not in use."""
+
+    def settle(self, part: Part) -> None:
+        """Waits until the part's weights are final."""
+
+
+class Access:
+    """What the door knows of one parameter (``runtime.door.Record``): the way for readers from outside the schedule."""
+
+    __slots__ = ("_doors", "_index", "_part")
+
+    def __init__(self, doors: Doors, part: Part, index: int) -> None:
+        self._doors, self._part, self._index = doors, part, index
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self._part.names[self._index]
+
+    @property
+    def state(self) -> State:
+        """Released where the weights live on a lower tier, whether cached or not; else only an update can be pending."""
+        return State.RELEASED if self._doors.owner.is_released(self._part.block) else State.PENDING
+
+    def wait(self) -> None:
+        """Waits for a pending update; refuses weights that a closed store has lost."""
+        if not self._part.block.resident:
+            self._doors.store.check_open(self._part, self.name)
+        self._doors.owner.settle(self._part)
+        self._doors.free(self._part)
+
+    def source(self) -> WeightSource:
+        """Where the weights are."""
+        owner = self._doors.owner
+        return WeightSource(self._doors.store, self._part, self._index, owner.settle, owner.copies)
+
+
+class Doors:
+    """Puts parameters behind the door and makes them ordinary again.
+
+    Args:
+        owner: Knows where weights are.
+        blocks: The model's blocks.
+        store: The tiers.
+    """
+
+    def __init__(self, owner: Owner, blocks: Iterable[Block], store: TierStore) -> None:
+        self.owner, self.store = owner, store
+        self._access: dict[int, Access] = {}
+        self._changing: set[int] = set()  # blocks whose forward or backward changes their weights
+        for block in blocks:
+            self.learn_parts(block)
+            if any(map(_renorms, block.spec.module.modules())):
+                self._changing.add(block.index)
+
+    def learn_parts(self, block: Block) -> None:
+        """The block's parts are new."""
+        self._access |= {id(p): Access(self, part, i) for part in block.parts for i, p in enumerate(part.params)}
+
+    def forget(self) -> None:
+        """The model is another's from now on."""
+        self._access.clear()
+
+    def open(self, block: Block) -> None:
+        """A use of the block begins: its parameters are ordinary ones until it ends."""
+        if block.index in self._changing:
+            for part in block.parts:
+                self.free(part)
+        block.uses += 1
+        for param in block.params():
+            if type(param) is OffloadedParameter:
+                restore(param)
+        if block.uses == 1:
+            for part in block.parts:
+                part.versions = sum(p._version for p in part.params)
+
+    def changed(self, block: Block) -> list[Part]:
+        """The parts whose weights the use that ends has changed."""
+        changed = [part for part in block.parts if part.versions != sum(p._version for p in part.params)]
+        if changed:
+            self._changing.add(block.index)
+        return changed
+
+    def hide(self, block: Block) -> None:
+        """Puts the door before the block's parameters."""
+        for param in block.params():
+            if type(param) is nn.Parameter:
+                offload(param, self._access[id(param)])
+
+    def guard(self, block: Block) -> None:
+        """Puts the door before weights in memory that are being written to the disk."""
+        if not block.uses and any(readers_of(part) for part in block.parts):
+            self.hide(block)
+
+    def free(self, part: Part) -> None:
+        """Waits until nothing reads the part's weight memory any more; parameters that live in memory become ordinary again."""
+        for ticket in readers_of(part):
+            ticket.wait()
+        self.restore(part)
+
+    def restore(self, part: Part) -> None:
+        """Parameters that live in memory become ordinary again."""
+        if not self.owner.is_released(part.block):
+            for param in part.params:
+                if type(param) is OffloadedParameter:
+                    restore(param)
+
+
+def _renorms(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

@@ -1,0 +1,170 @@
+"""Weights where the device is the host: in host memory, or on disk and cached there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning_hetero._native import READY
+from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.lanes import Event
+from lightning_hetero.runtime.residency.doors import Doors
+from lightning_hetero.runtime.residency.host_weights import HostWeights
+from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.tier_store import TierStore
+
+
+class HostResidency:
+    """See :class:`~lightning_hetero.runtime.residency.Residency`.
+
+    Args:
+        context: The run.
+    """
+
+    copies = None
+
+    def __init__(self, context: RunContext) -> None:
+        self._blocks, self._store = context.run.blocks, context.run.store
+        self.renewed: set[int] = set()
+        self._strayed = False  # the batch has used a block that its schedule does not foresee
+        self.doors = Doors(self, self._blocks, self._store)
+        self.weights = HostWeights(context)
+
+    # ---- places -------------------------------------------------------------------------------------------------------------
+
+    def is_away(self, block: Block) -> bool:
+        """Whether the block's weights live on disk."""
+        return block.weights_on_disk
+
+    def is_released(self, block: Block) -> bool:
+        """Weights on disk are behind the door between uses, cached or not."""
+        return block.weights_on_disk
+
+    def is_on_host(self, block: Block) -> bool:
+        """All are."""
+        return True
+
+    # ---- a batch ------------------------------------------------------------------------------------------------------------
+
+    def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
+        """What is in memory now: ops say so as they are submitted."""
+        return frozenset(b.index for b in self.weights.held()), None
+
+    def room_before(self, schedule: Schedule) -> None:
+        """There is no device."""
+
+    def begin_batch(self, *, training: bool, whole: bool) -> None:
+        """Weights that were brought outside a schedule are there."""
+        if self._strayed or not whole:
+            self._strayed = False
+            for part in [part for block in self._blocks for part in block.parts]:
+                self.settle(part)
+
+    def end_batch(self) -> None:
+        """Nothing changes places."""
+
+    def unforeseen(self, block: Block) -> bool:
+        """Brings the block's weights; the schedule goes on, though its edges know nothing of what has been brought."""
+        self._strayed = True
+        self.weights.bring(block)
+        self.weights.bring_next(block)
+        self._settle(block)
+        return True
+
+    def ensure(self, block: Block) -> None:
+        """Brings the block's weights if they are not in memory, or if something outside the schedule may be writing them."""
+        if self._strayed or not block.resident or block.index in self.renewed:
+            self.renewed.discard(block.index)
+            self.bring(block)
+
+    # ---- use ----------------------------------------------------------------------------------------------------------------
+
+    def open(self, block: Block) -> None:
+        """A use of the block begins."""
+        self.doors.open(block)
+
+    def shut(self, block: Block) -> None:
+        """A use of the block ends."""
+        block.uses = max(0, block.uses - 1)
+        if block.uses:
+            return
+        changed = self.doors.changed(block)
+        if block.weights_on_disk:
+            for part in changed:
+                part.dirty = True
+            self.doors.hide(block)
+        else:
+            self.doors.guard(block)
+
+    @contextmanager
+    def at_hand(self, block: Block) -> Iterator[None]:
+        """Inside, the block's weights are in memory and final, and its parameters are ordinary ones."""
+        self.bring(block)
+        self.open(block)
+        try:
+            yield
+        finally:
+            self.shut(block)
+
+    def provide(self, block: Block) -> None:
+        """Brings weights into memory, now."""
+        self.bring(block)
+
+    def bring(self, *blocks: Block, force: bool = False) -> None:
+        """Brings weights into memory, now."""
+        self.weights.bring(*blocks, force=force)
+        for block in blocks:
+            self._settle(block)
+
+    def release(self, block: Block) -> None:
+        """Gives the block's memory back, unless it is in use."""
+        self.weights.release(block)
+
+    def settle(self, part: Part) -> None:
+        """Waits until the part's weights are final; parameters that live in memory become ordinary again."""
+        wait_written(self._store, part)
+        if not readers_of(part):
+            self.doors.restore(part)
+
+    def _settle(self, block: Block) -> None:
+        for part in block.parts:
+            self.settle(part)
+
+    # ---- begin and end ------------------------------------------------------------------------------------------------------
+
+    def install(self, context: RunContext) -> None:
+        """Goes on with another plan."""
+        self.weights.install(context)
+
+    def move_in(self) -> None:
+        """There is no other place."""
+
+    def enter(self) -> None:
+        """There is no other place."""
+
+    def leave(self, block: Block) -> None:
+        """There is no other place."""
+
+    def set_aside(self, num_bytes: int) -> None:
+        """There is no other place."""
+
+    def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
+        """The engine orders a record behind everything that it names."""
+
+    @contextmanager
+    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
+        """Host memory has what updates have made."""
+        yield
+
+
+def wait_written(store: TierStore, part: Part) -> None:
+    """Waits until what was last submitted for the part has written its weights, or takes back what was tried.
+
+    Only for readers from outside the schedule: within it, edges order.
+    """
+    store.revoke(part)
+    if part.last_write is not None:
+        part.last_write.wait(READY)
+        part.last_write = None

@@ -1,0 +1,138 @@
+"""Host memory for weights that live on disk: who has it, and who gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_hetero._native import DONE, Ticket
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.schedule import Lane, OpKind, Payload, urgency
+from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.units import format_bytes
+
+
+class HostWeights:
+    """Brings weights from the disk to host memory and gives their memory back.
+
+    Args:
+        context: The run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        run = context.run
+        self._blocks, self._store, self._recorder = run.blocks, run.store, run.recorder
+        self._updater, self._poison = run.updater, run.poison
+        self._releases: list[Ticket] = []
+        self.install(context)
+
+    def install(self, context: RunContext) -> None:
+        """Goes on with another plan."""
+        self.model: ModelShape = context.model
+        self.capacity_bytes = context.cache_bytes
+        self._lowest_first = context.plan.priority
+
+    # ---- to and fro ---------------------------------------------------------------------------------------------------------
+
+    def fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
+        """Brings the block's weights, unless they are in memory or on their way; for a use that no schedule foresees."""
+        return self._recorder.watch("FETCH", block.name, self.start_fetch(block, after), lane=Lane.DISK_READ)
+
+    def start_fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
+        """FETCH weights: the same, once ``after`` are done."""
+        if block.resident:
+            return []
+        block.resident = True
+        waits = [*after, *self._releases]
+        first = urgency(OpKind.FETCH, Payload.WEIGHTS, block.index, lowest_first=self._lowest_first)
+        return [self._store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
+
+    def release(self, block: Block) -> list[Ticket]:
+        """Gives the block's weight memory back, unless it is in use; without an op."""
+        tickets = [] if block.uses or not block.weights_on_disk else self.give_back(block)
+        return self._recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
+
+    def give_back(self, block: Block) -> list[Ticket]:
+        """RELEASE weights: gives the block's weight memory back."""
+        if not block.resident:
+            return []
+        self._updater.cancel_opened([block])
+        block.resident = False
+        first = urgency(OpKind.RELEASE, Payload.WEIGHTS, block.index, lowest_first=self._lowest_first)
+        tickets = [self._store.release(p, priority=first) for p in block.parts if p.native is not None]
+        if self._poison:
+            _fill_with_nan(block, tickets)
+        self._releases = [t for t in self._releases if not t.poll()] + tickets
+        return tickets
+
+    # ---- room ---------------------------------------------------------------------------------------------------------------
+
+    def held(self) -> list[Block]:
+        """The blocks on disk whose weights are in memory."""
+        return [b for b in self._blocks if b.resident and b.weights_on_disk]
+
+    def coming_bytes(self) -> int:
+        """What forward may fetch: the cache is filled again, and finds no room in what malloc has kept of gradients."""
+        return max(0, self.capacity_bytes - sum(self.model.blocks[b.index].weight_bytes for b in self.held()))
+
+    def fits(self, block: Block) -> bool:
+        """Whether the block's weights fit beside those that are in memory."""
+        sizes = self.model.blocks
+        used = sum(sizes[b.index].weight_bytes for b in self._blocks if b.resident and b.weights_on_disk)
+        return used + sizes[block.index].weight_bytes <= self.capacity_bytes
+
+    def make_room(self, block: Block) -> list[Ticket]:
+        """Evicts for a block that the schedule did not foresee: in a cycle over the blocks, the one used last comes again last.
+
+        Raises:
+            OutOfMemoryBudgetError: Blocks in use leave too little.
+        """
+        need, n = self.model.blocks[block.index].weight_bytes, len(self._blocks)
+        tickets: list[Ticket] = []
+        resident = self.held()
+        used = sum(self.model.blocks[b.index].weight_bytes for b in resident)
+        for victim in sorted((b for b in resident if not b.uses), key=lambda b: (b.index - block.index) % n, reverse=True):
+            if used + need <= self.capacity_bytes:
+                break
+            tickets += self.release(victim)
+            used -= self.model.blocks[victim.index].weight_bytes
+        if used + need > self.capacity_bytes:
+            raise OutOfMemoryBudgetError(
+                f"block {block.name!r} needs {format_bytes(need)} of host memory, but blocks in use at the same time hold "
+                f"{format_bytes(used)} of the {format_bytes(self.capacity_bytes)} for weights on disk. Raise host_memory, or "
+                f"choose block_cls so that blocks do not contain each other's uses."
+            )
+        return tickets
+
+    def evict(self, num_bytes: int, *, spare: Block) -> None:
+        """Gives weights back that live on disk and are not in use, those first that the next forward needs last; waits for it."""
+        tickets: list[Ticket] = []
+        for victim in reversed(self.held()):
+            if num_bytes > 0 and victim is not spare and not victim.uses:
+                num_bytes -= self.model.blocks[victim.index].weight_bytes
+                tickets += self.release(victim)
+        for ticket in tickets:
+            ticket.wait(DONE)
+
+    def bring(self, *blocks: Block, force: bool = False) -> None:
+        """Begins to bring weights into memory; ``force`` goes beyond the budget."""
+        for block in blocks:
+            if not block.resident:
+                self.fetch(block, [] if force else self.make_room(block))
+
+    def bring_next(self, block: Block) -> None:
+        """Begins to bring the weights of the next block, if there is room."""
+        following = [b for b in self._blocks[block.index + 1 :] if b.weights_on_disk][:1]
+        for b in following:
+            if self.fits(b):
+                self.fetch(b, [])
+
+
+def _fill_with_nan(block: Block, released: Sequence[Ticket]) -> None:
+    for ticket in released:
+        ticket.wait()
+    for part in block.parts:
+        for i, param in enumerate(part.params):
+            if param.is_floating_point():
+                part.memory(i).fill_(float("nan"))

@@ -1,0 +1,108 @@
+"""One training step, from top to bottom: the cursor of a schedule.
+
+At each anchor the step submits the ops up to it, and makes compute wait for the ops that the anchor needs and those of earlier
+steps that it carries (``reach``). Compute follows: autograd runs it, the step only sees where it is.
+
+- ``F:0 … F:n``, the forwards: weights come, and wait for their update of the step before.
+- ``B:n … B:0``, the backwards in reverse order. Each begins once the one before has ended, so its gradients leave and its block
+  is updated meanwhile.
+- ``V``, the verdict: all gradients are known. ``finish`` submits the updates that are left, mirrors, and all but the COMMIT, which
+  follows what no op of the schedule has updated.
+
+Edges are all that orders ops: :class:`Step` turns ``after`` and ``carried`` into events, and lanes wait for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule
+from lightning_hetero.runtime.handlers import Handlers, Key
+from lightning_hetero.runtime.lanes import Event, Lanes
+from lightning_hetero.runtime.recorder import Recorder
+
+
+class Step:
+    """One batch on its way through a schedule.
+
+    Args:
+        schedule: The schedule; the batch's verdict may go over to another one that is the same up to there.
+        handlers: Gives ops to their lanes.
+        lanes: The lanes.
+        recorder: Is told what compute waits for.
+        before: The latest op of each kind and block, of the steps before.
+        serial: Compute waits for each op to end.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        handlers: Handlers,
+        lanes: Lanes,
+        recorder: Recorder,
+        before: Mapping[Key, Event],
+        *,
+        serial: bool,
+    ) -> None:
+        self.schedule = schedule
+        self._handlers, self._lanes, self._recorder = handlers, lanes, recorder
+        self._before, self._serial = before, serial
+        self._anchor = self._op = 0  # the next ones
+        self._ends: list[Event] = []  # of the ops so far, by their ids
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ops have been submitted."""
+        ops = self.schedule.ops
+        return self._op == len(ops) or ops[self._op].kind is OpKind.COMMIT
+
+    def find(self, phase: Phase, block: int) -> int | None:
+        """The next anchor of this phase and block; ``None`` if the schedule expects none."""
+        anchors = self.schedule.anchors
+        for index in range(self._anchor, len(anchors)):
+            anchor = anchors[index]
+            if anchor.block == block and anchor.phase is phase:
+                return index
+        return None
+
+    def reach(self, index: int) -> list[Event]:
+        """Compute has come to an anchor, maybe past others. Returns the ends of the ops of this step that it needs."""
+        passed = self.schedule.anchors[self._anchor : index + 1]
+        self._submit_through(index)
+        self._anchor = index + 1
+        needs = []
+        for op in passed[-1].needs:
+            needs.append(self._ends[op])
+        waits = [*needs]
+        for anchor in passed:
+            for key in anchor.carried:
+                if key in self._before:
+                    waits.append(self._before[key])
+        if self._recorder.enabled:
+            self._recorder.needs = self._recorder.names(waits)
+        self._lanes.compute_waits(waits)
+        return needs
+
+    def finish(self) -> None:
+        """The verdict: submits all that is left, but for the COMMIT."""
+        self._submit_through(len(self.schedule.anchors) - 1)
+
+    def _submit_through(self, index: int) -> None:
+        ops, computed = self.schedule.ops, []
+        while self._op < len(ops) and ops[self._op].at <= index and ops[self._op].kind is not OpKind.COMMIT:
+            op = ops[self._op]
+            self._op += 1
+            after = []
+            for one in op.after:
+                after.append(self._ends[one])
+            for key in op.carried:
+                if key in self._before:
+                    after.append(self._before[key])
+            end = self._handlers.submit(op, after)
+            self._ends.append(end)
+            if self._serial:
+                end.wait()
+            elif op.lane is Lane.COMPUTE:
+                computed.append(end)
+        if computed:
+            self._lanes.compute_waits(computed)
