@@ -161,6 +161,14 @@ def test_an_optimizer_from_elsewhere_runs_whole_in_memory(kind_of_optimizer: Any
     assert_same_as_plain("resident", partial(run, recipe, tmp_path=tmp_path))
 
 
+def test_an_optimizer_that_couples_16_bit_weights_steps_once_on_a_device(tmp_path: Path) -> None:
+    """It acts on fp32 masters, so Lightning does not call it itself."""
+    train = partial(
+        run, Recipe(shape=SHAPE, optimizer=partial(NormalizedDescent, lr=1e-2), precision="bf16-true"), tmp_path=tmp_path
+    )
+    assert_same(train(make_strategy("device_resident", train)), train(make_strategy("host", train)))
+
+
 def test_an_optimizer_from_elsewhere_is_refused_on_disk(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"SignDescent.hetero_blockwise = True"):
         run(Recipe(optimizer=SignDescent), HeteroOffloadStrategy(plan="disk"), tmp_path)
