@@ -28,11 +28,9 @@ SHAPE = Shape(half_frozen=True, tied=True)
 
 @pytest.fixture(autouse=True)
 def _known_to_load() -> Iterator[None]:
-    torch.serialization.add_safe_globals([Coded])
-    yield
-    others = [kind for kind in torch.serialization.get_safe_globals() if kind is not Coded]
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(others)
+    """``Coded`` is safe to load in these tests. What other packages have registered on import stays registered."""
+    with torch.serialization.safe_globals([Coded]):
+        yield
 
 
 def plain(states: dict[Any, Any]) -> dict[Any, dict[str, Any]]:
