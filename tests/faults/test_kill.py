@@ -22,7 +22,7 @@ ON_DISK = ("model.blocks.",)
 def test_a_killed_run_leaves_a_committed_step_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     report = result_of(output_of(Path(__file__), tmp_path, str(seed), cwd=tmp_path))
-    assert len(report["recovered"]) == ROUNDS
+    assert len(report["recovered"]) == 2 + ROUNDS
     assert max(report["recovered"]) > 1, report
 
 
@@ -49,13 +49,15 @@ def main(root: Path, seed: int) -> None:
     temporary.mkdir()
     in_child(lambda: reference(recipe, root, file))
     recovered = []
-    for number in range(ROUNDS):
+    for number in range(-2, ROUNDS):
         path = None if number % 2 else own
-        acknowledged = kill_while(lambda out, path=path: train(recipe, temporary, path, out), moments)
+        steps, seconds, last = (moments.randint(1, STEPS // 2), moments.uniform(0, 0.02), STEPS) if number >= 0 else (0, 0.0, 0)
+        acknowledged = kill_while(lambda out, path=path, last=last: train(recipe, temporary, path, last, out), steps, seconds)
         (store,) = [own] if path else temporary.glob("lightning-hetero-*")  # leftovers of earlier rounds are gone
         step = in_child(lambda store=store: check(recipe, store, file))
         assert acknowledged - 2 <= step <= acknowledged + 1, (acknowledged, step)
         recovered.append(step)
+    assert recovered[:2] == [0, 0], "these were killed as their first batch began"
     in_child(lambda: finish(recipe, temporary, own, file))
     assert not list(temporary.glob("lightning-hetero-*"))
     print(json.dumps({"recovered": recovered}))
@@ -87,8 +89,11 @@ def _show_and_exit() -> None:
     os._exit(1)
 
 
-def kill_while(call: Any, moments: random.Random) -> int:
-    """Kills a child that runs ``call`` with a pipe some time after one of its steps; the last step that it had told of there."""
+def kill_while(call: Any, steps: int, seconds: float) -> int:
+    """Kills a child that runs ``call`` with a pipe, some time after this step; the last step that it had told of there.
+
+    The child says where it begins its first batch, and where each step ends. Step 0 is that beginning.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -97,10 +102,9 @@ def kill_while(call: Any, moments: random.Random) -> int:
         finally:
             _show_and_exit()
     os.close(writer)
-    steps = moments.randint(1, STEPS // 2)
-    for _ in range(steps):
+    for _ in range(steps + 1):
         os.read(reader, 1)
-    time.sleep(moments.uniform(0, 0.02))
+    time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     while text := os.read(reader, 4096):
@@ -126,10 +130,14 @@ def fitted(recipe: Any, root: Path, strategy: Any, callback: Any) -> Any:
     return trainer, module
 
 
-def callback_of(call: Any) -> Any:
+def callback_of(call: Any, begins: Any = id) -> Any:
     import lightning.pytorch as pl
 
     class AfterStep(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 0:
+                begins(trainer)
+
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             call(trainer, module)
 
@@ -161,15 +169,15 @@ def reference(recipe: Any, root: Path, file: Path) -> None:
     torch.save(steps, file)
 
 
-def train(recipe: Any, root: Path, path: Path | None, out: int) -> None:
-    """Tells the parent of every step, and waits after the last to be killed."""
+def train(recipe: Any, root: Path, path: Path | None, last: int, out: int) -> None:
+    """Tells the parent of the first batch and of every step, and waits after step ``last`` to be killed."""
 
-    def tell(trainer: Any, module: Any) -> None:
+    def tell(trainer: Any, *_: Any) -> None:
         os.write(out, b".")
-        if trainer.global_step == STEPS:
+        if trainer.global_step == last:
             signal.pause()
 
-    fitted(recipe, root, strategy_of(path), callback_of(tell))
+    fitted(recipe, root, strategy_of(path), callback_of(tell, begins=tell))
 
 
 def check(recipe: Any, store: Path, file: Path) -> int:
