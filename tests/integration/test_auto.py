@@ -185,7 +185,7 @@ def test_checkpoints_are_resumed_under_another_plan(tmp_path: Path, monkeypatch:
     assert_same(resumed([HeteroOffloadStrategy(), "auto"]), expected)
 
 
-# ---- where it fails -----------------------------------------------------------------------------------------------------------
+# ---- where it fails ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_plan_training_stops_with_nothing_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_the_machine_is_given_by_profile_file_or_environment(tmp_path: Path, mon
         HeteroOffloadStrategy(hardware_profile=tmp_path / "none.json")
 
 
-# ---- planning anew ------------------------------------------------------------------------------------------------------------
+# ---- planning anew ----------------------------------------------------------------------------------------------------------
 
 
 class Asks(pl.Callback):
@@ -365,7 +365,7 @@ def test_longer_batches_call_for_another_plan(tmp_path: Path, monkeypatch: pytes
     assert sum("batches have 48 tokens, the plan is for 12" in r.getMessage() for r in caplog.records) == 1
 
 
-# ---- the prediction -----------------------------------------------------------------------------------------------------------
+# ---- the prediction ---------------------------------------------------------------------------------------------------------
 
 
 def test_prediction_errors_go_to_the_loggers_and_nowhere_else(tmp_path: Path) -> None:

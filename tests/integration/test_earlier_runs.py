@@ -367,7 +367,7 @@ def test_a_model_whose_class_has_another_name_goes_on(store: Path, tmp_path: Pat
         fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path, recipe=recipe, ckpt_path=store)
 
 
-# ---- another store as ckpt_path -------------------------------------------------------------------------------------------------
+# ---- another store as ckpt_path ---------------------------------------------------------------------------------------------
 
 
 def test_a_store_with_a_kept_step_does_not_give_way_to_another_one(store: Path, plain: Outcome, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
     assert half["remote"] > 0  # the other node's shards
 
 
-# ---- in one process --------------------------------------------------------------------------------------------------------------
+# ---- in one process ---------------------------------------------------------------------------------------------------------
 
 
 class TwinNet(Body, pytorch_lightning.LightningModule):

@@ -103,7 +103,7 @@ def test_each_kind_that_is_missing_is_named(kind: str, tmp_path: Path) -> None:
         check_activations(replace(profile, blocks=tuple(map(without, profile.blocks))))
 
 
-# ---- any plan, any memory -------------------------------------------------------------------------------------------------------
+# ---- any plan, any memory ---------------------------------------------------------------------------------------------------
 
 
 SWAPS = {"up": Saved.SWAP_HOST, "gelu": Saved.SWAP_DISK, "norm": Saved.RECOMPUTE}

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_plain_lightnings(kind: str, base: type[Several], tmp_pa
         assert_same(train(HeteroOffloadStrategy(kind), path)[1], expected)
 
 
-# ---- resume from the store ----------------------------------------------------------------------------------------------------
+# ---- resume from the store --------------------------------------------------------------------------------------------------
 
 
 class Turns(ByTurns):
@@ -167,7 +167,7 @@ def test_a_record_that_names_no_optimizers_is_read(tmp_path: Path, monkeypatch: 
     assert_same(go(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), LitModel, store=store), after(expected, 3))
 
 
-# ---- what is refused, and what is cut late --------------------------------------------------------------------------------------
+# ---- what is refused, and what is cut late ----------------------------------------------------------------------------------
 
 
 class OtherGroups(Together):

@@ -53,7 +53,7 @@ def test_python_of_two_processes(snippet: Snippet, folder: Path, monkeypatch: py
     start(script, cwd=folder, world=2)
 
 
-# ---- shell ---------------------------------------------------------------------------------------------------------------------
+# ---- shell ------------------------------------------------------------------------------------------------------------------
 
 SHELL = [s for s in ALL if s.language in SHELLS and not s.reason]
 
@@ -104,7 +104,7 @@ def test_shell(page: str, trained: Path) -> None:
             invoke(*arguments, code=code)
 
 
-# ---- the lists -----------------------------------------------------------------------------------------------------------------
+# ---- the lists --------------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_run_is_listed_with_a_reason() -> None:

@@ -21,7 +21,7 @@ from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.activations.names import ParameterAddresses
 from lightning_hetero.runtime.activations.swaps import SwapFiles
-from lightning_hetero.runtime.lanes import Event, InlineLanes, Lanes
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, InlineLanes, Lanes
 
 HOPS = {
     "out": (OpKind.SWAP_OUT, Lane.D2H),
@@ -221,3 +221,79 @@ def profiled(net: nn.Module, blocks: dict[str, nn.Module], forward: Callable[[],
         )
         for row in rows
     ]  # fmt: skip
+
+
+KEEP, RECOMPUTE, HOST, DISK = Saved.KEEP, Saved.RECOMPUTE, Saved.SWAP_HOST, Saved.SWAP_DISK
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Net(nn.Module):
+    """Layers behind an operator of no block, as positions are added."""
+
+    def __init__(self, layers: int = 2, make: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = x + 1
+        for layer in self.layers:
+            x = layer(x, *args)
+        return self.head(x).square().mean()
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)} | {"head": self.head}
+
+
+def emulated() -> Lanes:
+    return EmulatedLanes(EmulatedDevice(memory="1MiB", seed=1), poison=True)
+
+
+def plain(net: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Loss, gradients and the generator's state as they are without us."""
+    torch.manual_seed(7)
+    loss = forward()
+    loss.backward()
+    return loss.detach(), gradients(net), torch.get_rng_state()
+
+
+def assert_same(net: nn.Module, driver: Driver, forward: Callable[[], Tensor], **options: Any) -> None:
+    """Two steps with the driver's hooks give the bits of one without; to be called before anything else has run."""
+    driver.detach()
+    expected = plain(net, forward)
+    driver.attach()
+    for _ in range(2):  # buffers are lent again
+        torch.manual_seed(7)
+        loss = driver.step(forward, **options)
+        found = gradients(net)
+        assert torch.equal(loss, expected[0])
+        assert found.keys() == expected[1].keys()
+        for name, grad in expected[1].items():
+            assert torch.equal(found[name], grad), name
+        assert torch.equal(torch.get_rng_state(), expected[2])
+
+
+RULES = {
+    "keep": rule(),
+    "recompute": rule(RECOMPUTE),
+    "recompute from a swapped input": rule(RECOMPUTE, HOST),
+    "swap": rule(HOST, HOST),
+    "recompute but attention and qkv": rule(RECOMPUTE, HOST, qkv=HOST, **{ATTENTION: KEEP}),
+    "keep but norms": rule(KEEP, KEEP, norm=RECOMPUTE, mlp__0=RECOMPUTE, qkv=HOST),
+    "swap but a sum": rule(HOST, KEEP, add=RECOMPUTE, mlp__1=KEEP),
+}
+
+
+class Block(nn.Module):
+    """A block whose forward is a function."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer
 
 BATCHES = 4  # of an epoch
+RECIPE = Recipe(steps=12, shape=Shape(layers=3, dropout=0.1), clip=1.0, schedule="onecycle", validate=True, groups=True)
 
 
 class Ends(Exception):
@@ -64,3 +67,9 @@ def train(
 def after(expected: Outcome, losses: int) -> Outcome:
     """What a run leaves that went on so late that it has the last ``losses`` losses only."""
     return Outcome(expected.losses[len(expected.losses) - losses :], expected.weights, expected.state)
+
+
+def offload(plan: Any, store: Path, **options: Any) -> Any:
+    """A strategy that keeps its steps in ``store``: for a plan, or made by a function."""
+    make = plan if callable(plan) else partial(HeteroOffloadStrategy, plan)
+    return make(disk_path=store, **options)

@@ -128,7 +128,7 @@ def snippets() -> list[Snippet]:
     return found
 
 
-# ---- what snippets find -------------------------------------------------------------------------------------------------------
+# ---- what snippets find -----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -175,7 +175,7 @@ def data() -> DataLoader[Any]:
     return DataLoader(torch.randn(16, WIDTH), batch_size=2)
 
 
-# ---- what stands before a snippet -----------------------------------------------------------------------------------------------
+# ---- what stands before a snippet -------------------------------------------------------------------------------------------
 
 
 def a_fit(names: dict[str, Any]) -> None:

@@ -240,7 +240,7 @@ def test_state_is_read_ahead_into_a_quarter_of_what_is_left() -> None:
     assert read_ahead(2**40, 2**40) == 512 * MIB
 
 
-# ---- a budget instead of a machine -------------------------------------------------------------------------------------------
+# ---- a budget instead of a machine ------------------------------------------------------------------------------------------
 
 
 def _known(plan: Plan, *, profiled: bool = False) -> Needs:

@@ -78,7 +78,7 @@ def small_cluster(*nodes: tuple[int, float], memory: int = 10**12, network: floa
     )
 
 
-# ---- equations ----------------------------------------------------------------------------------------------------------------
+# ---- equations --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [(2.0, 1.0, 4.0), (3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
@@ -163,7 +163,7 @@ def test_a_model_of_pinned_blocks_has_no_stages() -> None:
         Workload.of(model)
 
 
-# ---- planning -----------------------------------------------------------------------------------------------------------------
+# ---- planning ---------------------------------------------------------------------------------------------------------------
 
 
 def brute_force(model: ModelProfile, machines: Cluster, micro_batches: int) -> float:
@@ -274,7 +274,7 @@ def test_gradients_that_stay_in_a_node_are_synchronised_faster() -> None:
     assert across.sync_s == pytest.approx(2 * 2 * 10**6 / 1e9)
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
 
 
 def mixed_model(*params: int) -> ModelProfile:
@@ -385,7 +385,7 @@ def test_wrong_options_are_refused(options: dict[str, object], reason: str) -> N
         plan(small_model(2), small_cluster((3, 1.0)), **{"micro_batches": 4, **options})  # type: ignore[arg-type]
 
 
-# ---- clusters -----------------------------------------------------------------------------------------------------------------
+# ---- clusters ---------------------------------------------------------------------------------------------------------------
 
 YAML = """
 name: lab

@@ -178,7 +178,7 @@ def _gradient_of(seed: int, name: str) -> Tensor:
     return dict(plain.named_parameters())[name].grad
 
 
-# ---- whoever looks at gradients ----------------------------------------------------------------------------------------------
+# ---- whoever looks at gradients ---------------------------------------------------------------------------------------------
 
 
 def clip_2(params: list[nn.Parameter]) -> Tensor:

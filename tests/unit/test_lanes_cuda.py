@@ -276,7 +276,7 @@ def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> 
     assert seen == [True]
 
 
-# ---- page-locked memory ------------------------------------------------------------------------------------------------------
+# ---- page-locked memory -----------------------------------------------------------------------------------------------------
 
 
 def test_host_buffers_are_registered_until_their_last_view_goes(lanes: CudaLanes, fake: FakeCuda) -> None:

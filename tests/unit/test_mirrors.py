@@ -150,7 +150,7 @@ def test_auto_chooses_by_what_keeping_costs() -> None:
     assert kept.predicted.iteration_s == pytest.approx(min(seconds[make, True] for make in (host, resident, disk)))
 
 
-# ---- a device with memory of its own --------------------------------------------------------------------------------------------
+# ---- a device with memory of its own ----------------------------------------------------------------------------------------
 
 
 GPU = replace(

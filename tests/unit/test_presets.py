@@ -25,7 +25,7 @@ def _model(name: str, *, batch: int = 1, sequence: int = 1024) -> ModelProfile:
     return presets.model(name, batch=batch, sequence=sequence, hardware=HARDWARE)
 
 
-# ---- parameters ----------------------------------------------------------------------------------------------------------------
+# ---- parameters -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_names_of_the_papers_tables_say_their_sizes() -> None:
         assert _model(name).num_params == pytest.approx(float(size[:-1]) * 1e9, rel=0.1), name
 
 
-# ---- saved bytes and FLOP against torch ----------------------------------------------------------------------------------------
+# ---- saved bytes and FLOP against torch -------------------------------------------------------------------------------------
 
 BATCH, SEQUENCE, HIDDEN, HEADS, KV_HEADS, WIDE = 2, 24, 32, 4, 2, 96
 TOKENS = BATCH * SEQUENCE
@@ -186,7 +186,7 @@ def test_a_16_bit_block_with_dropout_saves_what_korthikanti_count() -> None:
     assert _first_layer(_gpt(flash=False), itemsize=2).activation_bytes == 34 * TOKENS * HIDDEN + squares
 
 
-# ---- shape of a profile --------------------------------------------------------------------------------------------------------
+# ---- shape of a profile -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -258,7 +258,7 @@ def test_fp32_doubles_what_16_bit_saves_of_hidden_states() -> None:
     assert wide.compute_itemsize == 4
 
 
-# ---- machines ------------------------------------------------------------------------------------------------------------------
+# ---- machines ---------------------------------------------------------------------------------------------------------------
 
 
 def _figures() -> list[str]:
@@ -322,7 +322,7 @@ def test_names_are_found_however_they_are_written() -> None:
     assert presets.device("a100_40") is DEVICES["a100-40"]
 
 
-# ---- against the papers' own figures -------------------------------------------------------------------------------------------
+# ---- against the papers' own figures ----------------------------------------------------------------------------------------
 
 
 def test_lohans_13b_at_batch_32() -> None:
@@ -368,7 +368,7 @@ def test_deep_optimizer_states_table_2_counts_12_h_squared_a_layer() -> None:
         assert 16 * sum(b.num_params for b in layers) / GIB == pytest.approx(gib, rel=0.01), size
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-# ---- where things come from ------------------------------------------------------------------------------------------------------
+# ---- where things come from -------------------------------------------------------------------------------------------------
 
 
 def test_everything_comes_from_memory_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def _encoded(fields: dict[str, Any]) -> bytes:
     return b"%08x\n%s" % (zlib.crc32(text), text)
 
 
-# ---- what counts -----------------------------------------------------------------------------------------------------------------
+# ---- what counts ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_complete_save_is_found(folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +302,7 @@ def test_removing_removes_it_everywhere(folders: dict[str, Path], tmp_path: Path
         assert [int(p.name[:12]) for p in root.iterdir() if p.is_dir()] == [2]
 
 
-# ---- in the background -----------------------------------------------------------------------------------------------------------
+# ---- in the background ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -367,7 +367,7 @@ def test_a_checkpoint_outlives_its_successor_that_failed(tmp_path: Path, monkeyp
     assert make({}).load(tmp_path / "1.ckpt") is not None
 
 
-# ---- others' formats -------------------------------------------------------------------------------------------------------------
+# ---- others' formats --------------------------------------------------------------------------------------------------------
 
 
 def test_torch_reads_the_remote_copy(folders: dict[str, Path], tmp_path: Path) -> None:

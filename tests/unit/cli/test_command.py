@@ -1,0 +1,184 @@
+"""The command itself: how it starts, what it refuses, how it writes numbers, and its page in the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import MACHINE, PRESET, invoke, parsed
+from typer.main import get_command
+
+from lightning_hetero import __version__
+from lightning_hetero.cli import output
+from lightning_hetero.cli.app import app
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan, Tier
+
+# ---- starting ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ["torch", "lightning", "cvxpy", "rich", "matplotlib", "numpy", "lightning_hetero.planners"]),
+        (["plan", *PRESET, *MACHINE, "--planner", "zero_offload"], ["torch", "lightning", "matplotlib"]),
+    ],
+    ids=["help", "plan"],
+)
+def test_a_command_imports_no_more_than_it_needs(arguments: list[str], absent: list[str]) -> None:
+    code = (
+        "import json, sys\n"
+        "from lightning_hetero.cli.app import app\n"
+        "try:\n    app(sys.argv[1:])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "print('\\n' + json.dumps(sorted(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(run.stdout.splitlines()[-1]))
+    assert not loaded & set(absent)
+
+
+def test_the_module_runs_as_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "lightning_hetero.cli", "--help"], capture_output=True, text=True, check=True)
+    for command in ("doctor", "profile", "plan", "explain", "simulate"):
+        assert f"\n  {command} " in run.stdout
+    assert "Exit codes: 0 success" in run.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert invoke("--version").stdout == f"lightning-hetero {__version__}\n"
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+REFUSALS: list[tuple[list[str], str]] = [
+    (["plan"], "Got neither of --model-profile and --preset-model"),
+    (["plan", *PRESET, "--model-profile", "m.json"], "Got both of --model-profile"),
+    (["plan", "--preset-model", "gpt2"], "--preset-model gpt2 needs --batch and --sequence"),
+    (["plan", "--model-profile", "m.json", "--batch", "8"], "--batch, --sequence, --precision go with --preset-model"),
+    (["plan", *PRESET[:-1], "0"], "--sequence"),
+    (["plan", *PRESET, "--precision", "8"], "--precision"),
+    (["plan", "--preset-model", "gtp2", *PRESET[2:], *MACHINE], "gtp2"),
+    (["plan", *PRESET, "--device", "rtx4090"], "a machine needs --device and --host-memory"),
+    (["plan", *PRESET, "--device", "rtx9090", "--host-memory", "1GiB"], "rtx9090"),
+    (["plan", *PRESET, *MACHINE[:-1], "floppy"], "floppy"),
+    (["plan", *PRESET, "--device", "rtx4090", "--host-memory", "lots"], "'lots' is not a size"),
+    (["plan", *PRESET, "--hardware-profile", "h.json", *MACHINE], "--hardware-profile is a whole machine"),
+    (["plan", *PRESET, "--machine", "lohan-rtx4090", *MACHINE], "--machine lohan-rtx4090 has its device"),
+    (["plan", *PRESET, "--machine", "lohan-rtx9090"], "lohan-rtx9090"),
+    (["plan", *PRESET, *MACHINE, "--planner", "oracle"], "--planner 'oracle'; allowed: "),
+    (["plan", *PRESET, *MACHINE, "--option", "fast"], "--option 'fast'; allowed: KEY=VALUE"),
+    (["plan", *PRESET, *MACHINE, "--option", "colour=red"], "unknown planner options ['colour']"),
+    (["plan", *PRESET, *MACHINE, "--out", "/nowhere/plan.json"], "'/nowhere/plan.json' cannot be written"),
+    (["plan", *PRESET, "--hardware-profile", "missing.json"], "'missing.json' does not exist"),
+    (["explain", "missing.json"], "plan file 'missing.json' does not exist"),
+    (["simulate", "missing.json"], "plan file 'missing.json' does not exist"),
+    (["export", "missing.ckpt", "out"], "checkpoint 'missing.ckpt' does not exist"),
+    (["verify", "missing.ckpt"], "'missing.ckpt' does not exist"),
+    (["plan", *PRESET, "--device", "rtx4090", "--host-memory", "256"], 'Allowed: "256GiB"'),
+    (["plan", *PRESET, *MACHINE, "--planner", "lohn"], "Did you mean 'lohan'?"),
+    (["plan", *PRESET, *MACHINE, "--option", "micro_batch=2"], "Did you mean 'micro_batches'?"),
+    (["plan", *PRESET[:2], "--batch", "100000", "--sequence", "4096", *MACHINE], "Cheapest remedy: a batch "),
+    (["plan", "--colour"], "No such option: --colour"),
+    (["simulat"], "No such command 'simulat'. Did you mean 'simulate'?"),
+    ([], "Missing command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSALS, ids=[reason[:40] for _, reason in REFUSALS])
+def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: str) -> None:
+    result = invoke(*arguments, code=2)
+    assert reason in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stdout == ""
+    if arguments:
+        result = invoke(*arguments, "--json", code=2)
+        assert reason in json.loads(result.stdout)["error"]
+        assert reason in result.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other"}', '{"name": "x"}'])
+@pytest.mark.parametrize("option", ["--model-profile", "--hardware-profile"])
+def test_a_broken_profile_exits_2_and_is_named(text: str, option: str, tmp_path: Path, profiles: list[str]) -> None:
+    (broken := tmp_path / "broken.json").write_text(text, encoding="utf-8")
+    arguments = [str(broken) if previous == option else a for previous, a in zip(["", *profiles], profiles, strict=False)]
+    assert "broken.json" in parsed("plan", *arguments, code=2)["error"]
+
+
+def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch, profiles: list[str]) -> None:
+    def broken(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+        raise KeyError("layer 7")
+
+    monkeypatch.setattr("lightning_hetero.planners.PLANNERS", {"broken": broken})
+    result = invoke("plan", *profiles, "--planner", "broken", "--json", code=1)
+    assert json.loads(result.stdout) == {"error": "KeyError: 'layer 7'"}
+    assert "in broken" in result.stderr
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+
+
+def test_every_command_and_option_is_documented_and_no_other() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    sections = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
+    assert set(commands) <= set(sections)
+    for name, command in commands.items():
+        real = {flag for p in command.params for flag in p.opts if flag.startswith("--")} - {"--json", "--help"}
+        shared = _documented(sections["The model and the machine"]) if "--hardware-profile" in real else set()
+        assert _documented(sections[name]) | shared == real, name
+
+
+def _documented(section: str) -> set[str]:
+    """The options in the first column of the tables."""
+    rows = re.findall(r"^\| (`--.*?) \| ", section, re.MULTILINE)
+    return set(re.findall(r"--[a-z-]+", "".join(rows)))
+
+
+def test_documented_planners_are_the_real_ones() -> None:
+    from lightning_hetero.planners import PLANNERS
+
+    (row,) = re.findall(r"^\| `--planner NAME` \| (.*) \|$", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == {*PLANNERS, "all"}
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (output.seconds(0), "0 s"),
+        (output.seconds(123.456), "123 s"),
+        (output.seconds(1.2345), "1.23 s"),
+        (output.seconds(0.0123), "12.3 ms"),
+        (output.seconds(0.5), "500 ms"),
+        (output.seconds(45e-6), "45.0 µs"),
+        (output.seconds(3e-9), "0.00 µs"),
+        (output.count(6.7e9), "6.70 G"),
+        (output.count(1.65e14, "FLOP/s"), "165 TFLOP/s"),
+        (output.count(12, "tokens/s"), "12 tokens/s"),
+        (output.percent(0.123), "12 %"),
+        (output.percent(0.0123), "1.2 %"),
+        (output.percent(0), "0 %"),
+        (output.percent(0.0003), "<0.1 %"),
+        (output.count(756.259, "tokens/s"), "756 tokens/s"),
+        (output.change(0.9, 1.0), "-10.0 %"),
+        (output.change(1.0001, 1.0), "the same"),
+    ],
+)
+def test_numbers_are_written_for_people(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_json_has_no_infinity() -> None:
+    value = {"k": float("inf"), "tier": Tier.DISK, "path": Path("a"), "rows": (1, float("nan"))}
+    assert output.plain(value) == {"k": None, "tier": "disk", "path": "a", "rows": [1, None]}
