@@ -68,10 +68,10 @@ def cluster(text: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> C
     nodes: list[Node] = []
     for term in line.split("+"):
         match = _TERM.fullmatch(term)
-        if match is None or int(match.group(1)) < 1:
+        left, device = (int(match.group(1)), match.group(2)) if match is not None else (0, "")
+        if left < 1:
             find("cluster", PAPER_CLUSTERS, text)  # raises, with near names
-        assert match is not None
-        left, kind = int(match.group(1)), device_named(match.group(2)).name
+        kind = device_named(device).name
         check_devices(text, left + sum(node.count for node in nodes))
         while left:
             nodes.append(Node(name=f"node{len(nodes)}", device=kind, count=min(left, NODE_DEVICES)))

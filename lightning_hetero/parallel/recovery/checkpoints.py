@@ -159,7 +159,6 @@ class TieredCheckpoints:
         content = pickle.dumps(metadata)
         layer_map = dataclasses.replace(layer_map, metadata_crc32=zlib.crc32(content))
         work = writer.work
-        assert work is not None
         self._publish_locally(writer, work, layer_map, content)
         self._newest = layer_map.order
         self._together(lambda: writer.upload(remote))

@@ -125,6 +125,8 @@ class LayerWriter(StorageWriter):
         timer: Seconds since the epoch.
     """
 
+    work: Work  # this rank's, from write_data on
+
     def __init__(
         self,
         planner: LayerPlanner,
@@ -145,7 +147,6 @@ class LayerWriter(StorageWriter):
         self._blobs: dict[str, bytes] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}  # of what is no tensor
         self._save, self._order, self._ranks = "", 0.0, 1
-        self.work: Work | None = None
         self.sums: dict[str, tuple[int, ...]] = {}  # of files that this rank wrote
 
     # ---- torch.distributed.checkpoint's protocol, in order ------------------------------------------------------------------
@@ -198,7 +199,6 @@ class LayerWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files to the local tiers; without any, to nowhere yet."""
         self.work = work = plan.storage_data
-        assert work is not None
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
         for name, chunks, tiers in work.files:
@@ -258,7 +258,6 @@ class LayerWriter(StorageWriter):
     def upload(self, remote: Tier) -> None:
         """Writes this rank's part of what goes to the remote tier."""
         work = self.work
-        assert work is not None
         items: dict[MetadataIndex, WriteItem] = {item.index: item for item in self._planner.plan.items}
         for name, chunks, tiers in work.files:
             if REMOTE in tiers:
@@ -282,7 +281,6 @@ class LayerWriter(StorageWriter):
         return bytes(content)
 
     def _content(self, name: str, items: Sequence[WriteItem]) -> tuple[list[memoryview], list[WriteResult]]:
-        assert self.work is not None
         parts: list[memoryview] = []
         places: list[tuple[WriteItem, int, int, int]] = []
         offset = 0
