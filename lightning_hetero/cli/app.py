@@ -323,7 +323,7 @@ def export(
 
     As safetensors, or as a Lightning checkpoint with weights only.
     """
-    from lightning_hetero.cli import weights as command
+    from lightning_hetero.cli import export_import as command
 
     command.export(source, destination, module=module, dtype=dtype, max_shard_size=max_shard_size, as_json=as_json)
 
@@ -343,6 +343,6 @@ def import_(
 
     Nothing is loaded as a whole.
     """
-    from lightning_hetero.cli import weights as command
+    from lightning_hetero.cli import export_import as command
 
     command.import_(source, destination, module=module, ties=tie or [], dtype=dtype, as_json=as_json)

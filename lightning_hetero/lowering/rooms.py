@@ -12,9 +12,9 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering.memory_errors import device_too_small, plan_error, too_small
 from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, total_bytes
 from lightning_hetero.lowering.placed_blocks import updates_in_backward
-from lightning_hetero.lowering.refusals import device_too_small, plan_error, too_small
 from lightning_hetero.lowering.staging import read_ahead
 
 

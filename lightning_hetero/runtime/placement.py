@@ -13,9 +13,9 @@ from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, Mo
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
+from lightning_hetero.lowering.memory_errors import device_too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
-from lightning_hetero.lowering.refusals import device_too_small
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule

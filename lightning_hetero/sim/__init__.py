@@ -3,7 +3,7 @@
 It needs neither torch nor the hardware.
 """
 
-from lightning_hetero.sim.simulate import HasStaging, Simulation, simulate
+from lightning_hetero.sim.simulation import HasStaging, Simulation, simulate
 from lightning_hetero.sim.step_memory import StepMemory
 
 __all__ = ["HasStaging", "Simulation", "StepMemory", "simulate"]

@@ -16,7 +16,7 @@ from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Schedule, St
 from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.planners import PLANNERS, disk, host, resident
 from lightning_hetero.planners.evaluation import evaluated, simulation
-from lightning_hetero.sim.simulate import disk_bytes
+from lightning_hetero.sim.simulation import disk_bytes
 from lightning_hetero.store.live.mirror_writes import write_mirrors
 from lightning_hetero.store.live.mirrors import STATE, WEIGHTS
 

@@ -23,7 +23,7 @@ from lightning_hetero.units import format_bytes
 
 Method = Literal["exact", "milp"]
 
-_JUDGEMENTS = 32  # refusals that lead to another search; most come before anything is simulated
+_EVALUATIONS = 32  # refusals that lead to another search; most come before anything is simulated
 
 
 def plan(
@@ -70,7 +70,7 @@ def plan(
     refusal = first_refusal = optimum = None
     for slots in (2, 1):  # weights on their way: one block's while another's are in use, or if that does not fit no prefetches
         tight = k
-        for _ in range(_JUDGEMENTS):
+        for _ in range(_EVALUATIONS):
             counts = METHODS[method](tight)
             if counts is None:
                 break

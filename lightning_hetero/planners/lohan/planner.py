@@ -24,7 +24,7 @@ from lightning_hetero.planners.lohan.search import METHODS, SwapChoice, at_most,
 
 Method = Literal["walk", "convex"]
 
-_JUDGEMENTS = 32  # refusals that lead to another choice; most come before anything is simulated
+_EVALUATIONS = 32  # refusals that lead to another choice; most come before anything is simulated
 
 
 def plan(
@@ -67,7 +67,7 @@ def plan(
         placed = replace(placed, prefetch_depth=depth)
         q = quantities(model, hardware, host_bytes=_host_room(placed, model, hardware), inter_block=inter_block)
         swap = METHODS[method](q, layers)
-        for _ in range(_JUDGEMENTS):
+        for _ in range(_EVALUATIONS):
             emitted = _swapping(placed, model, q, swap)
             optimum = optimum or emitted
             try:

@@ -22,7 +22,7 @@ from lightning_hetero.planners.protrain.search import search
 from lightning_hetero.planners.protrain.search_space import Configuration, Space
 from lightning_hetero.units import format_bytes
 
-_JUDGEMENTS = 8  # refusals of the simulator that lead to another search
+_EVALUATIONS = 8  # refusals of the simulator that lead to another search
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
     """
     space = space_of(model, hardware, fragmentation=fragmentation, chunk_interval=chunk_interval, chunk_span=chunk_span)
     refusal = first_refusal = optimum = None
-    for _ in range(_JUDGEMENTS):
+    for _ in range(_EVALUATIONS):
         config = search(space)
         if config is None:
             break
