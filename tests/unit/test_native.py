@@ -300,6 +300,25 @@ def test_an_update_that_awaits_its_verdict_is_taken_back_or_kept(engine: _native
             engine.keep(block)
 
 
+def test_only_state_in_memory_has_an_address(tmp_path: Path, arena: _native.Arena) -> None:
+    with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as part:
+        assert part.state_memory(1) == part.state_address(1)
+    with (
+        _store(tmp_path) as store,
+        _native.NativePart(store, _geometry(), arena.address) as part,
+        pytest.raises(HeteroError, match="state array 1 of block 0 is on disk"),
+    ):
+        part.state_memory(1)
+
+
+def test_a_commit_takes_no_gradients(tmp_path: Path) -> None:
+    with _store(tmp_path) as store, _engine() as engine:
+        ticket = engine.commit(store, 0)
+        with pytest.raises(ConfigError, match=f"ticket {ticket.id} is of a commit; allowed: a ticket of open_update"):
+            engine.arm_update(ticket, [], [HYPER], step=1)
+        ticket.wait()
+
+
 def _memory(arena: _native.Arena) -> Any:
     import ctypes
 

@@ -28,6 +28,11 @@ def test_first_matching_rule_holds_and_every_block_gets_one() -> None:
     assert [b.state for b in plan.blocks] == [Tier.HOST, Tier.DISK, Tier.DISK]
 
 
+def test_a_plan_that_was_not_simulated_has_no_prediction_to_give() -> None:
+    with pytest.raises(ConfigError, match="plan 'mine' has no prediction: it has not been simulated"):
+        Plan(name="mine", blocks=(REST,)).require_predicted()
+
+
 def test_a_block_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"no rule for block 'embed'.*embed, layers\.0"):
         Plan(name="mine", blocks=(DISK,)).resolve(["embed", "layers.0"])

@@ -1,0 +1,78 @@
+"""The package's modules: no import leads back to where it began, and no name stands for two files of the store."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import lightning_hetero
+
+PACKAGE = Path(lightning_hetero.__file__).parent
+WITHOUT_TORCH = ["ir", "lowering", "cost", "sim", "planners", "_native"]
+ROOMS = [*WITHOUT_TORCH, "checkpoint", "cli", "convert", "optim", "parallel", "profiling", "store"]
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The files of a package by the names under which they are imported."""
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = (root.name, *path.relative_to(root).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: set[str]) -> set[str]:
+    """The modules of the package that a file imports anywhere, inside functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {full if (full := f"{node.module}.{name.name}") in known else node.module for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that import each other, directly or through others."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = graph[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    reached = {module: reach(module) for module in graph}
+    found = {frozenset(m for m in seen if module in reached[m]) for module, seen in reached.items() if module in seen}
+    return [set(circle) for circle in found]
+
+
+GRAPH = {name: imports(path, set(modules(PACKAGE))) - {name} for name, path in modules(PACKAGE).items()}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_make_no_circle(room: str) -> None:
+    prefix = f"{PACKAGE.name}.{room}"
+    assert [c for c in circles(GRAPH) if any(m == prefix or m.startswith(prefix + ".") for m in c)] == []
+
+
+def test_a_circle_is_found_inside_functions_and_for_type_checkers(tmp_path: Path) -> None:
+    root = tmp_path / "package"
+    (root / "room").mkdir(parents=True)
+    (root / "room" / "__init__.py").write_text("")
+    (root / "room" / "first.py").write_text("def f():\n    from package.room import second\n")
+    (root / "room" / "second.py").write_text("if TYPE_CHECKING:\n    from package.third import Third\n")
+    (root / "third.py").write_text("import package.room.first\n")
+    known = modules(root)
+    graph = {name: imports(path, set(known)) for name, path in known.items()}
+    assert circles(graph) == [{"package.room.first", "package.room.second", "package.third"}]
+
+
+def test_no_two_files_of_the_store_have_one_name() -> None:
+    names = Counter(path.name for path in (PACKAGE / "store").rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
