@@ -1,4 +1,7 @@
-"""Training on devices that differ: plans of clusters, and what runs them. Separate from offloading; nothing there imports it."""
+"""Training on different devices: cluster plans and their execution.
+
+Offloading does not import it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["StagedSteps"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads it on first use: planners do without torch."""
+    """Loads names on first use, because planners do not need torch."""
     if name != "StagedSteps":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_hetero.parallel.pipeline.module import StagedSteps

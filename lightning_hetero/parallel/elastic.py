@@ -1,11 +1,12 @@
-"""Ranks that come and go: where the committed steps of a run are, and the notice before a rank has to leave.
+"""Elastic runs: the committed steps of a run, and the notice before a rank must leave.
 
-Under torchrun's elastic agent a change of membership ends all workers and starts as many as there are devices. What was trained is
-in the last committed step, so a worker may be killed at any instant.
+Under torchrun's elastic agent a change of membership ends all workers and starts as many as there
+are devices. The state is in the last committed step, so a worker may be killed at any instant.
 
 [Note: Committed]
-A step is committed when its record, an empty file beside its checkpoint, exists; it is written when the checkpoint is whole. So a
-checkpoint may be a file or a directory, on any file system of fsspec, and one that was cut off is never taken for a step.
+A step is committed when its record exists: an empty file beside its checkpoint, written after the
+checkpoint is complete. So a checkpoint may be a file or a directory, on any file system of fsspec,
+and an incomplete one never counts as a step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.parallel.pipeline.layout import NODE
 
-STEPS = "LIGHTNING_HETERO_STEPS"  # environment: the path of Elastic, where the strategy is given none
+STEPS = "LIGHTNING_HETERO_STEPS"  # environment: the path of Elastic, if the strategy has none
 
 LEFT = 128 + signal.SIGTERM  # exit status of a rank that was told to leave: as if the signal had killed it
 RESTARTS = 75  # exit status (EX_TEMPFAIL) of the others: the agent starts them again
@@ -35,13 +36,15 @@ _RECORD = re.compile(r"step-(\d{12})\.committed")
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """An elastic run: its steps are committed, and a restart goes on from the newest one.
+    """An elastic run: its steps are committed, and a restart resumes from the newest one.
 
     Attributes:
-        path: Directory or URL of the committed steps, the same from every node. A run has its own: what is there is gone on from.
-        every_n_steps: Optimizer steps from one commit to the next.
-        keep: Committed steps that stay.
-        grace_s: After SIGTERM: seconds to finish the step and to commit it; then the process ends. torchrun kills it after 30.
+        path: Directory or URL of the committed steps, the same from every node. Each run needs its
+            own: a run resumes from the steps that are there.
+        every_n_steps: Optimizer steps between two commits.
+        keep: Number of committed steps to keep.
+        grace_s: After SIGTERM: seconds to finish the step and to commit it; then the process ends.
+            torchrun kills it after 30.
 
     Raises:
         ConfigError: A value is out of range.
@@ -62,13 +65,13 @@ class Elastic:
 
 
 def elastic_from(given: str | os.PathLike[str] | Elastic | None, environment: Mapping[str, str] = os.environ) -> Elastic | None:
-    """What a strategy was given as ``elastic``; without it, the path that the environment names, if any."""
+    """The strategy's ``elastic``; without it, the path in the environment, if any."""
     given = environment.get(STEPS) or None if given is None else given
     return given if given is None or isinstance(given, Elastic) else Elastic(given)
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """This node's name: as ``lightning-hetero launch`` says, else the host's."""
+    """This node's name: from ``lightning-hetero launch``, otherwise the host's."""
     return environment.get(NODE) or socket.gethostname()
 
 
@@ -86,7 +89,7 @@ class CommittedSteps:
         self._path = os.fspath(path).rstrip("/")
 
     def checkpoint(self, step: int) -> str:
-        """Where a step's checkpoint is."""
+        """The path of a step's checkpoint."""
         return f"{self._path}/step-{step:012}.ckpt"
 
     def steps(self) -> list[int]:
@@ -99,11 +102,11 @@ class CommittedSteps:
         return sorted(int(match.group(1)) for name in names if (match := _RECORD.fullmatch(name.rpartition("/")[2])))
 
     def commit(self, step: int) -> None:
-        """Writes the record of a step whose checkpoint is whole."""
+        """Writes the record of a step whose checkpoint is complete."""
         self._fs.touch(self._record(step))
 
     def forget(self, step: int) -> None:
-        """Removes a step's record: its checkpoint may be removed then."""
+        """Removes a step's record, before its checkpoint is removed."""
         self._fs.rm_file(self._record(step))
 
     def _record(self, step: int) -> str:
@@ -111,13 +114,13 @@ class CommittedSteps:
 
 
 class Notice:
-    """SIGTERM as a notice: the rank goes on until all ranks know, at the end of the same step.
+    """SIGTERM as a notice: the rank continues until all ranks know, at the end of the same step.
 
-    It replaces the handler that is there, which may be Lightning's: that one broadcasts inside the handler, out of step with what
-    the other ranks do. Only the main thread may begin and end it.
+    It replaces the current handler, which may be Lightning's: that one broadcasts inside the
+    handler, while other ranks do other collectives. Only the main thread may begin and end it.
 
     Args:
-        grace_s: Seconds from the signal to the end of the process, whatever it does then.
+        grace_s: Seconds from the signal to the forced end of the process.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -128,15 +131,15 @@ class Notice:
         self._group: Any = None
 
     def begin(self) -> None:
-        """Handles the signal from now on; every rank has to call it."""
+        """Handles the signal from now on; every rank must call it."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo")  # flags of the host: no device waits for them
+            self._group = torch.distributed.new_group(backend="gloo")  # host flags: no device waits for them
         handler = signal.signal(signal.SIGTERM, self._on_signal)
         if handler != self._on_signal:
             self._before = handler
 
     def end(self) -> None:
-        """Gives the signal back."""
+        """Restores the previous handler."""
         if self._timer is not None:
             self._timer.cancel()
         if self._before is not None:
@@ -144,7 +147,10 @@ class Notice:
             self._before = None
 
     def anyone(self) -> bool:
-        """Whether some rank was told to leave; all ranks ask at the same moment and hear the same."""
+        """Whether some rank was told to leave.
+
+        All ranks call it together and get the same answer.
+        """
         if self._group is None:
             return self.received
         flag = torch.tensor(int(self.received))
@@ -155,7 +161,7 @@ class Notice:
         if self.received:
             return
         self.received = True
-        # At the end of the grace the step under way is discarded: the one before is committed.
+        # At the end of the grace the current step is discarded; the previous one is committed.
         self._timer = threading.Timer(self._grace_s, os._exit, (LEFT,))
         self._timer.daemon = True
         self._timer.start()

@@ -1,4 +1,4 @@
-"""Times of 1, 2, 4, 8, … layers on this device: what a cluster file's ``layer_times`` hold."""
+"""Times of 1, 2, 4, 8, … layers on this device, for a cluster file's ``layer_times``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def layer_times(
 ) -> LayerTimes:
     """Measures forward and backward of one micro-batch through 1, 2, 4, 8, … consecutive layers.
 
-    Any other number of layers is a sum of these (AutoHet, equation 5), so that a planner needs no more than log2 of them. Weights
-    stay as they are; gradients are left at ``None``.
+    Any other number of layers is a sum of these (AutoHet, equation 5), so a planner needs only log2
+    of them. Weights do not change; gradients are ``None`` afterwards.
 
     Args:
-        layers: Equal layers on the device that is measured, such as four or eight blocks of a transformer.
-        batch: Hidden states of one micro-batch on that device, as a layer takes and gives them.
-        call: Calls one layer, where it takes more than the hidden states or gives more than them.
-        tensor_parallel: Devices that compute one layer together here; only written down.
-        repetitions: Timed runs, of which the median counts.
+        layers: Equal layers on the device to measure, such as four or eight blocks of a
+            transformer.
+        batch: Hidden states of one micro-batch on that device, input and output of a layer.
+        call: Calls one layer, if it has other inputs or outputs beside the hidden states.
+        tensor_parallel: Devices that compute one layer together here; only recorded.
+        repetitions: Number of timed runs; their median counts.
 
     Raises:
         ConfigError: There are no layers.

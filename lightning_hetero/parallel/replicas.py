@@ -1,18 +1,20 @@
-"""Replicas of one model, one on each rank, wherever a rank keeps it: weights made equal, gradients averaged.
+"""Replicas of one model, one per rank, on any tiers: equal weights, averaged gradients.
 
 [Note: One order]
-Every rank goes through the parameters in the order of the module, so all ranks meet in the same collectives without a word; only
-which parameters have gradients is asked first. A mean is computed once and is the same on all ranks bit for bit. Ranks divide
-before they add, as ``DistributedDataParallel`` does.
+Every rank goes through the parameters in the order of the module, so all ranks do the same
+collectives without further communication. Only the set of parameters with gradients is exchanged
+first. A mean is computed once and is the same on all ranks bit for bit. Ranks divide before they
+add, as ``DistributedDataParallel`` does.
 
 [Note: Parameters without gradients]
-As with ``find_unused_parameters=True``: a rank whose batch has not used a parameter adds zeros to the others' gradients; a
-parameter that no rank has used has no gradient afterwards, and no update.
+As with ``find_unused_parameters=True``: a rank whose batch has not used a parameter adds zeros to
+the others' gradients; a parameter that no rank has used has no gradient afterwards, and no update.
 
 [Note: Buckets]
-Small gradients travel together, through copies in flat tensors, of which ``_IN_FLIGHT`` exist at a time. A gradient that is larger
-than a bucket is reduced where it lies, and is copied only if the backend cannot take it as it is. :func:`bucket_memory_bytes` says
-what that takes beside the gradients, before there are any.
+Small gradients are reduced together, through copies in flat tensors; ``_IN_FLIGHT`` of these exist
+at a time. A gradient larger than a bucket is reduced in place, and copied only if the backend
+cannot take it. :func:`bucket_memory_bytes` computes the memory for that beside the gradients,
+before there are any.
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from lightning_hetero.runtime.device.gradients import check_dense
 from lightning_hetero.units import MIB
 
 BUCKET_BYTES = 25 * MIB  # DDP's default
-_IN_FLIGHT = 2  # buckets: more hide no more, and take memory
+_IN_FLIGHT = 2  # buckets: more do not hide more time, and take memory
 
 
 def check_same(module: nn.Module) -> None:
-    """Refuses ranks whose models are not the same.
+    """Refuses ranks with different models.
 
     Raises:
-        ConfigError: On every rank: names, shapes or dtypes of parameters differ, or which of them are trained.
+        ConfigError: Names, shapes or dtypes of parameters differ, or the trained ones; raised on
+            every rank.
     """
     rows = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
     digests: list[Any] = [None] * dist.get_world_size()
@@ -54,10 +57,11 @@ def check_same(module: nn.Module) -> None:
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """Where what is done inside fails on one rank, none goes on: the others would wait for it in the next collective.
+    """If the context fails on one rank it fails on all, instead of waiting in a collective.
 
     Raises:
-        ConfigError: It has failed elsewhere; says where and why. A rank on which it fails raises its own error.
+        ConfigError: It has failed on another rank; names the rank and the reason. A failing rank
+            raises its own error.
     """
     errors: list[Any] = [None] * dist.get_world_size()
     try:
@@ -77,8 +81,8 @@ def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Gives all ranks the first rank's values, one tensor at a time.
 
     Args:
-        tensors: The same ones on all ranks, in one order; they may be offloaded.
-        device: Where the process group's backend wants tensors.
+        tensors: The same tensors on all ranks, in one order; they may be offloaded.
+        device: The device of tensors for the process group's backend.
     """
     for tensor in tensors:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -90,11 +94,14 @@ def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def bucket_memory_bytes(parameters: Iterable[nn.Parameter], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """The most memory that :func:`average_gradients` takes on ``device`` beside gradients, bytes; see [Note: Buckets]."""
+    """The most memory that :func:`average_gradients` takes on ``device`` beside gradients, bytes.
+
+    See [Note: Buckets].
+    """
     trained = [p for p in parameters if p.requires_grad]
     small = sum(p.nbytes for p in trained if p.nbytes <= bucket_bytes)
     large = [p for p in trained if p.nbytes > bucket_bytes]
-    copies = [p.nbytes for p in large if device.type != "cpu" or not p.is_contiguous()]  # gradients lie as their parameters do
+    copies = [p.nbytes for p in large if device.type != "cpu" or not p.is_contiguous()]  # gradients have their parameters' layout
     for _ in range(_IN_FLIGHT):
         copies.append(min(small, bucket_bytes))
         small -= copies[-1]
@@ -105,12 +112,15 @@ def bucket_memory_bytes(parameters: Iterable[nn.Parameter], device: torch.device
 def average_gradients(
     parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Sets gradients to their mean over all ranks; see [Note: One order] and [Note: Parameters without gradients].
+    """Sets gradients to their mean over all ranks.
+
+    See [Note: One order] and [Note: Parameters without gradients].
 
     Args:
-        parameters: The model's with their names, in one order on all ranks. Their gradients may lie in host memory.
-        device: Where the process group's backend wants tensors.
-        bucket_bytes: Gradients that travel together; the same on all ranks.
+        parameters: The model's parameters with their names, in one order on all ranks. Their
+            gradients may be in host memory.
+        device: The device of tensors for the process group's backend.
+        bucket_bytes: Bytes of gradients that are reduced together; the same on all ranks.
 
     Raises:
         UnsupportedError: A gradient is not dense; names the parameter.
@@ -164,7 +174,7 @@ def _lies_well(gradient: Tensor, dtype: torch.dtype, device: torch.device) -> bo
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Gradients in one flat tensor: a copy, or, of a single one that lies well, the gradient itself."""
+    """Gradients in one flat tensor: a copy, or a single contiguous gradient itself."""
 
     parameters: list[nn.Parameter]
     flat: Tensor
@@ -193,7 +203,7 @@ class _Bucket:
             yield parameter, piece.view(parameter.shape)
 
     def scatter(self) -> None:
-        """Gives the gradients their values back."""
+        """Copies the values back into the gradients."""
         for parameter, piece in self._pieces() if self.is_copy else ():
             if parameter.grad is None:
                 parameter.grad = torch.empty_strided(

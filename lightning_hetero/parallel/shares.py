@@ -1,10 +1,11 @@
-"""One batch for all ranks, cut by their speed: who gets which samples, and how much a sample counts.
+"""Divides one batch among all ranks by their speed: the samples of each rank, and their weight.
 
 [Note: Weights]
-A loss is a mean over its batch, and data parallelism takes the mean over ranks. With b_r of B samples on rank r of W, the gradient
-of the mean over all B samples is the mean over ranks of ``w_r g_r`` with ``w_r = W b_r / B``: the loss is multiplied by w_r before
-its backward. With equal batches w_r is 1 and nothing is multiplied. A rank without samples in a short last batch computes one that
-others have too, with weight 0, since every rank has to take part in the reduction.
+A loss is a mean over its batch, and data parallelism takes the mean over ranks. With b_r of B
+samples on rank r of W, the gradient of the mean over all B samples is the mean over ranks of
+``w_r g_r`` with ``w_r = W b_r / B``: the loss is multiplied by w_r before its backward. With equal
+batches w_r is 1 and nothing is multiplied. A rank without samples in a short last batch computes
+another rank's sample with weight 0, because every rank must take part in the reduction.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lightning_hetero.parallel.planner.balancing import share_out
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one rank computes of a batch.
+    """One rank's share of a batch.
 
     Attributes:
-        samples: Its number, at least 1.
-        weight: What its mean loss counts, relative to an equal part.
+        samples: Its number of samples, at least 1.
+        weight: The weight of its mean loss, relative to an equal share.
     """
 
     samples: int
@@ -36,12 +37,12 @@ class Taken:
 
 
 def cut(batch: int, seconds: Sequence[float], *, least: int = 0) -> tuple[int, ...]:
-    """Samples to ranks so that the slowest is done soonest; exact.
+    """Assigns samples to ranks so that the slowest rank ends as early as possible; exact.
 
     Args:
-        batch: Samples in all.
-        seconds: Of one sample on each rank, or in proportion to it.
-        least: The fewest of each rank.
+        batch: Samples in total.
+        seconds: Seconds of one sample on each rank, or proportional values.
+        least: The least number of samples of each rank.
 
     Raises:
         ConfigError: A time is not positive, or there are not enough samples.
@@ -55,17 +56,18 @@ def cut(batch: int, seconds: Sequence[float], *, least: int = 0) -> tuple[int, .
 
 
 class SharedBatches(Sampler[list[int]]):
-    """Batches of one rank: of every global batch its share, in the order of the global sampler.
+    """Batches of one rank: its share of every global batch, in the order of the global sampler.
 
-    All ranks have the same sampler with the same seed, so that they agree without a word; with :meth:`take_order` they make sure.
-    Shares may change from one global batch on; every rank has to be told the same one.
+    All ranks have the same sampler with the same seed, so they agree without communication;
+    :meth:`take_order` verifies that. Shares may change from one global batch on; every rank must
+    use the same one.
 
     Args:
         sampler: The order of all samples, the same on all ranks.
         batch: Samples of a global batch.
-        seconds: Of one sample on each rank, or in proportion to it.
+        seconds: Seconds of one sample on each rank, or proportional values.
         rank: This rank.
-        drop_last: Leave out a last global batch that is not full.
+        drop_last: Whether to leave out a last global batch that is not full.
     """
 
     def __init__(self, sampler: Any, *, batch: int, seconds: Sequence[float], rank: int, drop_last: bool) -> None:
@@ -73,17 +75,17 @@ class SharedBatches(Sampler[list[int]]):
         self.batch = batch
         self.rank = rank
         self.drop_last = drop_last
-        self.given = 0  # global batches that were handed out, of all epochs
+        self.given = 0  # global batches given out, over all epochs
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(seconds))]
         self._taken: deque[Taken] = deque()
-        self._begins = False  # no batch of the epoch has been handed out
+        self._begins = False  # no batch of the epoch has been given out
         self._order: int | None = None
-        self._begin = 0  # the first global batch of the next epoch that is handed out
-        cut(batch, seconds, least=1)  # refuses what cannot be cut
+        self._begin = 0  # the first global batch of the next epoch
+        cut(batch, seconds, least=1)  # refuses a batch that cannot be divided
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of one sample on each rank, as the latest shares were made for."""
+        """Seconds of one sample on each rank, from which the latest shares were made."""
         return self._changes[-1][1]
 
     @property
@@ -92,21 +94,27 @@ class SharedBatches(Sampler[list[int]]):
         return cut(self.batch, self.seconds, least=1)
 
     def change(self, seconds: Sequence[float], *, start: int) -> None:
-        """New shares from global batch ``start`` on, counted as :attr:`given` is."""
+        """New shares from global batch ``start`` on, counted like :attr:`given`."""
         assert start >= self.given, "batches that were handed out cannot be cut again"
         self._changes = [(begin, before) for begin, before in self._changes if begin < start] + [(start, tuple(seconds))]
 
     def next_taken(self) -> Taken:
-        """What this rank has of the batch that is computed next: they are computed in the order in which they were handed out."""
+        """This rank's share of the batch that is computed next.
+
+        Batches are computed in the order given out.
+        """
         return self._taken.popleft()
 
     def take_order(self) -> int | None:
-        """A checksum of the first global batch of an epoch, once; ``None``: no epoch has begun since it was asked for."""
+        """A checksum of an epoch's first global batch, once.
+
+        ``None`` if no epoch has begun since.
+        """
         order, self._order = self._order, None
         return order
 
     def begin_at(self, batch: int) -> None:
-        """The epoch that is begun next leaves out its first global batches: they were trained on before."""
+        """The next epoch skips its first global batches, which were trained on before."""
         self._begin = batch
 
     def __len__(self) -> int:
@@ -116,8 +124,8 @@ class SharedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of every global batch."""
-        # With the first batch, not with the iterator: loaders with workers make two, and use one.
-        self._taken.clear()  # of an epoch that was left early
+        # At the first batch, not at the iterator: loaders with workers make two and use one.
+        self._taken.clear()  # left over from an interrupted epoch
         begin, self._begin = self._begin, 0
         self._begins = True
         whole: list[int] = []

@@ -1,4 +1,4 @@
-"""How long this rank computes for a sample, without its waiting for other ranks."""
+"""This rank's compute time per sample, without waits for other ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-_SETTLING = 2  # batches after a change of shapes that allocate, choose algorithms, and are not counted
+_SETTLING = 2  # batches after a change of shapes allocate and choose algorithms; not counted
 
 
 class Stopwatch:
-    """Times training batches: what they compute here.
+    """Times the compute of training batches on this rank.
 
-    What ends a span is chosen once, so that waiting for other ranks is left out. On CUDA devices, events are recorded and read
-    later; nothing waits for the device before :meth:`seconds_per_sample`.
+    The end of a span is chosen once, so that waits for other ranks are left out. On CUDA devices,
+    events are recorded and read later; nothing waits for the device before
+    :meth:`seconds_per_sample`.
 
     Args:
-        device: Where training computes.
-        window: Batches whose median is taken.
+        device: The device that computes.
+        window: Number of batches for the median.
     """
 
     def __init__(self, device: torch.device, window: int) -> None:
         self._events = device.type == "cuda"
         self._window: deque[tuple[list[tuple[Any, Any]], int]] = deque(maxlen=window)
-        self._spans: list[tuple[Any, Any]] = []  # of the batch at hand
+        self._spans: list[tuple[Any, Any]] = []  # of the current batch
         self._begin: Any = None
         self._end: Any = None
         self._training = False
@@ -36,18 +37,21 @@ class Stopwatch:
         self._handles: list[Any] = []
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One span a batch, from its start to the last of these gradients that is computed: what reduces them comes behind it."""
+        """One span per batch, from its start to the last of these gradients.
+
+        Their reduction comes after it.
+        """
         trained: list[Any] = [p for p in parameters if p.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in trained]
 
     def watch_forward(self, modules: Iterable[nn.Module]) -> None:
-        """A span for each forward of these modules. Hooks that gather weights were registered before, and run before the span."""
+        """A span per forward of these modules. Hooks that gather weights run before the span."""
         for module in modules:
             self._handles.append(module.register_forward_pre_hook(self._forward_begins))
             self._handles.append(module.register_forward_hook(self._forward_ends))
 
     def stop_watching(self) -> None:
-        """Takes its hooks off."""
+        """Removes its hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -69,7 +73,7 @@ class Stopwatch:
         self._training = False
 
     def reset(self) -> None:
-        """Forgets what was measured: batches have another size now."""
+        """Forgets the measurements, because the batch size has changed."""
         self._window.clear()
         self._settling = _SETTLING
 

@@ -1,7 +1,8 @@
-"""Plans asymmetric 3D parallelism for clusters whose devices differ.
+"""Plans asymmetric 3D parallelism for clusters of different devices.
 
-Source: "Diving into 3D Parallelism with Heterogeneous Spot Instance GPUs: Design and Implications" (AutoHet); which of its symbols
-are inferred is said in docs/planners/autohet.md. Equation numbers in this package are that paper's. Imports no torch.
+Source: "Diving into 3D Parallelism with Heterogeneous Spot Instance GPUs: Design and Implications"
+(AutoHet). docs/planners/autohet.md says which of its symbols are inferred. Equation numbers in this
+package are that paper's. Imports no torch.
 """
 
 from lightning_hetero.parallel.planner.clusters import PAPER_CLUSTERS, cluster, load_cluster

@@ -1,4 +1,4 @@
-"""Layers to stages, and micro-batches to groups."""
+"""Assigns layers to stages, and micro-batches to groups."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from numpy.typing import NDArray
 
 from lightning_hetero.parallel.planner.equations import pipeline_s
 
-Rows = tuple[tuple[float, ...], ...]  # seconds of a stage by its first layer, then by its number of layers
+Rows = tuple[tuple[float, ...], ...]  # seconds of a stage, by its first layer and its number of layers
 
 
 def balance(times: Sequence[Sequence[float]], num_layers: int, micro_batches: int) -> tuple[int, ...] | None:
     """The layers of each stage, in order, that make a pipeline fastest; exact.
 
-    Equation 4 minimises the slowest stage; this minimises the group's term of equation 1, of which that is the larger part. For
-    every bound on the slowest stage, in ascending order from the least possible, the sum of all stages is minimised; the bound
-    alone ends the search once it costs more than the best found. Tables that are not convex have a convex one below them, whose
-    least sum is found faster, and rules most bounds out.
+    Equation 4 minimises the slowest stage. This function minimises the group's term of equation 1,
+    of which the slowest stage is the larger part. It minimises the sum of all stages for every
+    bound on the slowest stage, in ascending order. The search ends when the bound alone costs more
+    than the best result. A table that is not convex has a convex table below it; the least sum of
+    that one is faster to compute, and excludes most bounds.
 
     Args:
-        times: For each stage the seconds of one micro-batch with 0, 1, 2, … layers, as many as its memory holds; ascending.
-        num_layers: To be placed. Every stage gets at least one: a device that should not work is no stage.
+        times: For each stage the seconds of one micro-batch with 0, 1, 2, … layers, as many as its
+            memory holds; ascending.
+        num_layers: The number of layers. Every stage gets at least one; an idle device is no stage.
         micro_batches: K.
 
     Returns:
@@ -57,20 +59,23 @@ def balance(times: Sequence[Sequence[float]], num_layers: int, micro_batches: in
 
 
 def runs_s(tables: Sequence[Rows], layers: Sequence[int]) -> list[float]:
-    """Seconds of every stage of a pipeline, given its tables and how many layers each stage has."""
+    """Seconds of every stage of a pipeline, from its tables and its numbers of layers."""
     begins = accumulate(layers, initial=0)
     return [rows[begin][n] for rows, begin, n in zip(tables, begins, layers, strict=False)]
 
 
 def balance_runs(tables: Sequence[Rows], micro_batches: int) -> tuple[int, ...] | None:
-    """As :func:`balance` where layers differ, so that it matters which ones a stage has; exact.
+    """Like :func:`balance` for layers that differ, so that it matters which ones a stage has.
 
-    The least sum of all stages is found by a dynamic programme over stages and cuts, then again with every stage fast enough to
-    beat the best cut found, until there is none: each time the sum grows and the slowest stage gets faster.
+    Exact.
+
+    A dynamic programme over stages and cuts finds the least sum of all stages. It is repeated with
+    every stage fast enough to beat the best cut so far, until there is no such cut. Each time the
+    sum grows and the slowest stage gets faster.
 
     Args:
-        tables: For each stage, by its first layer, the seconds of one micro-batch with 0, 1, 2, … layers, as many as its memory
-            holds.
+        tables: For each stage, by its first layer, the seconds of one micro-batch with 0, 1, 2, …
+            layers, as many as its memory holds.
         micro_batches: K.
 
     Returns:
@@ -81,14 +86,16 @@ def balance_runs(tables: Sequence[Rows], micro_batches: int) -> tuple[int, ...] 
     if not np.isfinite(fastest):
         return None
     best: tuple[float, tuple[int, ...]] | None = None
-    # The fastest slowest stage is seldom far from the optimum, and a good cut that is known early ends the search early.
+    # The cut with the fastest slowest stage is close to the optimum; a good early cut shortens the
+    # search.
     bounds = [np.inf, float(np.nextafter(fastest, np.inf))]
     while bounds and (layers := _least_sum_of_runs(runs, bounds.pop())) is not None:
         stages = runs_s(tables, layers)
         seconds = pipeline_s(stages, micro_batches)
         if best is None or seconds < best[0]:
             best = seconds, layers
-        # A cut of faster stages takes no smaller sum, so it has to be this much faster in its slowest stage to be better.
+        # A cut of faster stages has no smaller sum, so only a much faster slowest stage makes it
+        # better.
         if not bounds and sum(stages) + (micro_batches - 1) * fastest < best[0]:
             bounds.append(min(max(stages), (best[0] - sum(stages)) / (micro_batches - 1)))
     return best[1] if best else None
@@ -96,7 +103,10 @@ def balance_runs(tables: Sequence[Rows], micro_batches: int) -> tuple[int, ...] 
 
 @lru_cache(maxsize=4096)  # pipelines consist of the same few stages
 def _matrix(rows: Rows) -> NDArray[np.float64]:
-    """Seconds by first layer and by the first layer of the next stage; infinite where a stage cannot be cut so."""
+    """Seconds by first layer and by the first layer of the next stage.
+
+    Infinite if a stage cannot have these layers.
+    """
     matrix = np.full((len(rows) + 1, len(rows) + 1), np.inf)
     for begin, row in enumerate(rows):
         held = row[1 : len(rows) - begin + 1]
@@ -127,21 +137,24 @@ def _least_sum_of_runs(runs: Sequence[NDArray[np.float64]], bound: float) -> tup
 
 
 def _held(times: Sequence[Sequence[float]], bound: float) -> list[int]:
-    """The most layers of each stage within a bound; all zero if one holds none, since every stage needs one."""
+    """The most layers of each stage within a bound.
+
+    All zero if one stage holds none, because every stage needs one.
+    """
     held = [bisect_right(table, bound) - 1 for table in times]
     return held if min(held) > 0 else [0] * len(held)
 
 
 @lru_cache(maxsize=4096)  # pipelines consist of the same few stages
 def _is_convex(table: tuple[float, ...]) -> bool:
-    """Whether every further layer takes at least as long as the one before, but for rounding."""
+    """Whether every further layer takes at least as long as the one before, up to rounding."""
     slack = 1e-9 * table[-1]
     return all(c - b >= b - a - slack for a, b, c in zip(table[1:], table[2:], table[3:], strict=False))
 
 
 @lru_cache(maxsize=4096)
 def _convex_below(table: tuple[float, ...]) -> tuple[float, ...]:
-    """The largest convex table of one and more layers that is nowhere above this one."""
+    """The largest convex table, from one layer on, that is nowhere above this one."""
     corners: list[int] = []
     for n in range(1, len(table)):
         while len(corners) > 1:
@@ -158,7 +171,7 @@ def _convex_below(table: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _least_sum(times: Sequence[Sequence[float]], num_layers: int, bound: float) -> tuple[float, tuple[int, ...]]:
-    """The least sum of stages within a bound that holds all layers: convex tables take the cheapest layer next."""
+    """The least sum of stages within a bound; for convex tables the cheapest layer is next."""
     held, layers = _held(times, bound), [1] * len(times)
     heap = [(table[2] - table[1], s) for s, table in enumerate(times) if held[s] > 1]
     heapq.heapify(heap)
@@ -167,7 +180,7 @@ def _least_sum(times: Sequence[Sequence[float]], num_layers: int, bound: float) 
         step, s = heap[0]
         table, n = times[s], layers[s]
         n, left = n + 1, left - 1
-        # Layers that cost the same go together.
+        # Layers of equal cost are taken together.
         while left and n < held[s] and table[n + 1] - table[n] <= step * (1 + 1e-9):
             n, left = n + 1, left - 1
         layers[s] = n
@@ -179,7 +192,7 @@ def _least_sum(times: Sequence[Sequence[float]], num_layers: int, bound: float) 
 
 
 def _least_sum_of_any(times: Sequence[Sequence[float]], num_layers: int, bound: float) -> tuple[float, tuple[int, ...]]:
-    """The same for measured tables, which need not be convex (equation 5): a dynamic programme over stages and layers."""
+    """The same for tables that need not be convex (equation 5), by a dynamic programme."""
     before = _layers_before(num_layers)
     choices, reached = [], np.full(num_layers + 2, np.inf)
     reached[0] = 0.0
@@ -198,20 +211,27 @@ def _least_sum_of_any(times: Sequence[Sequence[float]], num_layers: int, bound: 
 
 @lru_cache(maxsize=64)
 def _layers_before(num_layers: int) -> Any:
-    """By layers after a stage and layers on it: those before it; where that is none, the index of an infinite entry."""
+    """The layers before a stage, by the layers after and on it.
+
+    If none, the index of an infinite entry.
+    """
     n = np.arange(num_layers + 1)
     return np.where(n[:, None] < n[None, :], num_layers + 1, n[:, None] - n[None, :])
 
 
 def share_out(groups: Sequence[tuple[Sequence[float], int]], micro_batches: int) -> tuple[int, ...] | None:
-    """Micro-batches to groups so that the slowest group's term of equation 1 is least; exact.
+    """Assigns micro-batches to groups so that the slowest group's term of equation 1 is minimal.
 
-    The group that would end first takes the next one: times grow with every micro-batch, so no exchange makes the slowest faster.
-    What all groups complete within a time in which they complete no more than there are is theirs at once.
+    Exact.
+
+    The group that would end first takes the next micro-batch. Times grow with every micro-batch, so
+    no exchange makes the slowest group faster. Micro-batches that all groups complete within a
+    sufficiently short time are assigned at once.
 
     Args:
-        groups: For each group the seconds of its stages, and the fewest micro-batches that it can take (1F1B: as many as stages).
-        micro_batches: Of one step.
+        groups: For each group the seconds of its stages, and the fewest micro-batches that it can
+            take (1F1B: as many as stages).
+        micro_batches: Micro-batches of one step.
 
     Returns:
         K_j; ``None`` if there are too few.

@@ -1,4 +1,7 @@
-"""What systems without asymmetric pipelines would do: all devices, equally deep pipelines, stages in the order of the nodes."""
+"""Plans of systems without asymmetric pipelines.
+
+They use all devices, equally deep pipelines, and stages in the order of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from lightning_hetero.parallel.planner.candidates import Candidate, Layout, Sett
 
 
 def megatron(setting: Setting) -> Iterator[Candidate]:
-    """Megatron-like plans: every pipeline as deep, layers and micro-batches equal but for a remainder, all devices at work.
+    """Megatron-like plans: equal pipelines on all devices.
 
-    Source: AutoHet, section V-A ("we report their best-performing results in the parallel structures supported").
+    They have equal depth, and equal layers and micro-batches up to a remainder.
+
+    Source: AutoHet, section V-A ("we report their best-performing results in the parallel
+    structures supported").
     """
     for nodes in _symmetric(setting):
         counts = _even(setting.micro_batches, len(nodes))
@@ -22,7 +28,7 @@ def megatron(setting: Setting) -> Iterator[Candidate]:
 
 
 def whale(setting: Setting) -> Iterator[Candidate]:
-    """Whale-like plans: Megatron-like, but each pipeline takes as many micro-batches as its speed allows.
+    """Whale-like plans: Megatron-like, with micro-batches by the speed of each pipeline.
 
     Source: AutoHet, section V-A1 ("Intra-TaskGraph load balance").
     """
@@ -33,13 +39,17 @@ def whale(setting: Setting) -> Iterator[Candidate]:
 
 
 def balanced(setting: Setting) -> Iterator[Candidate]:
-    """Symmetric plans that balance layers and micro-batches, weakest devices first: the strongest of the baselines.
+    """The strongest baseline: symmetric plans that balance layers and micro-batches.
 
-    All pipelines have the same cut: it is what remains of the gain if pipelines must not differ.
+    Weakest devices come first.
+
+    All pipelines have the same cut. The plans show the gain that remains if pipelines must not
+    differ.
     """
     for nodes in _symmetric(setting, weakest_first=True):
         tables = [setting.tables(setting.stages(group)) for group in nodes]
-        # A stage is as slow as the slowest of its devices, and holds as many layers as all of them do.
+        # A stage is as slow as its slowest device, and holds the layers that all of its devices
+        # hold.
         slowest = [
             tuple(
                 tuple(map(max, zip(*rows, strict=False))) if len(rows) > 1 else rows[0]
@@ -53,7 +63,7 @@ def balanced(setting: Setting) -> Iterator[Candidate]:
 
 
 def _symmetric(setting: Setting, *, weakest_first: bool = False) -> Iterator[Layout]:
-    """All layouts of equally deep pipelines over all devices: ranks run over tensor, then data, then pipeline parallelism."""
+    """Layouts of equally deep pipelines: ranks run over tensor, data, then pipeline parallelism."""
     if any(node.count % setting.tensor_parallel for node in setting.cluster.nodes):
         return
     order = list(range(len(setting.cluster.nodes)))

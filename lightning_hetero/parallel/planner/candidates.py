@@ -1,4 +1,7 @@
-"""A candidate: which devices form which pipeline, with which layers and micro-batches; and what equation 1 says of it."""
+"""A candidate plan: its pipelines with devices, layers and micro-batches.
+
+Its time by equation 1.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ from lightning_hetero.parallel.planner.grouping import Counts
 
 Layout = tuple[tuple[int, ...], ...]  # for each group the node of each stage, by its index in the cluster
 
-_ROUNDS = 4  # of balancing layers for given micro-batches, and micro-batches for given layers
+_ROUNDS = 4  # of balancing layers for given micro-batches and the other way round
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all candidates of one degree of tensor parallelism share.
+    """The data that all candidates of one degree of tensor parallelism share.
 
     Attributes:
-        work: The model, as one of the t devices of a stage has it.
+        work: The model, as seen by one of the t devices of a stage.
         cluster: The nodes.
         kinds: Their devices, weakest first.
-        micro_batches: Of one step, of all groups together.
+        micro_batches: Micro-batches of one step, of all groups together.
     """
 
     work: Workload
@@ -56,7 +59,7 @@ class Setting:
         return self.work.tensor_parallel
 
     def entities(self) -> list[int]:
-        """How many entities each node has; what is left over idles."""
+        """The number of entities of each node; the remaining devices idle."""
         return [node.count // self.tensor_parallel for node in self.cluster.nodes]
 
     def counts(self) -> Counts:
@@ -68,7 +71,7 @@ class Setting:
 
     @cached_property
     def power(self) -> float:
-        """Of all entities: the FLOP/s of one device of each."""
+        """FLOP/s of one device of each entity."""
         return sum(n * kind.flop_per_s for n, kind in zip(self.counts(), self.kinds.values(), strict=True))
 
     def kind(self, node: int) -> Kind:
@@ -76,7 +79,7 @@ class Setting:
         return self.kinds[self.cluster.nodes[node].device]
 
     def table(self, kind: str, place: Place, link_bytes_per_s: float) -> Rows:
-        """Seconds of one micro-batch on a stage with 0, 1, 2, … layers, as many as its memory holds, by its first layer."""
+        """Seconds of one micro-batch on a stage, by first layer and number of layers that fit."""
         key = kind, place, link_bytes_per_s
         if key not in self._tables:
             device, work = self.kinds[kind], self.work
@@ -99,11 +102,12 @@ class Setting:
 
     def _seconds(self, device: Kind, begin: int) -> tuple[float, ...]:
         seconds = (layers_s(self.work, device, n, begin) for n in reversed(range(self.work.num_layers - begin + 1)))
-        # Sums of measured runs (equation 5) may fall from one number of layers to the next; fewer never take longer.
+        # Sums of measured runs (equation 5) may fall with one more layer; fewer layers never take
+        # longer.
         return tuple(accumulate(seconds, min))[::-1]
 
     def tables(self, stages: Sequence[tuple[str, float]]) -> list[Rows]:
-        """:meth:`table` of every stage of a pipeline, given its kind and its link to the next one."""
+        """:meth:`table` of every stage of a pipeline, from its kind and its link to the next."""
         places = (Place(stage=s, depth=len(stages)) for s in range(len(stages)))
         return [self.table(kind, place, link) for (kind, link), place in zip(stages, places, strict=True)]
 
@@ -121,7 +125,7 @@ class Setting:
         return balance_runs(tables, micro_batches)
 
     def stages_s(self, stages: Sequence[tuple[str, float]], layers: Sequence[int]) -> list[float]:
-        """Seconds of one micro-batch on every stage of a pipeline that is cut into so many layers each."""
+        """Seconds of one micro-batch on every stage of a pipeline with these numbers of layers."""
         return runs_s(self.tables(stages), layers)
 
     def stages(self, nodes: Sequence[int]) -> list[tuple[str, float]]:
@@ -139,10 +143,10 @@ class Candidate:
     """A whole plan.
 
     Attributes:
-        name: Whose it is.
-        setting: What it is a plan for.
-        nodes: Where each stage of each group is.
-        layers: What each stage holds.
+        name: The planner.
+        setting: The setting of the plan.
+        nodes: The node of each stage of each group.
+        layers: The number of layers of each stage.
         micro_batches: K_j.
     """
 
@@ -167,9 +171,12 @@ class Candidate:
 
     @cached_property
     def sync_s(self) -> float:
-        """T_sync: what the device takes that has the most gradients to all-reduce, each layer over the slowest link of its owners.
+        """T_sync: the time of the device with the most gradients to all-reduce.
 
-        The paper divides all bytes by the lowest bandwidth; links inside a node are why the mapping matters, hence layer by layer.
+        Each layer counts with its owners' slowest link.
+
+        The paper divides all bytes by the lowest bandwidth. The mapping matters because of links
+        inside nodes, so this is per layer.
         """
         groups = len(self.nodes)
         if groups == 1:
@@ -189,11 +196,14 @@ class Candidate:
 
     @cached_property
     def iteration_s(self) -> float:
-        """``T_iter = max_j ( sum_s t[s, j] + (K_j - 1) max_s t[s, j] ) + T_sync``. Source: equation 1, with K_j for K."""
+        """``T_iter = max_j ( sum_s t[s, j] + (K_j - 1) max_s t[s, j] ) + T_sync``.
+
+        Source: equation 1, with K_j for K.
+        """
         return max(self.groups_s) + self.sync_s
 
     def key(self) -> tuple[object, ...]:
-        """Equal for candidates that differ in nothing but the order of their groups and the nodes of equal devices."""
+        """A key that ignores the order of groups and the nodes of equal devices."""
         names = [n.device for n in self.setting.cluster.nodes]
         groups = ((tuple(names[n] for n in g), k) for g, k in zip(self.nodes, self.micro_batches, strict=True))
         return self.setting.tensor_parallel, tuple(sorted(groups))
@@ -236,10 +246,13 @@ class Candidate:
 def settings_of(
     model: ModelProfile, cluster: Cluster, micro_batches: int, tensor_parallel: Iterable[int] | None = None
 ) -> list[Setting]:
-    """One setting for each degree of tensor parallelism; by default all powers of two up to the largest node that the model allows.
+    """One setting per degree of tensor parallelism.
+
+    The default degrees are the powers of two up to the largest node that the model allows.
 
     Raises:
-        ConfigError: A degree, the number of devices or of micro-batches is out of range, the cluster names an unknown device.
+        ConfigError: A degree, the number of devices or of micro-batches is out of range, the
+            cluster names an unknown device.
     """
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(f"micro_batches={micro_batches!r}; allowed: a whole number of at least 1.")
@@ -252,7 +265,7 @@ def settings_of(
         raise ConfigError(f"tensor_parallel={degrees}; allowed: 1 to {largest}, the devices of the largest node.")
     if any(ways % t for t in degrees):
         raise ConfigError(
-            f"tensor_parallel={degrees}; allowed: what divides {ways}, the parts into which model {model.name!r} can be cut."
+            f"tensor_parallel={degrees}; allowed: divisors of {ways}, the parts into which model {model.name!r} can be cut."
         )
     devices = kinds(cluster)
     return [Setting(work=Workload.of(model, t), cluster=cluster, kinds=devices, micro_batches=micro_batches) for t in degrees]
@@ -264,13 +277,16 @@ def expected_micro_batches(setting: Setting, power: float, stages: int) -> int:
 
 
 def balanced_candidate(name: str, setting: Setting, nodes: Layout, *, equal: bool = False) -> Candidate | None:
-    """Layers and micro-batches for a layout: in turns, each exactly for the other; the fastest that was met.
+    """Assigns layers and micro-batches for a layout in turns, each exactly for the other.
+
+    Returns the fastest.
 
     Args:
-        name: Whose plan it is.
-        setting: What it is for.
+        name: The planner.
+        setting: The setting.
         nodes: The layout.
-        equal: Every group takes as many micro-batches, as the paper has it, but for a remainder.
+        equal: Whether all groups take equally many micro-batches up to a remainder, as in the
+            paper.
 
     Returns:
         ``None`` if a group does not hold the model, or there are fewer micro-batches than stages.

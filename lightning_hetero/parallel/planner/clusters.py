@@ -1,4 +1,4 @@
-"""Clusters from files, by name, or from a line of text; and their kinds of devices with all figures filled in."""
+"""Clusters from files, by name, or from a line of text, and their devices with all figures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_hetero.profiling.presets.devices import LINKS
 from lightning_hetero.profiling.presets.devices import device as device_named
 from lightning_hetero.profiling.presets.figures import find
 
-MOST_DEVICES = 1024  # of a cluster: 256 take ten seconds to plan for, 1024 many minutes
-NODE_DEVICES = 8  # of one node, where a line of text only says how many there are
+MOST_DEVICES = 1024  # of a cluster: planning takes ten seconds for 256, many minutes for 1024
+NODE_DEVICES = 8  # of one node, if a line of text gives only their number
 NETWORK_BYTES_PER_S = 50e9  # AutoHet, section V: 400 Gbps RoCEv2
 
 _TERM = re.compile(r"\s*([0-9]+)\s*x\s*([A-Za-z0-9 _.-]+?)\s*")
@@ -37,11 +37,11 @@ class Kind:
     """One kind of device, every figure known.
 
     Attributes:
-        name: As nodes name it.
+        name: The name that nodes use.
         memory_bytes: m_i, memory of one device, bytes.
-        flop_per_s: g_i, what it reaches on transformers, FLOP/s.
-        peer_bytes_per_s: Between devices of one node, one direction, bytes/s.
-        price_per_hour: Of one device; ``None``: not known.
+        flop_per_s: g_i, FLOP/s that it reaches on transformers.
+        peer_bytes_per_s: Bandwidth between devices of one node, one direction, bytes/s.
+        price_per_hour: Price of one device; ``None``: not known.
         layer_times: T(1), T(2), T(4), … of equation 5 by the degree of tensor parallelism, seconds.
     """
 
@@ -57,9 +57,9 @@ def cluster(text: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> C
     """A cluster by name or from a line of text, devices from presets.
 
     Args:
-        text: A name of :data:`PAPER_CLUSTERS`, or ``"4xa100-80+2xh800"``: a node of four and one of two; more than eight of a kind
-            are nodes of eight.
-        network_bytes_per_s: Between devices of different nodes.
+        text: A name of :data:`PAPER_CLUSTERS`, or ``"4xa100-80+2xh800"``: a node of four and one of
+            two; more than eight of a kind are nodes of eight.
+        network_bytes_per_s: Bandwidth between devices of different nodes.
 
     Raises:
         ConfigError: It is neither, or names an unknown device.
@@ -80,10 +80,10 @@ def cluster(text: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> C
 
 
 def check_devices(name: str, count: int) -> None:
-    """Refuses a cluster of so many devices where there are none, or too many to plan for.
+    """Refuses a cluster without devices or with too many to plan for.
 
     Raises:
-        ConfigError: As it says.
+        ConfigError: The number is out of range.
     """
     if not 1 <= count <= MOST_DEVICES:
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_devices(name: str, count: int) -> None:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a cluster file: YAML where its name ends so, else JSON.
+    """Reads a cluster file: YAML by the ending of its name, otherwise JSON.
 
     Raises:
         ConfigError: It cannot be read or is not a cluster.
@@ -110,7 +110,7 @@ def _yaml(text: str, source: str) -> Any:
     yaml: Any = import_module("yaml")  # has no types
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """With 50e9 as a number, as in YAML 1.2 and JSON."""
+        """Reads 50e9 as a number, as in YAML 1.2 and JSON."""
 
     pattern = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789"))
@@ -120,7 +120,7 @@ def _yaml(text: str, source: str) -> Any:
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ) as error:  # no date, too many digits, too deep
+    ) as error:  # wrong dates, too many digits, too deep
         raise ConfigError(f"{source} is not YAML: {error}.") from error
 
 
@@ -128,7 +128,8 @@ def kinds(cluster: Cluster) -> dict[str, Kind]:
     """The kinds of devices that its nodes have, weakest first.
 
     Raises:
-        ConfigError: A kind is no preset, and not all of its figures are given; a kind is described that no node has.
+        ConfigError: A kind is no preset, and not all of its figures are given; a described kind is
+            in no node.
     """
     given = {d.name: d for d in cluster.devices}
     used = dict.fromkeys(n.device for n in cluster.nodes)

@@ -1,11 +1,13 @@
-"""What a stage takes in time and memory, and AutoHet's equations 1, 2 and 5.
+"""Time and memory of a stage, and AutoHet's equations 1, 2 and 5.
 
 [Note: What is counted]
-Forward and backward of a micro-batch are three forwards' FLOP. Between stages the boundary goes forward and its gradient comes
-back. With tensor parallelism of degree t a device holds and computes 1/t of what a block's profile says is sharded, and all of the
-rest. A ring all-reduce moves 2(t - 1)/t of the bytes. Where the profile does not say, blocks are sharded as in Megatron-LM: all
-weights and FLOP; of the saved activations 24/34, since norms and dropout are not split (Korthikanti et al. 2022, equation 2); a
-layer has four all-reduces of its input's size, two in forward, two in backward (Shoeybi et al. 2019, section 3).
+Forward and backward of a micro-batch are three forwards' FLOP. Between stages the boundary goes
+forward and its gradient comes back. With tensor parallelism of degree t a device holds and computes
+1/t of the sharded share in a block's profile, and all of the rest. A ring all-reduce moves 2(t -
+1)/t of the bytes. Without such a share in the profile, blocks are sharded as in Megatron-LM: all
+weights and FLOP; 24/34 of the saved activations, because norms and dropout are not split
+(Korthikanti et al. 2022, equation 2); a layer has four all-reduces of its input's size, two in
+forward, two in backward (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from lightning_hetero.parallel.planner.clusters import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one device has of a layer, or of what precedes or follows all layers.
+    """One device's share of a layer, or of the modules before or after all layers.
 
     Attributes:
         flop: Forward and backward of one micro-batch, FLOP.
         fixed_bytes: Weights, gradients and optimizer state, bytes.
-        gradient_bytes: Of these, gradients.
-        activation_bytes: Saved by one micro-batch for its backward, bytes.
-        sent_bytes: To the other devices of its stage, for one micro-batch, bytes.
+        gradient_bytes: Gradients, part of ``fixed_bytes``.
+        activation_bytes: Activations that one micro-batch saves for its backward, bytes.
+        sent_bytes: Bytes sent to the other devices of its stage, for one micro-batch.
     """
 
     flop: float
@@ -44,25 +46,26 @@ class Part:
         return Part(**{f.name: count * getattr(self, f.name) for f in fields(self)})
 
     def plus(self, other: Part, sign: int = 1) -> Part:
-        """Both together; with ``sign=-1`` what is left without the other."""
+        """The sum of both; with ``sign=-1`` the difference."""
         return Part(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model as pipelines see it: layers, and two ends; as one device of a stage has them.
+    """A model for pipelines: layers and two ends, as one device of a stage has them.
 
     Attributes:
         tensor_parallel: t, devices of one stage.
         layers: The repeated layers, in order.
-        until: For each number of layers from 0, the sum of so many first ones.
-        uniform: All layers are equal.
-        first: What precedes them, on the first stage.
-        last: What follows them, on the last stage.
-        boundary_bytes: What one micro-batch hands on, bytes: behind each layer, to the next one.
-        constant_bytes: What every device needs besides: context, and the most that one block needs while it computes.
+        until: The sum of the first n layers, for each n from 0.
+        uniform: Whether all layers are equal.
+        first: The modules before them, on the first stage.
+        last: The modules after them, on the last stage.
+        boundary_bytes: Bytes that one micro-batch passes from each layer to the next.
+        constant_bytes: Other memory of every device: context, and the peak of temporary memory of a
+            block.
         tokens: Tokens of one micro-batch.
-        model_flop: Of one micro-batch through the whole model, computed once.
+        model_flop: FLOP of one micro-batch through the whole model.
     """
 
     tensor_parallel: int
@@ -111,16 +114,16 @@ class Workload:
 
     @property
     def mean(self) -> Part:
-        """What a layer has on average."""
+        """The average layer."""
         return self.layers[0] if self.uniform else self.until[-1].times(1 / self.num_layers)
 
     def run(self, begin: int, count: int) -> Part:
-        """What ``count`` layers from layer ``begin`` have together."""
+        """The sum of ``count`` layers from layer ``begin`` on."""
         return self.layers[0].times(count) if self.uniform else self.until[begin + count].plus(self.until[begin], -1)
 
 
 def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_reduces: int = 0) -> Part:
-    """What a device has of blocks, of which each has so many all-reduces of its input where its profile does not say."""
+    """One device's share of blocks; without traffic in the profile, with this many all-reduces."""
 
     def sum_of(key: str) -> float:
         return sum(float(getattr(b, key)) - float(getattr(s, key)) * (1 - 1 / t) for b, s in sharded)
@@ -148,7 +151,7 @@ def _as_megatron(block: BlockProfile, all_reduces: int) -> Sharding:
 
 
 class Place(NamedTuple):
-    """Where a stage stands in its pipeline.
+    """The position of a stage in its pipeline.
 
     Attributes:
         stage: s, from 0.
@@ -160,31 +163,32 @@ class Place(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations the stage holds at once under 1F1B: earlier stages hold more."""
+        """Micro-batches whose activations the stage holds under 1F1B; earlier stages hold more."""
         return self.depth - self.stage
 
     @property
     def is_first(self) -> bool:
-        """It holds what precedes the layers."""
+        """Whether it has the modules before the layers."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """It holds what follows them."""
+        """Whether it has the modules after the layers."""
         return self.stage == self.depth - 1
 
 
 def layers_s(work: Workload, kind: Kind, num_layers: int, begin: int = 0) -> float:
-    """Seconds of one micro-batch through some layers: measured ones if there are any, else FLOP and tensor parallel traffic.
+    """Seconds of one micro-batch through some layers: measured, or from FLOP and traffic.
 
-    ``T(n) = sum_k b_k T(2^k)``, ``n = sum_k b_k 2^k``; the longest measured run counts as often as it fits. Source: equation 5.
-    Where layers differ, these seconds are shared out by FLOP [assumed: the paper's layers are equal].
+    ``T(n) = sum_k b_k T(2^k)``, ``n = sum_k b_k 2^k``; the longest measured run counts as often as
+    it fits. Source: equation 5. If layers differ, these seconds are divided by FLOP [assumed: the
+    paper's layers are equal].
 
     Args:
         work: The model.
         kind: The stage's devices.
-        num_layers: How many layers.
-        begin: The first of them.
+        num_layers: The number of layers.
+        begin: The first layer.
     """
     measured = kind.layer_times.get(work.tensor_parallel)
     if measured is None:
@@ -203,13 +207,13 @@ def _part_s(part: Part, kind: Kind) -> float:
 
 
 def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float, last: int = 0) -> float:
-    """What t[s, j] has besides :func:`layers_s`: seconds of the model's ends and of traffic with the next stage.
+    """The rest of t[s, j] beside :func:`layers_s`: the model's ends, and traffic to the next stage.
 
     Args:
         work: The model.
         kind: The stage's devices.
-        place: Where it stands.
-        link_bytes_per_s: To the next stage.
+        place: Its position.
+        link_bytes_per_s: Bandwidth to the next stage.
         last: The stage's last layer.
     """
     ends = _part_s(work.first, kind) * place.is_first + _part_s(work.last, kind) * place.is_last
@@ -218,12 +222,14 @@ def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float,
 
 
 def stage_bytes(work: Workload, num_layers: int, place: Place, begin: int = 0) -> int:
-    """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends. Source: equation 4c.
+    """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends.
+
+    Source: equation 4c.
 
     Args:
         work: The model.
         num_layers: Layers of the stage.
-        place: Where it stands.
+        place: Its position.
         begin: Its first layer.
     """
     return _bytes_with(work, work.run(begin, num_layers), place)
@@ -237,7 +243,7 @@ def _bytes_with(work: Workload, layers: Part, place: Place) -> int:
 
 
 def mean_layer_bytes(work: Workload, place: Place) -> int:
-    """What one more layer of average size takes of a stage's memory."""
+    """Memory of one more layer of average size on a stage."""
     return _bytes_with(work, work.mean, place) - stage_bytes(work, 0, place)
 
 
@@ -246,8 +252,8 @@ def most_layers(work: Workload, memory_bytes: int, place: Place, begin: int | No
 
     Args:
         work: The model.
-        memory_bytes: Of one device.
-        place: Where the stage stands.
+        memory_bytes: Memory of one device.
+        place: The stage's position.
         begin: Its first layer; ``None``: layers of average size.
     """
     empty = stage_bytes(work, 0, place)
@@ -260,12 +266,18 @@ def most_layers(work: Workload, memory_bytes: int, place: Place, begin: int | No
 
 
 def pipeline_s(stages_s: Sequence[float], micro_batches: int) -> float:
-    """Seconds of one group's part of a step under 1F1B: ``sum_s t[s] + (K - 1) max_s t[s]``. Source: equation 1."""
+    """Seconds of one group's part of a step under 1F1B: ``sum_s t[s] + (K - 1) max_s t[s]``.
+
+    Source: equation 1.
+    """
     return sum(stages_s) + (micro_batches - 1) * max(stages_s)
 
 
 def bubble(stages: int, micro_batches: float) -> float:
-    """The share of a pipeline's time in which its stages wait: ``(S - 1) / (K + S - 1)``. Source: equation 2, inferred form."""
+    """The share of a pipeline's time in which its stages wait: ``(S - 1) / (K + S - 1)``.
+
+    Source: equation 2, inferred form.
+    """
     return (stages - 1) / (micro_batches + stages - 1)
 
 

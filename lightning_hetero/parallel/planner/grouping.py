@@ -1,7 +1,10 @@
-"""Devices to data-parallel groups. Devices of one kind are interchangeable, so that counts of kinds are grouped, not devices.
+"""Divides devices into data-parallel groups.
 
-:func:`grouping` is equation 3 solved exactly by a dynamic programme over count vectors; :func:`reference` is the same as an integer
-programme in cvxpy, solved by HiGHS. Property tests hold them against each other. Devices may idle: equation 3e with <= for =.
+Devices of one kind are interchangeable, so counts of kinds are grouped, not devices.
+
+:func:`grouping` is equation 3 solved exactly by a dynamic programme over count vectors;
+:func:`reference` is the same as an integer programme in cvxpy, solved by HiGHS. Property tests
+compare them. Devices may idle: equation 3e with <= for =.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ Counts = tuple[int, ...]  # of each kind, weakest first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What equation 3 is about. A device here may be several that compute as one (tensor parallelism).
+    """The input of equation 3.
+
+    A device here may be several that compute as one (tensor parallelism).
 
     Attributes:
         counts: Devices of each kind.
         powers: g_i, FLOP/s of one device of each kind.
         memories: m_i, bytes of one device of each kind.
-        least_bytes: M_min, what a group has to hold.
-        micro_batches: Of one step, of all groups together.
-        most_stages: No group has more devices.
+        least_bytes: M_min, bytes that a group must hold.
+        micro_batches: Micro-batches of one step, of all groups together.
+        most_stages: The most devices of a group.
     """
 
     counts: Counts
@@ -39,18 +44,21 @@ class Problem:
     most_stages: int
 
     def power(self, group: Counts, groups: int) -> float:
-        """G_j (equation 2) of a group, one of so many that share the micro-batches equally."""
+        """G_j (equation 2) of a group, one of ``groups`` that share the micro-batches equally."""
         total = sum(n * g for n, g in zip(group, self.powers, strict=True))
         return effective_power(total, sum(group), self.micro_batches / groups)
 
     def powers_by_counts(self, groups: int, most: int) -> Any:
-        """:meth:`power` of all groups of up to so many devices that hold the model, by their counts; others have -inf."""
+        """:meth:`power` of all groups by their counts.
+
+        -inf for groups that are too large or cannot hold the model.
+        """
         counts = np.indices([n + 1 for n in self.counts])
         zeros: Any
         sizes, zeros = counts.sum(axis=0), np.zeros(counts.shape[1:])
         held = sum((n * m for n, m in zip(counts, self.memories, strict=True)), start=zeros)
         total = sum((n * g for n, g in zip(counts, self.powers, strict=True)), start=zeros)
-        power = effective_power(total, np.maximum(sizes, 1), self.micro_batches / groups)  # as power() adds and multiplies
+        power = effective_power(total, np.maximum(sizes, 1), self.micro_batches / groups)  # in the order of operations of power()
         return np.where((sizes > 0) & (sizes <= most) & (held >= self.least_bytes), power, -np.inf)
 
     def holds(self, group: Counts) -> bool:
@@ -65,10 +73,11 @@ def vectors(counts: Counts, most: int) -> list[Counts]:
 
 
 class Packing:
-    """Groups out of given counts that are worth most together: an unbounded knapsack whose capacity is a count vector.
+    """The most valuable groups out of given counts: an unbounded knapsack over count vectors.
 
-    A cell holds the value of the best groups out of its counts. Adding a group compares each cell with the one that lies the
-    group's counts before it; cells are visited in slabs along one axis, so that a group may be taken again and again.
+    A cell holds the value of the best groups out of its counts. Adding a group compares each cell
+    with the cell that has the group's counts less. Cells are visited in slabs along one axis, so
+    that a group may be taken several times.
     """
 
     def __init__(self, counts: Counts) -> None:
@@ -79,11 +88,11 @@ class Packing:
         self._groups: list[Counts] = []
 
     def worth(self, group: Counts) -> int:
-        """What the best groups out of these counts are worth."""
+        """The value of the best groups out of these counts."""
         return int(self.value[group])
 
     def add(self, group: Counts, value: int) -> None:
-        """Offers a group, as often as its counts are there. Groups of more devices have to come after those of fewer."""
+        """Offers a group any number of times. Larger groups must come after smaller ones."""
         number = len(self._groups)
         self._groups.append(group)
         axis = max(range(len(group)), key=lambda i: group[i])
@@ -99,7 +108,7 @@ class Packing:
             np.copyto(self._last[tuple(target)], np.int32(number), where=better)
 
     def best(self) -> list[Counts]:
-        """The groups that are worth most out of all counts."""
+        """The most valuable groups out of all counts."""
         out, left = [], self.counts
         while (number := int(self._last[left])) >= 0:
             out.append(self._groups[number])
@@ -108,10 +117,11 @@ class Packing:
 
 
 def grouping(problem: Problem, groups: int) -> tuple[float, list[Counts]] | None:
-    """D groups whose weakest has the most effective power; exact.
+    """The D groups whose weakest group has the most effective power; exact.
 
-    Maximises ``D Z`` for a given D: a threshold on Z is possible if D disjoint groups of counts reach it, of which only those
-    matter that do not with one device less. Candidates for Z are the powers of all possible groups.
+    Maximises ``D Z`` for a given D. A threshold on Z is possible if D disjoint groups reach it.
+    Only groups matter that would not reach it with one device less. Candidates for Z are the powers
+    of all possible groups.
 
     Source: equation 3.
 
@@ -134,7 +144,10 @@ def grouping(problem: Problem, groups: int) -> tuple[float, list[Counts]] | None
 
 
 def _packed(counts: Counts, possible: Any, enough: int) -> list[Counts]:
-    """The most disjoint groups out of the possible ones. One that a smaller one is part of adds nothing."""
+    """The most disjoint groups out of the possible ones.
+
+    A group that contains a smaller one adds nothing.
+    """
     holds_one, holds_smaller = possible, np.zeros_like(possible)
     for axis in range(possible.ndim):
         holds_one = np.logical_or.accumulate(holds_one, axis=axis)
@@ -152,15 +165,16 @@ def _packed(counts: Counts, possible: Any, enough: int) -> list[Counts]:
 def reference(problem: Problem, groups: int) -> float | None:
     """Z of equation 3 for a given D as an integer programme: cvxpy and HiGHS.
 
-    ``x[i, j]`` devices of kind i in group j. The bubble makes equation 2 a product; a switch per group and depth takes its place:
-    ``Z <= K / (K + s - 1) sum_i x[i, j] g_i + L (1 - depth[j, s])``. Symmetric groups are ordered by power.
+    ``x[i, j]`` devices of kind i in group j. The bubble makes equation 2 a product; a switch per
+    group and depth replaces it: ``Z <= K / (K + s - 1) sum_i x[i, j] g_i + L (1 - depth[j, s])``.
+    Symmetric groups are ordered by power.
 
     Source: equations 2 and 3.
 
     Returns:
         The weakest group's effective power, FLOP/s; ``None`` if no D groups hold the model.
     """
-    cp: Any = import_module("cvxpy")  # takes a second, and has no types
+    cp: Any = import_module("cvxpy")  # its import takes a second, and it has no types
 
     most = min(problem.most_stages, problem.micro_batches // groups, sum(problem.counts))
     if most < 1:

@@ -1,4 +1,4 @@
-"""Groups of counts to nodes and stages: AutoHet's heuristic (section III-C)."""
+"""Maps groups of counts to nodes and stages: AutoHet's heuristic (section III-C)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from lightning_hetero.parallel.planner.grouping import Counts
 
 
 def stages_of(group: Counts) -> list[int]:
-    """The kind of each stage: the weakest devices first, where activations take most memory and less computing is to be done."""
+    """The kind of each stage, weakest first: early stages need more memory and less compute."""
     return [kind for kind, n in enumerate(group) for _ in range(n)]
 
 
 def place(setting: Setting, groups: Sequence[Counts]) -> Layout:
     """Gives every stage a node.
 
-    Kinds in ascending power; of each kind the groups' first stages, then their second ones, and so on. A round goes to one node if
-    one has a free entity for every group in it, so that gradients are synchronised over the fast link; else it is filled from the
-    nodes with most left. Tensor parallelism stays inside a node by construction.
+    Kinds are taken in ascending power; for each kind the groups' first stages, then their second
+    ones, and so on. Such a round goes to one node if the node has a free entity for every group, so
+    that gradients are synchronised over the fast link. Otherwise it is filled from the nodes with
+    the most free entities. Tensor parallelism stays inside a node by construction.
 
     Source: section III-C, "GPU node mapping" and "Pipeline stage mapping".
     """
@@ -31,7 +32,7 @@ def place(setting: Setting, groups: Sequence[Counts]) -> Layout:
             whole = [i for i in nodes if free[i] >= len(wanting)]
             for j in wanting:
                 node = min(whole, key=lambda i: free[i]) if whole else max(nodes, key=lambda i: free[i])
-                whole = [node] if whole else []  # the whole round on it
+                whole = [node] if whole else []  # the whole round on this node
                 free[node] -= 1
                 stages[j].append(node)
     return tuple(map(tuple, stages))

@@ -1,4 +1,4 @@
-"""Why a cluster cannot train a model: what is missing, on which device, and what would help."""
+"""The reasons why a cluster cannot train a model: missing memory, the device, and remedies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_hetero.units import format_bytes
 
 
 def refuse(settings: Sequence[Setting], planner: str) -> NoReturn:
-    """Says what is missing in the pipeline of all devices that comes closest to holding the model.
+    """Raises the shortage of the pipeline of all devices that comes closest to holding the model.
 
     Args:
-        settings: What was tried.
-        planner: Whose candidates.
+        settings: The settings that were tried.
+        planner: The planner.
 
     Raises:
         PlanError: Always.
@@ -63,7 +63,7 @@ def _deepest(setting: Setting) -> int:
 
 
 def _missing(setting: Setting, depth: int) -> int:
-    """Bytes, over all devices, of the layers that a pipeline of the devices with most memory has no room for."""
+    """Bytes of the layers that do not fit a pipeline of the devices with the most memory."""
     work, t = setting.work, setting.tensor_parallel
     kinds = list(setting.kinds.values())
     kind_of = sorted(stages_of(setting.counts()), key=lambda k: kinds[k].memory_bytes, reverse=True)[:depth]

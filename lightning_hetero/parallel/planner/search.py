@@ -1,4 +1,7 @@
-"""The planners: AutoHet's Algorithm 1, ours, which searches equation 1 itself with unequal micro-batches, and the baselines."""
+"""The planners: AutoHet's Algorithm 1, our own, and the baselines.
+
+Ours searches equation 1 itself, with unequal micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from lightning_hetero.parallel.planner.grouping import Counts, Packing, Problem,
 from lightning_hetero.parallel.planner.mapping import place, stages_of
 from lightning_hetero.parallel.planner.refusals import refuse
 
-MOST_STAGES = 16  # of one pipeline, unless only deeper ones hold the model
+MOST_STAGES = 16  # of a pipeline, unless only deeper ones hold the model
 _RUNNER_UPS = 5
-_PRECISION = 1e-3  # of a step's time, relative, at which the search over it ends
+_PRECISION = 1e-3  # relative precision of the bisection over a step's time
 
 
 def plan(
@@ -64,10 +67,11 @@ def plan(
 
 
 def asymmetric(setting: Setting) -> Iterator[Candidate]:
-    """Ours: AutoHet's groupings and those of a direct search, with unequal micro-batches; and the symmetric plans.
+    """Our planner: AutoHet's groupings, a direct search, and the symmetric plans.
 
-    The direct search asks, for a time of a step, how many micro-batches a group of given counts completes in it, and packs disjoint
-    groups out of the cluster that complete the most (a knapsack over count vectors); bisection finds the least time that suffices.
+    For a given time of a step, the direct search computes how many micro-batches each possible
+    group completes. It packs the disjoint groups that complete the most (a knapsack over count
+    vectors). Bisection finds the least sufficient time.
     """
     for groups in (*_groupings(setting), *_direct(setting)):
         yield from _candidates("asymmetric", setting, groups)
@@ -76,7 +80,7 @@ def asymmetric(setting: Setting) -> Iterator[Candidate]:
 
 
 def autohet(setting: Setting) -> Iterator[Candidate]:
-    """AutoHet's own procedure: equation 3 for every number of groups, mapping, balancing, equal micro-batches.
+    """AutoHet's procedure: equation 3, mapping, balancing, with equal micro-batches.
 
     Source: Algorithm 1.
     """
@@ -96,7 +100,7 @@ PLANNERS: dict[str, Callable[[Setting], Iterator[Candidate]]] = {
 
 
 def _candidates(name: str, setting: Setting, groups: Sequence[Counts]) -> Iterator[Candidate]:
-    """A grouping as it is, and with weaker groups left out while that makes the step faster."""
+    """The grouping, and versions without its weakest groups as long as the step gets faster."""
     remaining, before = list(groups), float("inf")
     while remaining:
         candidate = balanced_candidate(name, setting, place(setting, remaining))
@@ -136,7 +140,10 @@ def _groupings(setting: Setting) -> Iterator[list[Counts]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A possible group: its counts, and its part of a step as ``latency_s + K slowest_s`` for at least ``least`` micro-batches."""
+    """A possible group.
+
+    Its part of a step is ``latency_s + K slowest_s`` for K of at least ``least``.
+    """
 
     counts: Counts
     latency_s: float
@@ -144,13 +151,13 @@ class _Group:
     least: int
 
     def completes(self, seconds: float, most: int) -> int:
-        """The micro-batches that it computes in a time."""
+        """The number of micro-batches that it computes in a given time."""
         count = int((seconds - self.latency_s) / self.slowest_s + 1e-9)
         return min(count, most) if count >= self.least else 0
 
 
 def _direct(setting: Setting) -> Iterator[list[Counts]]:
-    """Groupings that complete the micro-batches soonest, as bisection over the time of a step meets them."""
+    """The groupings that a bisection over the time of a step finds."""
     groups = _possible(setting, min(MOST_STAGES, setting.work.num_layers, setting.micro_batches))
     if not groups:
         groups = _possible(setting, min(setting.work.num_layers, setting.micro_batches))
@@ -175,7 +182,10 @@ def _direct(setting: Setting) -> Iterator[list[Counts]]:
 
 
 def _possible(setting: Setting, most_stages: int) -> list[_Group]:
-    """All groups that hold the model, fewest devices first; gradients counted as if synchronised over the network."""
+    """All groups that hold the model, fewest devices first.
+
+    Gradients count as synchronised over the network.
+    """
     names, network = list(setting.kinds), setting.cluster.network_bytes_per_s
     work, found = setting.work, []
     for counts in vectors(setting.counts(), most_stages):
