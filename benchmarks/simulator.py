@@ -24,7 +24,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
-from lightning_hetero.lowering import lower, rooms, steady
+from lightning_hetero.lowering import cache_sizes, lower, steady
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.sim import simulate
 
@@ -171,7 +171,7 @@ def compare(case: Case, path: Path) -> tuple[float, float]:
     for _ in range(4):
         schedule = lower(plan, model.shape(), signature, resident=resident, capacity_bytes=capacity)
         resident = schedule.resident_after
-    simulation = simulate([schedule], plan, model, hardware, rooms=Staging(staging_bytes=case.staging_mib * MIB))
+    simulation = simulate([schedule], plan, model, hardware, sizes=Staging(staging_bytes=case.staging_mib * MIB))
     driver = Driver(path, model, hardware, case.staging_mib * MIB)
     try:
         measured_s = statistics.median(driver.run(schedule, STEPS)[1:])
@@ -197,15 +197,15 @@ def effort() -> tuple[float, bool]:
     slowest_s, same = 0.0, True
     for make in BUILTIN_PLANS.values():
         plan = make(model.shape()).resolve(b.name for b in blocks)
-        space = rooms(replace(plan, host_cache_bytes=GIB), model, hardware)
-        schedules = steady(plan, model.shape(), rooms=space)
+        space = cache_sizes(replace(plan, host_cache_bytes=GIB), model, hardware)
+        schedules = steady(plan, model.shape(), sizes=space)
         seconds = []
         for _ in range(REPETITIONS):
             begin = time.perf_counter()
-            simulation = simulate(schedules, plan, model, hardware, rooms=space)
+            simulation = simulate(schedules, plan, model, hardware, sizes=space)
             seconds.append((time.perf_counter() - begin) / len(simulation.iterations_s))
         slowest_s = max(slowest_s, statistics.median(seconds))
-        traced = [simulate(schedules, plan, model, hardware, rooms=space, keep_trace=True) for _ in range(2)]
+        traced = [simulate(schedules, plan, model, hardware, sizes=space, keep_trace=True) for _ in range(2)]
         same = same and traced[0] == traced[1]
     return slowest_s, same
 

@@ -1,18 +1,19 @@
 """Lowering: plan → schedule, pure; the memory it may fill; and the invariants every schedule must keep."""
 
+from lightning_hetero.lowering.cache_sizes import CacheSizes, DeviceRoom, cache_sizes, cache_sizes_in_budget
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
 from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots
 from lightning_hetero.lowering.placed_blocks import fitted, lent_bytes, mirrored_bytes
-from lightning_hetero.lowering.rooms import DeviceRoom, Rooms, budgeted, rooms
 from lightning_hetero.lowering.steady import steady, step_signatures
 
 __all__ = [
+    "CacheSizes",
     "DeviceRoom",
     "Needs",
     "Purpose",
-    "Rooms",
-    "budgeted",
+    "cache_sizes",
+    "cache_sizes_in_budget",
     "check",
     "fitted",
     "lent_bytes",
@@ -21,7 +22,6 @@ __all__ = [
     "needs_of",
     "needs_of_shape",
     "num_slots",
-    "rooms",
     "steady",
     "step_signatures",
 ]

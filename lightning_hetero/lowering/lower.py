@@ -18,10 +18,10 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Saved, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, OpKind, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering.activation_moves import ActivationMoves
+from lightning_hetero.lowering.cache_sizes import DeviceRoom
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, keeps_less, placements, updates_in_backward
-from lightning_hetero.lowering.rooms import DeviceRoom
 from lightning_hetero.lowering.update_moves import UpdateMoves
 from lightning_hetero.lowering.weight_cache import Cache, Uses
 from lightning_hetero.lowering.weight_moves import WeightMoves

@@ -1,4 +1,4 @@
-"""What a block's place in the plan means for the ops of a step: read off once, used by lowering, check and rooms."""
+"""What a block's place in the plan means for the ops of a step: read off once, used by lowering, check and cache sizes."""
 
 from __future__ import annotations
 

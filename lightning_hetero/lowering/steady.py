@@ -8,8 +8,8 @@ from dataclasses import replace
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Schedule, StepSignature, Updates
+from lightning_hetero.lowering.cache_sizes import CacheSizes, DeviceRoom
 from lightning_hetero.lowering.lower import lower
-from lightning_hetero.lowering.rooms import DeviceRoom, Rooms
 
 _STEPS = 8
 
@@ -26,7 +26,7 @@ def step_signatures(plan: Plan, *, updates: Updates = Updates.IN_BACKWARD) -> tu
 
 
 def steady(
-    plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, rooms: Rooms
+    plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, sizes: CacheSizes
 ) -> tuple[Schedule, ...]:
     """Lowers the micro-batches of one optimizer step, with the weights in memory that the step before leaves there.
 
@@ -34,7 +34,7 @@ def steady(
         plan: The resolved plan.
         model: The blocks' sizes.
         signatures: The micro-batches; ``None``: those of :func:`step_signatures`.
-        rooms: Memory for what comes and goes.
+        sizes: Memory for what comes and goes.
 
     Returns:
         One schedule per micro-batch; each begins with what the one before leaves, the first with what the last leaves. Where two
@@ -51,9 +51,9 @@ def steady(
         schedules = []
         for signature in signatures:
             room = None
-            if rooms.device_cache_bytes is not None:
-                room = DeviceRoom(resident=held, capacity_bytes=rooms.device_cache_bytes)
-            capacity = rooms.host_cache_bytes
+            if sizes.device_cache_bytes is not None:
+                room = DeviceRoom(resident=held, capacity_bytes=sizes.device_cache_bytes)
+            capacity = sizes.host_cache_bytes
             schedules.append(lower(plan, model, signature, resident=resident, capacity_bytes=capacity, device=room))
             resident, held = schedules[-1].resident_after, schedules[-1].device_after
         if (resident, held) == (schedules[0].resident_before, schedules[0].device_before):

@@ -11,7 +11,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Schedule, Updates
 from lightning_hetero.ir.step_seconds import StepSeconds
-from lightning_hetero.lowering import Rooms, check, fitted, rooms, steady, step_signatures
+from lightning_hetero.lowering import CacheSizes, cache_sizes, check, fitted, steady, step_signatures
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
 
@@ -43,7 +43,7 @@ def simulation(
     plan, space, schedules = _lowered(plan, model, hardware, updates)
     if prove:
         _check(plan, model, space, schedules)
-    return simulate(schedules, plan, model, hardware, rooms=space, keep_trace=keep_trace)
+    return simulate(schedules, plan, model, hardware, sizes=space, keep_trace=keep_trace)
 
 
 def speculation(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> StepSeconds:
@@ -80,14 +80,14 @@ def proved(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
 
 def _lowered(
     plan: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates
-) -> tuple[Plan, Rooms, tuple[Schedule, ...]]:
+) -> tuple[Plan, CacheSizes, tuple[Schedule, ...]]:
     """The resolved plan, the memory that it leaves, and the schedules of one step."""
     plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
-    space = rooms(plan, model, hardware, updates=updates)
-    return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), rooms=space)
+    space = cache_sizes(plan, model, hardware, updates=updates)
+    return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
 
 
-def _check(plan: Plan, model: ModelProfile, space: Rooms, schedules: Sequence[Schedule]) -> None:
+def _check(plan: Plan, model: ModelProfile, space: CacheSizes, schedules: Sequence[Schedule]) -> None:
     for schedule in schedules:
         check(schedule, plan, model.shape(), capacity_bytes=space.host_cache_bytes, device_capacity_bytes=space.device_cache_bytes)
 
@@ -124,7 +124,7 @@ def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | N
 
 
 def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -> None:
-    """Refuses what exceeds a tier at some moment although its rooms fit."""
+    """Refuses what exceeds a tier at some moment although its needs and caches fit."""
     remedies = {
         "device": "place weights or state on the host, recompute or swap activations, or use a smaller batch",
         "host": "add host memory, or place state or weights on disk",

@@ -12,7 +12,17 @@ from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, Unsuppo
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import DeviceRoom, Needs, Purpose, Rooms, budgeted, check, fitted, lower, needs_of_shape
+from lightning_hetero.lowering import (
+    CacheSizes,
+    DeviceRoom,
+    Needs,
+    Purpose,
+    cache_sizes_in_budget,
+    check,
+    fitted,
+    lower,
+    needs_of_shape,
+)
 from lightning_hetero.lowering.memory_errors import device_too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
@@ -177,7 +187,7 @@ class Placer:
         if rules.speculates and least_bytes(needs) > budget:  # copies of weights until the verdict are a luxury
             rules = replace(rules, speculates=False)
             needs = self.needs(plan, rules)
-        room = budgeted(
+        room = cache_sizes_in_budget(
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=self.device_memory,
         )  # fmt: skip
@@ -271,7 +281,7 @@ class Placer:
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
 
-    def _partitioned(self, plan: Plan, needs: Needs, room: Rooms) -> tuple[Rooms, int]:
+    def _partitioned(self, plan: Plan, needs: Needs, room: CacheSizes) -> tuple[CacheSizes, int]:
         """Shares a device out whose memory for weights and state is set aside, beside what torch allocates.
 
         Returns:
@@ -321,7 +331,7 @@ class Placer:
                 f'device_memory allows {format_bytes(allowed)}. Raise device_memory, or choose plan="host" or plan="disk".'
             )
 
-    def _check_schedule(self, plan: Plan, room: Rooms, rules: StepRules) -> None:
+    def _check_schedule(self, plan: Plan, room: CacheSizes, rules: StepRules) -> None:
         """Lowers the plan for a step as expected, so that what the lowering refuses is refused before anything is loaded."""
         on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
         device = None if on_device is None else DeviceRoom(capacity_bytes=on_device)

@@ -26,7 +26,7 @@ _WORKS = {lane: sum(1 << work for work in Work if LANES[work] is lane) for lane 
 
 
 class HasStaging(Protocol):
-    """The part of ``lowering.Rooms`` that the simulator needs."""
+    """The part of ``lowering.CacheSizes`` that the simulator needs."""
 
     @property
     def staging_bytes(self) -> int:
@@ -66,7 +66,7 @@ def simulate(
     model: ModelProfile,
     hardware: HardwareProfile,
     *,
-    rooms: HasStaging,
+    sizes: HasStaging,
     steps: int = 4,
     keep_trace: bool = False,
 ) -> Simulation:
@@ -79,7 +79,7 @@ def simulate(
         plan: The resolved plan of the schedules.
         model: The model's profile.
         hardware: The machine's profile.
-        rooms: The memory that the plan leaves for staging.
+        sizes: The memory that the plan leaves for staging.
         steps: The most steps to simulate; fewer if they repeat.
         keep_trace: Whether to keep spans and the timeline of memory, which take most of the time.
 
@@ -91,8 +91,8 @@ def simulate(
         RateError: The plan needs work for which the hardware profile has no rate.
     """
     rates = Rates(hardware)
-    program = compile_step(schedules, plan, model, rates, staging_bytes=rooms.staging_bytes)
-    engine = EventLoop(program, SharedRates(rates), staging_bytes=rooms.staging_bytes, record=keep_trace)
+    program = compile_step(schedules, plan, model, rates, staging_bytes=sizes.staging_bytes)
+    engine = EventLoop(program, SharedRates(rates), staging_bytes=sizes.staging_bytes, record=keep_trace)
     cycle = engine.run(max(1, steps))
     reported = engine.steps[-cycle:] if cycle else engine.steps[1:] or engine.steps
     return Simulation(

@@ -13,7 +13,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import StepSignature, Updates
-from lightning_hetero.lowering import fitted, needs_of, rooms, steady
+from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.runtime.optimizers import Rule
@@ -264,9 +264,9 @@ def _predicted(
 ) -> Plan:
     shape = model.shape()
     plan = fitted(plan, shape, device=not machine.shared_memory)
-    space = rooms(plan, model, machine, updates=room_for)
+    space = cache_sizes(plan, model, machine, updates=room_for)
     order = tuple(range(len(shape.blocks)))
     last = StepSignature(order=order, training=True, updates=updates)
     batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
-    schedules = steady(plan, shape, batches, rooms=space)
-    return replace(plan, predicted=simulate(schedules, plan, model, machine, rooms=space).prediction)
+    schedules = steady(plan, shape, batches, sizes=space)
+    return replace(plan, predicted=simulate(schedules, plan, model, machine, sizes=space).prediction)

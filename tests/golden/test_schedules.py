@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Schedule, StepSignature, Updates
-from lightning_hetero.lowering import Rooms, check, lower, steady
+from lightning_hetero.lowering import CacheSizes, check, lower, steady
 from lightning_hetero.planners import disk, host, resident
 
 HERE = Path(__file__).parent
@@ -149,7 +149,7 @@ def test_schedule_for_a_device_is_the_reviewed_one(
     name: str, planner: Callable[[], Plan], updates: Updates, pytestconfig: pytest.Config
 ) -> None:
     plan = planner().resolve(b.name for b in LAYERS.blocks)
-    rooms = Rooms(host_cache_bytes=2 * 200, device_cache_bytes=2000 + 2 * 200, staging_bytes=0)
-    (schedule,) = steady(plan, LAYERS, [replace(STEP, updates=updates)], rooms=rooms)
-    check(schedule, plan, LAYERS, capacity_bytes=rooms.host_cache_bytes, device_capacity_bytes=rooms.device_cache_bytes)
+    sizes = CacheSizes(host_cache_bytes=2 * 200, device_cache_bytes=2000 + 2 * 200, staging_bytes=0)
+    (schedule,) = steady(plan, LAYERS, [replace(STEP, updates=updates)], sizes=sizes)
+    check(schedule, plan, LAYERS, capacity_bytes=sizes.host_cache_bytes, device_capacity_bytes=sizes.device_cache_bytes)
     _compare(f"device_{name}", schedule, pytestconfig)

@@ -25,7 +25,7 @@ from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
-from lightning_hetero.lowering import Rooms
+from lightning_hetero.lowering import CacheSizes
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
@@ -138,9 +138,9 @@ RECIPES = st.builds(
 @given(recipe=RECIPES, plan=PLANS, tight=st.booleans())
 def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Recipe, plan: Plan, tight: bool) -> None:
     got = ran(plan, recipe, tight=tight)
-    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
+    model, sizes = profile(got.model), CacheSizes(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
     for step in range(FIRST, len(got.schedules)):
-        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, rooms=rooms, keep_trace=True)
+        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, sizes=sizes, keep_trace=True)
         issued = got.trace.issued(step)
         assert issued == predicted.trace.issued(0)
         assert any(name.startswith("UPDATE ") for names in issued.values() for name in names)
@@ -150,10 +150,10 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
 @given(recipe=RECIPES, plan=PLANS)
 def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Plan) -> None:
     got = ran(plan, recipe, kept=True)
-    model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
+    model, sizes = profile(got.model), CacheSizes(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
     assert model.kept_every == 1
     for step in range(FIRST, len(got.schedules)):
-        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, rooms=rooms, keep_trace=True).trace
+        predicted = simulate([got.schedules[step]], got.plan, model, HARDWARE, sizes=sizes, keep_trace=True).trace
         assert got.trace.issued(step) == predicted.issued(0)
         written = {s.name: s.num_bytes for s in got.spans("MIRROR", step)}
         expected = {s.name: s.num_bytes for s in predicted.spans if s.name.startswith("MIRROR ") and s.step == 0}
@@ -183,9 +183,9 @@ def test_lanes_of_every_kind_see_the_ops_in_the_predicted_order(
     for kind in KINDS:
         with lanes_of(kind):
             got = ran(plan, Recipe(shape=shape, steps=FIRST + 2, **options), device=EmulatedDevice(memory="2MiB", seed=3))
-        model, rooms = profile(got.model), Rooms(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)
+        model, sizes = profile(got.model), CacheSizes(host_cache_bytes=0, device_cache_bytes=0, staging_bytes=2**20)
         for step in range(FIRST, len(got.schedules)):
-            predicted = simulate([got.schedules[step]], got.plan, model, DEVICE, rooms=rooms, keep_trace=True)
+            predicted = simulate([got.schedules[step]], got.plan, model, DEVICE, sizes=sizes, keep_trace=True)
             assert got.trace.issued(step) == predicted.trace.issued(0), kind
 
 

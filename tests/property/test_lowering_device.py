@@ -14,7 +14,7 @@ from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule, StepSignature, Updates
-from lightning_hetero.lowering import DeviceRoom, Rooms, check, lower, needs_of, steady
+from lightning_hetero.lowering import CacheSizes, DeviceRoom, check, lower, needs_of, steady
 from lightning_hetero.lowering.needs import Purpose
 
 
@@ -168,7 +168,7 @@ def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, se
     model = data.draw(models())
     plan = data.draw(plans(model))
     updates = data.draw(st.sampled_from([u for u in Updates if u is not Updates.NONE]))
-    rooms = Rooms(
+    sizes = CacheSizes(
         host_cache_bytes=data.draw(capacities(model, plan, (Tier.DISK,))),
         device_cache_bytes=data.draw(capacities(model, plan, (Tier.HOST, Tier.DISK))),
         staging_bytes=0,
@@ -179,8 +179,8 @@ def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, se
         model=model,
         plan=plan,
         signatures=micro * 2,
-        capacity_bytes=rooms.host_cache_bytes,
-        device_capacity_bytes=rooms.device_cache_bytes or 0,
+        capacity_bytes=sizes.host_cache_bytes,
+        device_capacity_bytes=sizes.device_cache_bytes or 0,
     )
     machine = Machine(plan, model, case.lower(), seed=seed)
     machine.run()
@@ -194,12 +194,12 @@ def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, se
 def test_steady_steps_begin_with_what_the_step_before_leaves(data: st.DataObject) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model))
-    rooms = Rooms(
+    sizes = CacheSizes(
         host_cache_bytes=data.draw(capacities(model, plan, (Tier.DISK,))),
         device_cache_bytes=data.draw(capacities(model, plan, (Tier.HOST, Tier.DISK))),
         staging_bytes=0,
     )
-    schedules = steady(plan, model.shape(), rooms=rooms)
+    schedules = steady(plan, model.shape(), sizes=sizes)
     assert len(schedules) == plan.micro_batches
     for before, after in zip((schedules[-1], *schedules), schedules, strict=False):
         assert (after.resident_before, after.device_before) == (before.resident_after, before.device_after)

@@ -17,7 +17,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, U
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Phase, Schedule
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span
-from lightning_hetero.lowering import Rooms, fitted, needs_of, rooms, steady
+from lightning_hetero.lowering import CacheSizes, cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.sim.links import Flow, max_min
@@ -62,11 +62,11 @@ class Case:
     model: ModelProfile
     plan: Plan
     hardware: HardwareProfile
-    rooms: Rooms
+    sizes: CacheSizes
     schedules: tuple[Schedule, ...]
 
     def simulate(self) -> Simulation:
-        return simulate(self.schedules, self.plan, self.model, self.hardware, rooms=self.rooms, keep_trace=True)
+        return simulate(self.schedules, self.plan, self.model, self.hardware, sizes=self.sizes, keep_trace=True)
 
 
 @st.composite
@@ -176,9 +176,9 @@ def cases(draw: st.DrawFn, *, priority: bool | None = None, shared: bool | None 
     )
     plan = fitted(plan, model.shape(), device=not shared)  # as the strategy and the planners do before anything is lowered
     hardware = draw(memories(plan, model, hardware))
-    space = rooms(plan, model, hardware)
-    schedules = steady(plan, model.shape(), rooms=space)
-    return Case(model=model, plan=plan, hardware=hardware, rooms=space, schedules=schedules)
+    space = cache_sizes(plan, model, hardware)
+    schedules = steady(plan, model.shape(), sizes=space)
+    return Case(model=model, plan=plan, hardware=hardware, sizes=space, schedules=schedules)
 
 
 # ---- what holds for all ---------------------------------------------------------------------------------------------------
@@ -342,12 +342,12 @@ def test_a_chain_never_gets_slower_on_a_faster_machine(data: st.DataObject, mode
     model = replace(model, blocks=(block,))
     hardware = replace(data.draw(machines(shared=shared)), contention={}, host_dram_bytes_per_s=1e12)
     plan = Plan(name="p", blocks=(data.draw(block_plans(model.blocks[0], shared=shared)),))
-    space = rooms(plan, model, hardware)
-    schedules = steady(plan, model.shape(), rooms=space)
+    space = cache_sizes(plan, model, hardware)
+    schedules = steady(plan, model.shape(), sizes=space)
     key = data.draw(st.sampled_from(_RATES))
     faster = replace(hardware, **{key: 2 * getattr(hardware, key)})
-    before = simulate(schedules, plan, model, hardware, rooms=space).prediction.iteration_s
-    after = simulate(schedules, plan, model, faster, rooms=space).prediction.iteration_s
+    before = simulate(schedules, plan, model, hardware, sizes=space).prediction.iteration_s
+    after = simulate(schedules, plan, model, faster, sizes=space).prediction.iteration_s
     assert after <= before * (1 + NEARLY)
 
 
@@ -359,8 +359,8 @@ def test_without_transfers_a_step_is_the_sum_of_its_parts(model: ModelProfile, f
     hardware = HardwareProfile(
         name="h", device_memory_bytes=10_000 * MIB, host_memory_bytes=10_000 * MIB, disk_capacity_bytes=0, disk_duplex=True, **rates
     )  # fmt: skip
-    space = rooms(plan, model, hardware)
-    prediction = simulate(steady(plan, model.shape(), rooms=space), plan, model, hardware, rooms=space).prediction
+    space = cache_sizes(plan, model, hardware)
+    prediction = simulate(steady(plan, model.shape(), sizes=space), plan, model, hardware, sizes=space).prediction
     updates = sum(Rates(hardware).alone_s(Work.DEVICE_UPDATE, b.num_trainable_params) for b in model.blocks)
     assert prediction.iteration_s == pytest.approx(sum(b.forward_s + b.backward_s for b in model.blocks) + updates)
     assert prediction.forward_s == pytest.approx(sum(b.forward_s for b in model.blocks))

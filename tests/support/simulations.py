@@ -91,7 +91,7 @@ def simulated(
     **options: object,
 ) -> Simulation:  # fmt: skip
     schedules = [schedule] if isinstance(schedule, Schedule) else schedule
-    return simulate(schedules, plan, model, hardware, rooms=Staging(staging_bytes=staging), keep_trace=True, **options)  # type: ignore[arg-type]
+    return simulate(schedules, plan, model, hardware, sizes=Staging(staging_bytes=staging), keep_trace=True, **options)  # type: ignore[arg-type]
 
 
 def spans_of(simulation: Simulation, step: int = 0) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Saved, Tier, UpdateLane
-from lightning_hetero.lowering import rooms
+from lightning_hetero.lowering import cache_sizes
 from lightning_hetero.planners import autohete
 from lightning_hetero.planners.autohete import formulas, search
 from lightning_hetero.planners.autohete.formulas import Costs, Counts, PerBlock
@@ -353,7 +353,7 @@ def test_a_plan_places_blocks_by_insights_1_and_2() -> None:
 def test_a_plan_leaves_room_for_one_block_to_come_while_another_is_in_use() -> None:
     m, hardware = model(8, activation_bytes=4 * GIB), machine(device_memory_bytes=24 * GIB)
     plan = autohete.plan(m, hardware)
-    cache = rooms(plan, m, hardware).device_cache_bytes
+    cache = cache_sizes(plan, m, hardware).device_cache_bytes
     assert cache is not None
     assert cache >= 2 * 2 * m.blocks[0].num_params
 

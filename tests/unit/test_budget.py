@@ -12,7 +12,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import Needs, Purpose, Rooms, budgeted, needs_of, needs_of_shape, rooms
+from lightning_hetero.lowering import CacheSizes, Needs, Purpose, cache_sizes, cache_sizes_in_budget, needs_of, needs_of_shape
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
@@ -162,30 +162,32 @@ def test_where_the_device_is_the_host_there_is_one_pool() -> None:
 def test_caches_get_what_is_left_up_to_all_weights_from_below() -> None:
     model, staging = _model(), least_staging(_model())
     plan = _plan(ON_DISK, prefetch_depth=1, gradient_depth=1)
-    assert rooms(plan, model, _machine()) == Rooms(host_cache_bytes=80, device_cache_bytes=80, staging_bytes=staging + 4 * 120)
+    assert cache_sizes(plan, model, _machine()) == CacheSizes(
+        host_cache_bytes=80, device_cache_bytes=80, staging_bytes=staging + 4 * 120
+    )
     device = 1000 + 407 + 20  # at the last block: its gradients come on top, no others have left yet
-    tight = rooms(plan, model, _machine(device_memory_bytes=device + 20 + 20, host_memory_bytes=2000 + 20 + staging + 20 + 8))
-    assert tight == Rooms(host_cache_bytes=20 + 6, device_cache_bytes=20, staging_bytes=staging + 2)
+    tight = cache_sizes(plan, model, _machine(device_memory_bytes=device + 20 + 20, host_memory_bytes=2000 + 20 + staging + 20 + 8))
+    assert tight == CacheSizes(host_cache_bytes=20 + 6, device_cache_bytes=20, staging_bytes=staging + 2)
 
 
 def test_a_plan_may_say_how_large_its_caches_are() -> None:
     plan = _plan(ON_DISK, device_cache_bytes=45, host_cache_bytes=50)
-    got = rooms(plan, _model(), _machine())
+    got = cache_sizes(plan, _model(), _machine())
     assert (got.host_cache_bytes, got.device_cache_bytes) == (50, 45)
-    least = rooms(replace(plan, device_cache_bytes=0, host_cache_bytes=0), _model(), _machine())
+    least = cache_sizes(replace(plan, device_cache_bytes=0, host_cache_bytes=0), _model(), _machine())
     assert (least.host_cache_bytes, least.device_cache_bytes) == (20, 20)
 
 
 def test_rooms_given_back_as_the_plans_wishes_are_the_same_rooms() -> None:
     model, staging = _model(), least_staging(_model())
     plan, machine = _plan(ON_DISK), _machine(host_memory_bytes=2000 + 80 + staging + 60)
-    first = rooms(plan, model, machine)
+    first = cache_sizes(plan, model, machine)
     again = replace(plan, host_cache_bytes=first.host_cache_bytes, device_cache_bytes=first.device_cache_bytes)
-    assert rooms(again, model, machine) == first
+    assert cache_sizes(again, model, machine) == first
 
 
 def test_shared_memory_has_no_device_cache() -> None:
-    assert rooms(_plan(ON_HOST), _model(), _machine(shared_memory=True)) == Rooms(
+    assert cache_sizes(_plan(ON_HOST), _model(), _machine(shared_memory=True)) == CacheSizes(
         host_cache_bytes=0, device_cache_bytes=None, staging_bytes=0
     )
 
@@ -211,13 +213,13 @@ def test_what_does_not_fit_is_refused_by_tier_and_shortfall(
     rule: BlockPlan, machine: dict[str, object], tier: str, short: int, words: str
 ) -> None:
     with pytest.raises(PlanError, match=rf"plan 'p'.*'box'.*remedy: .*({words})") as caught:
-        rooms(_plan(rule), _model(), _machine(**machine))
+        cache_sizes(_plan(rule), _model(), _machine(**machine))
     assert (caught.value.tier, caught.value.shortfall_bytes) == (tier, short)
 
 
 def test_the_tightest_tier_is_named() -> None:
     with pytest.raises(PlanError) as caught:
-        rooms(_plan(RENEWED), _model(), _machine(device_memory_bytes=1000, host_memory_bytes=1000))
+        cache_sizes(_plan(RENEWED), _model(), _machine(device_memory_bytes=1000, host_memory_bytes=1000))
     assert caught.value.tier == "host"
 
 
@@ -252,8 +254,8 @@ def _known(plan: Plan, *, profiled: bool = False) -> Needs:
     return needs_of_shape(plan, shape, shared_memory=True, updates=Updates.IN_BACKWARD, staging_bytes=100)
 
 
-def _share(plan: Plan, host_memory: int, *, given: bool = False, profiled: bool = False) -> Rooms:
-    return budgeted(plan, _known(plan, profiled=profiled), host_memory=host_memory, given=given, profiled=profiled)
+def _share(plan: Plan, host_memory: int, *, given: bool = False, profiled: bool = False) -> CacheSizes:
+    return cache_sizes_in_budget(plan, _known(plan, profiled=profiled), host_memory=host_memory, given=given, profiled=profiled)
 
 
 def test_a_budget_is_shared_out_as_the_plan_says() -> None:

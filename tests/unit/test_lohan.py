@@ -19,7 +19,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.lowering import rooms, steady
+from lightning_hetero.lowering import cache_sizes, steady
 from lightning_hetero.planners import lohan
 from lightning_hetero.planners.lohan import formulas, planner, search
 from lightning_hetero.planners.lohan.formulas import Layer, Quantities
@@ -319,8 +319,8 @@ def test_a_plan_keeps_weights_and_state_on_disk_and_says_what_it_swaps() -> None
 
 def bytes_that_leave_the_device(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> int:
     """Of the SWAP_OUT ops of one lowered step, those that copy from the device."""
-    space = rooms(plan, model, hardware)
-    ops = [op for schedule in steady(plan, model.shape(), rooms=space) for op in schedule.ops]
+    space = cache_sizes(plan, model, hardware)
+    ops = [op for schedule in steady(plan, model.shape(), sizes=space) for op in schedule.ops]
     return sum(op.num_bytes for op in ops if op.kind is OpKind.SWAP_OUT and op.lane is Lane.D2H)
 
 

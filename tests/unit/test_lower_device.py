@@ -10,7 +10,7 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, Schedul
 from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates
-from lightning_hetero.lowering import DeviceRoom, Rooms, check, lower, steady, step_signatures
+from lightning_hetero.lowering import CacheSizes, DeviceRoom, check, lower, steady, step_signatures
 
 UNIT = 100  # bytes of one block's 16-bit weights
 EVERYTHING = 10**9
@@ -72,7 +72,7 @@ def _steps(
 
 def _steady(plan: Plan, *, model: ModelShape | None = None, host: int = EVERYTHING, device: int = EVERYTHING) -> Schedule:
     model = model or _model(len(plan.blocks))
-    schedule = steady(plan, model, rooms=Rooms(host_cache_bytes=host, device_cache_bytes=device, staging_bytes=0))[-1]
+    schedule = steady(plan, model, sizes=CacheSizes(host_cache_bytes=host, device_cache_bytes=device, staging_bytes=0))[-1]
     check(schedule, plan, model, capacity_bytes=host, device_capacity_bytes=device)
     return schedule
 
@@ -387,8 +387,8 @@ def test_an_upload_before_its_update_is_refused() -> None:
 def test_micro_batches_come_before_the_step_that_updates() -> None:
     plan = _plan(ON_HOST, num_blocks=2, micro_batches=3)
     assert [s.updates for s in step_signatures(plan)] == [Updates.NONE, Updates.NONE, Updates.IN_BACKWARD]
-    rooms = Rooms(host_cache_bytes=0, device_cache_bytes=UNIT, staging_bytes=0)
-    schedules = steady(plan, _model(2), rooms=rooms)
+    sizes = CacheSizes(host_cache_bytes=0, device_cache_bytes=UNIT, staging_bytes=0)
+    schedules = steady(plan, _model(2), sizes=sizes)
     assert [s.signature.updates for s in schedules] == [Updates.NONE, Updates.NONE, Updates.IN_BACKWARD]
     assert schedules[0].device_before == schedules[-1].device_after
 

@@ -15,7 +15,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import fitted, rooms
+from lightning_hetero.lowering import cache_sizes, fitted
 from lightning_hetero.planners.autohete.formulas import Costs, Counts, costs, device_bytes, host_bytes, iteration_s
 from lightning_hetero.planners.autohete.search import DEEPEST, METHODS, prefetch_depth, relieved
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
@@ -97,7 +97,7 @@ def _check_slots(plan: Plan, slots: int, model: ModelProfile, hardware: Hardware
     """Refuses a plan that leaves the device less than that many of its largest offloaded blocks' weights."""
     sizes = [b.weight_bytes for b, row in zip(model.shape().blocks, plan.blocks, strict=True) if row.weights is Tier.HOST]
     if sizes:
-        rooms(replace(plan, device_cache_bytes=slots * max(sizes)), model, hardware)
+        cache_sizes(replace(plan, device_cache_bytes=slots * max(sizes)), model, hardware)
 
 
 def _in_place(k: Costs) -> Counts:

@@ -16,7 +16,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import rooms
+from lightning_hetero.lowering import cache_sizes
 from lightning_hetero.planners.deep_optimizer_states.formulas import lanes, strides, update_rates, update_ratio, update_s
 from lightning_hetero.planners.evaluation import evaluated
 
@@ -82,7 +82,7 @@ def with_most_residents(
 
 def _fits_device(placed: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates) -> bool:
     try:
-        rooms(placed, model, hardware, updates=updates)
+        cache_sizes(placed, model, hardware, updates=updates)
     except PlanError as error:
         return error.tier != Tier.DEVICE
     return True

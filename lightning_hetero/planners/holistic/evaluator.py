@@ -12,7 +12,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import fitted, rooms
+from lightning_hetero.lowering import cache_sizes, fitted
 from lightning_hetero.planners.evaluation import simulation
 
 _REFUSAL = 0.1  # of the time of a simulation
@@ -90,7 +90,7 @@ class Evaluator:
     def shortfall(self, plan: Plan) -> PlanError | None:
         """Why a resolved plan does not fit; ``None`` if it may."""
         try:
-            rooms(self._fitted(plan), self.model, self.hardware, updates=self.updates)
+            cache_sizes(self._fitted(plan), self.model, self.hardware, updates=self.updates)
         except PlanError as error:
             self.refusal = error
             return error

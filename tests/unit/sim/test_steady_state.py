@@ -27,7 +27,7 @@ from support.simulations import (
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload, StepSignature, Updates
-from lightning_hetero.lowering import lower, rooms, steady
+from lightning_hetero.lowering import cache_sizes, lower, steady
 from lightning_hetero.sim import simulate
 
 # ---- steady state -----------------------------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ def test_a_step_of_100_blocks_is_simulated_with_little_effort(tier: Tier) -> Non
     placed = {Tier.DEVICE: RESIDENT, Tier.HOST: ON_HOST, Tier.DISK: ON_DISK}[tier]
     plan, hardware = plan_of(*[placed] * 100), replace(CPU, host_memory_bytes=60 * 2**30, disk_capacity_bytes=2**40)
     hardware = replace(hardware, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=2e9, cpu_update_params_per_s=1e9)
-    space = rooms(replace(plan, host_cache_bytes=2**30), model, hardware)
-    schedules = steady(plan, model.shape(), rooms=space)
+    space = cache_sizes(replace(plan, host_cache_bytes=2**30), model, hardware)
+    schedules = steady(plan, model.shape(), sizes=space)
 
-    steps = len(simulate(schedules, plan, model, hardware, rooms=space).iterations_s)
-    assert python_calls(lambda: simulate(schedules, plan, model, hardware, rooms=space)) < 80_000 * steps  # some 40 ms each
+    steps = len(simulate(schedules, plan, model, hardware, sizes=space).iterations_s)
+    assert python_calls(lambda: simulate(schedules, plan, model, hardware, sizes=space)) < 80_000 * steps  # some 40 ms each

@@ -33,7 +33,7 @@ class DeviceRoom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
+class CacheSizes:
     """Memory that a plan leaves for what comes and goes during a step.
 
     Attributes:
@@ -47,7 +47,9 @@ class Rooms:
     staging_bytes: int
 
 
-def rooms(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Rooms:
+def cache_sizes(
+    plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD
+) -> CacheSizes:
     """Shares the memory of a machine out.
 
     Caches get what the plan gives them, at least their largest block; where the plan says nothing, what the needs leave, at most
@@ -77,15 +79,17 @@ def rooms(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates
             },
         )  # fmt: skip
     cache_bytes, staging_bytes = _shared_out(host, needs)
-    return Rooms(
+    return CacheSizes(
         host_cache_bytes=cache_bytes,
         device_cache_bytes=None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows)),
         staging_bytes=staging_bytes,
     )
 
 
-def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool, device_memory: int | None = None) -> Rooms:
-    """As :func:`rooms`, of a budget of host memory and, where the device has memory of its own, of one of that.
+def cache_sizes_in_budget(
+    plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool, device_memory: int | None = None
+) -> CacheSizes:
+    """As :func:`cache_sizes`, of a budget of host memory and, where the device has memory of its own, of one of that.
 
     Until activations are known the device's cache gets no more than the blocks that come ahead of their use: the rest is theirs.
 
@@ -112,7 +116,7 @@ def budgeted(plan: Plan, needs: Needs, *, host_memory: int, given: bool, profile
         left = device_memory - total_bytes(device.rows)
         ahead = sum(sorted(needs.device_caches)[-plan.prefetch_depth - 1 :])
         device_cache_bytes = device.cache_bytes(left if profiled else min(left, ahead))
-    return Rooms(host_cache_bytes=cache_bytes, device_cache_bytes=device_cache_bytes, staging_bytes=staging_bytes)
+    return CacheSizes(host_cache_bytes=cache_bytes, device_cache_bytes=device_cache_bytes, staging_bytes=staging_bytes)
 
 
 def _host(plan: Plan, needs: Needs, capacity_bytes: int) -> _Tier:

@@ -1,4 +1,4 @@
-"""Random plans on random machines: what fits the rooms fits the machine, by the simulator's count; what does not is refused."""
+"""Random plans on random machines: a plan whose caches fit does fit by the simulator's count; others are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import Rooms, check, needs_of, rooms, steady, step_signatures
+from lightning_hetero.lowering import CacheSizes, cache_sizes, check, needs_of, steady, step_signatures
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.sim import simulate
 
@@ -107,12 +107,12 @@ def test_what_fits_the_rooms_fits_the_machine(shared: bool, data: st.DataObject)
         device_memory_bytes=total_bytes(needs.device) + max(needs.device_caches, default=0) + spare,
         host_memory_bytes=total_bytes(needs.host) + max(needs.host_caches, default=0) + spare,
     )
-    space = rooms(plan, model, machine, updates=updates)
-    schedules = steady(plan, model.shape(), step_signatures(plan, updates=updates), rooms=space)
+    space = cache_sizes(plan, model, machine, updates=updates)
+    schedules = steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
     for schedule in schedules:
         device = space.device_cache_bytes
         check(schedule, plan, model.shape(), capacity_bytes=space.host_cache_bytes, device_capacity_bytes=device)
-    predicted = simulate(schedules, plan, model, machine, rooms=space).prediction
+    predicted = simulate(schedules, plan, model, machine, sizes=space).prediction
     assert predicted.host_peak_bytes <= machine.host_memory_bytes
     assert shared or predicted.device_peak_bytes <= machine.device_memory_bytes
 
@@ -127,8 +127,8 @@ def test_a_byte_less_than_the_least_is_refused(data: st.DataObject) -> None:
         "host": total_bytes(needs.host) + max(needs.host_caches, default=0),
     }
     machine = replace(MACHINE, device_memory_bytes=least["device"], host_memory_bytes=least["host"])
-    assert isinstance(rooms(plan, model, machine), Rooms)
+    assert isinstance(cache_sizes(plan, model, machine), CacheSizes)
     tier = data.draw(st.sampled_from(sorted(least)))
     with pytest.raises(PlanError) as caught:
-        rooms(plan, model, replace(machine, **{f"{tier}_memory_bytes": least[tier] - 1}))
+        cache_sizes(plan, model, replace(machine, **{f"{tier}_memory_bytes": least[tier] - 1}))
     assert (caught.value.tier, caught.value.shortfall_bytes) == (tier, 1)
