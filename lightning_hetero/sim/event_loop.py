@@ -35,7 +35,7 @@ Usage = dict[int, float]  # bit set of kinds of work → seconds in which exactl
 
 
 @dataclass(slots=True)
-class Step:
+class SimulatedStep:
     """One simulated step.
 
     Attributes:
@@ -98,7 +98,7 @@ class EventLoop:
     """
 
     def __init__(self, program: Program, rates: SharedRates, *, staging_bytes: int, record: bool = False) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[SimulatedStep] = []
         self.began: dict[int, float] = {}
         self.ended: dict[int, float] = {}
         self.arrived: dict[int, tuple[float, int]] = {}
@@ -121,7 +121,7 @@ class EventLoop:
         self._disk = DiskQueue(program, staging_bytes=staging_bytes)
         # The step.
         self._device, self._host = program.constant
-        self._step = Step(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
+        self._step = SimulatedStep(begin_s=0.0, device_peak_bytes=self._device, host_peak_bytes=self._host)
         self._states: list[_StepBegin] = []  # at the begin of each step
         self._unended = 0  # all jobs before this one have ended
         self._usage: Usage = {}
@@ -270,7 +270,7 @@ class EventLoop:
             if same:
                 self._cycle, self._stop_after = min(same), begun
         self._states.append(state)
-        self._step = Step(begin_s=self._now, device_peak_bytes=self._device, host_peak_bytes=self._host)
+        self._step = SimulatedStep(begin_s=self._now, device_peak_bytes=self._device, host_peak_bytes=self._host)
         if self._record:
             self._step.timeline.append((self._now, self._device, self._host))
         self._turn(Phase.FORWARD)

@@ -16,7 +16,7 @@ from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.lowering import lent_bytes, mirrored_bytes, num_slots
 from lightning_hetero.sim.compile import compile_step
-from lightning_hetero.sim.event_loop import EventLoop, Step, busy_s
+from lightning_hetero.sim.event_loop import EventLoop, SimulatedStep, busy_s
 from lightning_hetero.sim.links import SharedRates
 from lightning_hetero.sim.program import Program, Role, Server
 from lightning_hetero.sim.step_memory import StepMemory
@@ -107,7 +107,7 @@ def simulate(
     )
 
 
-def _prediction(steps: Sequence[Step], plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
+def _prediction(steps: Sequence[SimulatedStep], plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Prediction:
     memory = _memory(steps, hardware)
     iteration_s = sum(step.iteration_s for step in steps) / len(steps) + _pinning_s(plan, model, hardware)
     forward_s = sum(step.forward_s for step in steps) / len(steps)
@@ -156,7 +156,7 @@ def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:
     return total
 
 
-def _bottleneck(steps: Sequence[Step], phase: Phase, *, duplex: bool) -> str:
+def _bottleneck(steps: Sequence[SimulatedStep], phase: Phase, *, duplex: bool) -> str:
     """The lane that is busy longest; compute wins a tie."""
     works = {lane.value: mask for lane, mask in _WORKS.items()}
     if not duplex:
@@ -164,14 +164,14 @@ def _bottleneck(steps: Sequence[Step], phase: Phase, *, duplex: bool) -> str:
     return max(works, key=lambda lane: sum(busy_s(step.usage[phase], works[lane]) for step in steps))
 
 
-def _busy(steps: Sequence[Step]) -> dict[str, float]:
+def _busy(steps: Sequence[SimulatedStep]) -> dict[str, float]:
     usages = [usage for step in steps for usage in step.usage.values()]
     seconds = {lane.value: sum(busy_s(usage, works) for usage in usages) for lane, works in _WORKS.items()}
     total_s = sum(step.iteration_s for step in steps)
     return {lane: busy / total_s for lane, busy in seconds.items() if busy}
 
 
-def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
+def _waits(steps: Sequence[SimulatedStep], program: Program) -> dict[str, float]:
     waits: dict[str, float] = {}
     for step in steps:
         for job, seconds in step.waits.items():
@@ -181,7 +181,7 @@ def _waits(steps: Sequence[Step], program: Program) -> dict[str, float]:
     return waits
 
 
-def _memory(steps: Sequence[Step], hardware: HardwareProfile) -> StepMemory:
+def _memory(steps: Sequence[SimulatedStep], hardware: HardwareProfile) -> StepMemory:
     host, last = max(step.host_peak_bytes for step in steps), steps[-1]
     shared = hardware.shared_memory  # one pool, which is counted as the host's
     return StepMemory(
