@@ -1,4 +1,4 @@
-"""Lowering: plan → schedule, pure; the memory it may fill; and the invariants every schedule must keep."""
+"""Lowering: plan → schedule, the memory that it may fill, and the checker of schedules."""
 
 from lightning_hetero.lowering.cache_sizes import CacheSizes, DeviceRoom, cache_sizes, cache_sizes_in_budget
 from lightning_hetero.lowering.check import check

@@ -1,11 +1,12 @@
 """Activations that leave the device after a block's forward and are back before its backward.
 
 [Note: Swaps]
-Each use of a block swaps by itself: out after its forward, to the host and from there to the disk what the plan puts there; in
-ahead of its backward, the same way. From the last forward on, the next ``prefetch_depth`` uses are sent for; from the disk as many
-more. Memory on the way is bounded: beside the use that computes, ``prefetch_depth``
-uses have swapped activations on the device, so forward waits for those that left longest ago; and twice ``prefetch_depth`` uses
-on the way to the disk, or back, take host memory, so each takes over that of the one so many before it.
+Each use of a block swaps by itself: out after its forward, to the host and from there to the disk
+what the plan puts there; in ahead of its backward, the same way. From the last forward on, the next
+``prefetch_depth`` uses are sent for; from the disk as many more. Memory on the way is bounded:
+beside the use that computes, ``prefetch_depth`` uses have swapped activations on the device, so
+forward waits for those that left longest ago; and twice ``prefetch_depth`` uses on the way to the
+disk, or back, take host memory, so each takes over that of the one so many before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_hetero.lowering.placed_blocks import PlacedBlock
 
 
 def swapped_before(block: int, placed: PlacedBlock) -> tuple[Carried, ...]:
-    """What activations that leave wait for of an earlier step: state or weights on their way back to the host.
+    """Carried edges of activations that leave: state or weights going back to the host.
 
     The latest SWAP_OUT of a block then stands for all before it, whatever they move.
     """
@@ -30,7 +31,8 @@ def swapped_before(block: int, placed: PlacedBlock) -> tuple[Carried, ...]:
 class ActivationMoves:
     """Swaps the activations of one training step.
 
-    A use is the place of its forward in the step's order; its backward is the anchor as far from the end.
+    A use is the place of its forward in the step's order; its backward is the anchor as far from
+    the end.
 
     Args:
         placed: The blocks.
@@ -46,7 +48,7 @@ class ActivationMoves:
         self._out_disk: dict[int, int] = {}  # use -> SWAP_OUT to the disk
         self._in: dict[int, int] = {}  # use -> SWAP_IN to the device
         self._in_disk: dict[int, int] = {}  # use -> SWAP_IN from the disk
-        self._leaving: deque[int] = deque()  # SWAP_OUTs from the device that compute has not waited for
+        self._leaving: deque[int] = deque()  # SWAP_OUTs that compute has not waited for
         self._written: list[int] = []  # SWAP_OUTs to the disk: each gives host memory back
         self._lifted: list[int] = []  # SWAP_INs to the device of what came from the disk: the same
 
@@ -71,7 +73,7 @@ class ActivationMoves:
             yield self._leaving.popleft()
 
     def need(self, use: int) -> int | None:
-        """Brings the use's activations back if they are not under way; returns the op to wait for, if there is any."""
+        """Brings the use's activations back, unless that has begun. Returns the op to wait for."""
         if use in self._out and use not in self._in:
             self._bring(use)
         return self._in.get(use)
@@ -108,6 +110,6 @@ class ActivationMoves:
         return self._issue(kind, block, lane, Payload.ACTIVATIONS, size, after=after)
 
     def _taken_over(self, freed: Sequence[int], num_taken: int) -> Sequence[int]:
-        """The op whose memory between host and disk one more takes over, where ``num_taken`` have taken some before."""
+        """The op whose host memory between the hops use number ``num_taken`` takes over."""
         place = num_taken - 2 * self._depth
         return freed[place : place + 1] if place >= 0 else ()

@@ -1,7 +1,8 @@
-"""The memory of a machine, or of a budget, shared out: what a plan leaves on each tier for caches and staging.
+"""The memory that a plan leaves on each tier for caches and staging.
 
-One account for both (``needs``): planners, with a profile and a machine, refuse with a :class:`PlanError`; the runtime, with what
-it knows of a model and a budget, with an :class:`OutOfMemoryBudgetError`.
+One account for both (``needs``): planners, with a profile and a machine, refuse with a
+:class:`PlanError`; the runtime, with what it knows of a model and a budget, with an
+:class:`OutOfMemoryBudgetError`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class DeviceRoom:
     """Device memory for weights that live below the device.
 
     Attributes:
-        resident: Blocks of which the device holds a valid copy as the step begins: of those with weights below the device, and of
-            those with weights on the device that the CPU updates.
+        resident: Blocks of which the device holds a valid copy as the step begins: of those with
+            weights below the device, and of those with weights on the device that the CPU updates.
         capacity_bytes: Bytes for copies of weights that live below the device.
     """
 
@@ -38,7 +39,8 @@ class CacheSizes:
 
     Attributes:
         host_cache_bytes: Host memory for weights that live on disk.
-        device_cache_bytes: Device memory for weights that live below the device; ``None`` where the device is the host's own CPU.
+        device_cache_bytes: Device memory for weights that live below the device; ``None`` where the
+            device is the host's own CPU.
         staging_bytes: Host memory through which state on disk streams.
     """
 
@@ -52,8 +54,9 @@ def cache_sizes(
 ) -> CacheSizes:
     """Shares the memory of a machine out.
 
-    Caches get what the plan gives them, at least their largest block; where the plan says nothing, what the needs leave, at most
-    all that could be in them. A quarter of what the host has left, up to 512 MiB, reads state ahead.
+    Caches get what the plan gives them, at least their largest block; where the plan says nothing,
+    what the needs leave, at most all that could be in them. A quarter of what the host has left, up
+    to 512 MiB, reads state ahead.
 
     Args:
         plan: The resolved plan.
@@ -62,7 +65,8 @@ def cache_sizes(
         updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
-        PlanError: A tier is too small even for the least; names the one with the largest shortfall, and the cheapest remedy.
+        PlanError: A tier is too small even for the least; names the one with the largest shortfall,
+            and the cheapest remedy.
     """
     needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates)
     device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, hardware.device_memory_bytes)
@@ -89,9 +93,10 @@ def cache_sizes(
 def cache_sizes_in_budget(
     plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool, device_memory: int | None = None
 ) -> CacheSizes:
-    """As :func:`cache_sizes`, of a budget of host memory and, where the device has memory of its own, of one of that.
+    """As :func:`cache_sizes`, for a budget of host memory and, if given, one of device memory.
 
-    Until activations are known the device's cache gets no more than the blocks that come ahead of their use: the rest is theirs.
+    Until activations are known the device's cache gets no more than the blocks that come ahead of
+    their use: the rest is theirs.
 
     Args:
         plan: The resolved plan.
@@ -102,7 +107,8 @@ def cache_sizes_in_budget(
         device_memory: Device memory in bytes; ``None``: the device is the host's own CPU.
 
     Raises:
-        OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much and what would need less.
+        OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much
+            and what would need less.
     """
     host = _host(plan, needs, host_memory)
     if host.shortfall_bytes > 0:
@@ -132,7 +138,7 @@ def _shared_out(host: _Tier, needs: Needs) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """One tier under a plan: its rows, the blocks that its cache serves, what the plan gives the cache, and its capacity."""
+    """One tier under a plan: its needs, the cache's blocks and size, and the capacity."""
 
     name: str
     rows: Rows

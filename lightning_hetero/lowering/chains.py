@@ -1,12 +1,14 @@
 """Ops in the order of issue, each behind what came before it.
 
 [Note: Chains]
-Ops on the same bytes run one after the other. Where the device is the host, all ops of one block form one chain. A device with
-memory of its own works on several copies of a block at once, so there a block has four chains: the copy of its *weights* on the
-*device*, that on the *host*, its *state*, and its *gradients*. An op belongs to the chains of the copies that it reads or writes,
-an UPDATE to all of them. It follows the previous op of each of its chains; the first one of a chain follows what ended it in an
-earlier step. RELEASEs of one tier run one after the other too, so an op that follows the last of them may take over the memory
-of all. Activations have one chain per use of a block, see ``activation_moves.py``.
+Ops on the same bytes run one after the other. Where the device is the host, all ops of one block
+form one chain. A device with memory of its own works on several copies of a block at once, so there
+a block has four chains: the copy of its *weights* on the *device*, that on the *host*, its *state*,
+and its *gradients*. An op belongs to the chains of the copies that it reads or writes, an UPDATE to
+all of them. It follows the previous op of each of its chains; the first one of a chain follows what
+ended it in an earlier step. RELEASEs of one tier run one after the other too, so an op that follows
+the last of them may take over the memory of all. Activations have one chain per use of a block, see
+``activation_moves.py``.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ def chains_of(kind: OpKind, lane: Lane, payload: Payload, *, device: bool) -> tu
 def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) -> Iterator[Carried]:
     """What the first op of a chain waits for, of earlier steps.
 
-    - On the host: the STORE, which reads what the UPDATE wrote; likewise for state, which waits for its way back before it goes up.
-    - On the device: an UPLOAD waits for the CPU's UPDATE, which makes what it copies; where the device updates weights that live
-      on the host, the copy it leaves there.
+    - On the host: the STORE, which reads what the UPDATE wrote; likewise for state, which waits for
+      its way back before it goes up.
+    - On the device: an UPLOAD waits for the CPU's UPDATE, which makes what it copies; where the
+      device updates weights that live on the host, the copy it leaves there.
     """
     if chain in (Chain.HOST, Chain.STATE) and placed.stored:
         yield OpKind.STORE, block

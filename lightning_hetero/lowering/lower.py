@@ -45,11 +45,13 @@ def lower(
         signature: The step.
         resident: Blocks with weights on disk whose weights are in host memory as the step begins.
         capacity_bytes: Host bytes for weights that live on disk.
-        device: What the device's own memory has room for; ``None``: the device is the host's own CPU.
+        device: What the device's own memory has room for; ``None``: the device is the host's own
+            CPU.
 
     Raises:
-        ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for what only a device with memory
-            of its own can do; or it has the CPU update state that lives on such a device.
+        ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for
+            what only a device with memory of its own can do; or it has the CPU update state that
+            lives on such a device.
         OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
     placed = placements(plan, model, device=device is not None)
@@ -58,7 +60,7 @@ def lower(
 
 
 def expected_anchors(signature: StepSignature) -> list[Anchor]:
-    """The anchors of a step, in order: forwards, and in training backwards in reverse and the verdict."""
+    """The anchors of a step: forwards; in training also backwards in reverse, and the verdict."""
     anchors = [Anchor(phase=Phase.FORWARD, block=b) for b in signature.order]
     if signature.training:
         anchors += [Anchor(phase=Phase.BACKWARD, block=b) for b in reversed(signature.order)]
@@ -67,7 +69,7 @@ def expected_anchors(signature: StepSignature) -> list[Anchor]:
 
 
 def last_step(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[Carried]:
-    """All that the updates of an earlier step end with, for a forward that waits for all of it (``Plan.priority`` is false)."""
+    """The last ops of all updates of a step, for a forward that waits for all (no priority)."""
     for block in dict.fromkeys(order):
         row = placed[block]
         if row.trainable:
@@ -81,7 +83,7 @@ def last_step(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[C
 
 
 def last_kept(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[Carried]:
-    """What the first forward waits for where steps are kept: MIRRORs of what a device with memory of its own has updated."""
+    """Carried edges of the first forward if steps are kept: MIRRORs of device updates."""
     for block in dict.fromkeys(order):
         row = placed[block]
         if row.has_device and row.trainable and not row.on_cpu and row.mirrored_bytes:
@@ -91,8 +93,9 @@ def last_kept(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[C
 def last_gradients(placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
 
-    After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose place its gradients take; and before
-    the first backward those that were the last to leave the device.
+    After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose
+    place its gradients take; and before the first backward those that were the last to leave the
+    device.
     """
     block = anchors[index].block
     if placed[block].on_cpu:
@@ -188,7 +191,8 @@ class _Lowering:
             return ()
         if placed.renewed:
             return ((OpKind.UPLOAD, anchor.block),)
-        # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for that update.
+        # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for
+        # that update.
         return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
 
 

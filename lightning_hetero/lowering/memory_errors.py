@@ -1,4 +1,4 @@
-"""Refusals of plans that need more than there is: what, where, how much, and what would need less."""
+"""Errors for plans that need too much memory: what, where, how much, and a remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_error(
     shared_memory: bool,
     spare: Mapping[Purpose, int],
 ) -> PlanError:
-    """Names the shortfall, and the first remedy, cheapest first, for something that can become as much smaller.
+    """Names the shortfall, and the cheapest remedy that is large enough.
 
     Args:
         plan: The plan's name.

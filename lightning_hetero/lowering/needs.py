@@ -1,33 +1,42 @@
 """What a plan needs of each tier.
 
 [Note: Needs]
-The most that is in memory at once, whatever overlaps. Walk the backward of one micro-batch from the last block to the first; at
-block ``u`` a device with memory of its own holds
+The needs are the most bytes in memory at once, however ops overlap. The account walks the backward
+of one micro-batch from the last block to the first. At block ``u`` a device with memory of its own
+holds
 
 - the constant part, and the weights and state that live there;
-- *activations*: what blocks up to ``u`` keep; what ``u`` and the ``prefetch_depth`` swapped blocks before it swap (those are on
-  their way, [Note: Swaps]); what ``u`` recomputes, and its transient bytes. Forward passes through the same sums upwards;
-- *gradients*: those for the CPU of ``DEVICE_GRADIENTS`` blocks: of ``u`` and the ones that leave, or only such (what ``u`` needs
-  may come before it has waited for them; the first blocks' may still leave while the next forward runs). Those for updates on the
-  device: of ``u`` or the block before it where updates run during backward, else of all blocks from ``u`` on, and over several
-  micro-batches of all;
-- *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the device. Where updates follow
-  backward and no forward overtakes them, it takes the place of the activations, as in Deep Optimizer States;
+- *activations*: those that blocks up to ``u`` keep; those that ``u`` and the ``prefetch_depth``
+  swapped blocks before it swap, which are on their way ([Note: Swaps]); those that ``u``
+  recomputes, and its transient bytes. Forward passes through the same sums upwards;
+- *gradients for the CPU*: of ``DEVICE_GRADIENTS`` blocks, either ``u`` and the blocks whose
+  gradients leave, or only the latter. A fetch for ``u`` may come before ``u`` has waited for them,
+  and those of the first blocks may still leave while the next forward runs;
+- *gradients for updates on the device*: of ``u`` or of the block before it if updates run during
+  backward, else of all blocks from ``u`` on. Over several micro-batches: of all blocks;
+- *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the
+  device. If updates follow backward and no forward overtakes them, state takes the place of
+  activations, as in Deep Optimizer States;
 - the cache: at least the largest block whose weights live below the device.
 
-The host holds the constant part; the weights that live there, and a copy of those on the device that the CPU updates; the state
-that lives there; the gradients of the ``gradient_depth`` largest blocks where updates run during backward, else of all blocks from
-``u`` on; the activations that blocks up to ``u`` swap to the host, and those of one more than twice ``prefetch_depth`` blocks
-on their way to the disk; staging for what streams from disk; where updates speculate, a copy of the weights of blocks with only
-their state on disk; and the cache: at least the largest block whose weights live on disk.
+The host holds
 
-The runtime does not stop at the backward of a pinned block, so the gradients of pinned blocks come beside all that is waiting then,
-on either side.
+- the constant part;
+- the weights that live there, a copy of weights on the device that the CPU updates, and the state
+  that lives there;
+- the gradients of the ``gradient_depth`` largest blocks if updates run during backward, else of all
+  blocks from ``u`` on;
+- the activations that blocks up to ``u`` swap to the host, and those of ``2 * prefetch_depth + 1``
+  blocks on their way to the disk;
+- staging for state that streams from disk;
+- if updates speculate, a copy of the weights of blocks with only their state on disk;
+- the cache: at least the largest block whose weights live on disk.
 
-Ranks average their gradients when backward has ended, beside all of them, through buckets on the device or the host.
-
-Where the device is the host's own CPU the two are one pool, and nothing is there twice. There, gradients that an update after the
-verdict has used stay until the next backward, as plain Lightning leaves them.
+Three cases need more or less. The runtime does not stop at the backward of a pinned block, so the
+gradients of pinned blocks come on top, on device and host. Ranks of a group average all gradients
+after backward, through buckets on the device or the host. If the device is the host's own CPU, both
+tiers are one pool and nothing is stored twice; gradients that an update after the verdict has used
+then stay until the next backward, as in plain Lightning.
 """
 
 from __future__ import annotations
@@ -44,11 +53,13 @@ from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, spe
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
-"""Blocks whose gradients for the CPU are on the device at a time: of the one that computes, and of one on its way down."""
+"""Blocks whose gradients for the CPU are on the device at a time: one computes, one leaves."""
 
 DEVICE_STATES = 2
-"""Blocks whose state from the host is on the device at a time: one comes or is updated while one goes (Deep Optimizer States,
-section 4.3)."""
+"""Blocks whose state from the host is on the device at a time: one is updated, one leaves.
+
+Source: Deep Optimizer States, section 4.3.
+"""
 
 
 class Purpose(StrEnum):
@@ -72,7 +83,7 @@ Rows = Mapping[Purpose, int]
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Bytes that no plan changes: the process itself, the model's buffers, inputs; or those in which ranks average gradients."""
+    """Bytes that no plan changes: process, buffers, inputs; or buckets for gradient averages."""
 
     device_bytes: int = 0
     host_bytes: int = 0
@@ -88,7 +99,8 @@ class Needs:
     Attributes:
         device: Bytes by purpose, the cache left out; empty where the device is the host's own CPU.
         host: The same for the host.
-        disk: The same for the disk: all slots of all files and, where steps are kept, of what lives in memory; and activations.
+        disk: The same for the disk: all slots of all files and, where steps are kept, of what lives
+            in memory; and activations.
         device_caches: Bytes of the weights of each block that lives below the device.
         host_caches: The same of each block that lives on disk.
         streamed_bytes: State that lives on disk.
@@ -128,7 +140,7 @@ def needs_of_shape(
     constant: Constant = NOTHING,
     buckets: Constant = NOTHING,
 ) -> Needs:
-    """As :func:`needs_of`, of what is known before anything is profiled: activations are 0 where they are unknown.
+    """As :func:`needs_of`, before anything is profiled: unknown activations count as 0.
 
     Args:
         plan: The resolved plan.
@@ -171,7 +183,7 @@ def needs_of_shape(
 
 
 def num_slots(kept_every: int) -> int:
-    """Places on disk for each array: a step is never written over the one before; a third one where few steps are kept."""
+    """Slots on disk for each array: two, and a third one if only every N-th step is kept."""
     return 2 if kept_every <= 1 else 3
 
 
@@ -222,7 +234,7 @@ def _spare_bytes(placed: Sequence[PlacedBlock]) -> int:
 def _moment(
     on_device: int, on_host: int, stay: int, down: int, state: int, buckets: Constant = NOTHING, *, shared: bool
 ) -> tuple[Rows, Rows]:
-    """What comes and goes at one moment: activations, gradients and buckets, on the device and on the host; state on the device."""
+    """Bytes that come and go at one moment: activations, gradients, buckets, device state."""
     device = {
         Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state, Purpose.BUCKETS: buckets.device_bytes
     }  # fmt: skip
@@ -250,7 +262,7 @@ def _activations(plan: Plan, placed: Sequence[PlacedBlock]) -> Iterator[tuple[in
 def _gradients(
     plan: Plan, placed: Sequence[PlacedBlock], *, in_backward: bool, last: bool, shared: bool
 ) -> Iterator[tuple[int, int]]:
-    """Gradients while each block's backward runs, from the last block to the first, on the device and on the host.
+    """Gradient bytes on device and host during each block's backward, last block first.
 
     Args:
         plan: The plan.
@@ -264,8 +276,8 @@ def _gradients(
     for_device = [size for _, size in sizes] if last else []
     leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])
     passing: list[int] = []
-    unseen: list[int] = []  # of pinned blocks, whose backward waits for no update, since the last one that does
-    before: list[int] = []  # of the last backward that updates follow at once, and of pinned ones since
+    unseen: list[int] = []  # of pinned blocks since the last other one
+    before: list[int] = []  # of the last other block, and of pinned ones since
     for row, (cpu, own) in zip(reversed(placed), sizes, strict=True):
         if not last:
             unseen.append(cpu)
@@ -276,7 +288,7 @@ def _gradients(
                 unseen = []
         all_wait = last or not in_backward
         down = sum(for_cpu if all_wait else for_cpu[-plan.gradient_depth :]) + sum(unseen)
-        if shared:  # one place for both; an update in the place of the device's follows the verdict there
+        if shared:  # one memory; a device update follows the verdict
             yield sum(for_device), down
         else:
             beside = max(cpu + sum(passing[-DEVICE_GRADIENTS + 1 :]), sum(passing[-DEVICE_GRADIENTS:]))

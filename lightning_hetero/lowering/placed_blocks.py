@@ -1,4 +1,4 @@
-"""What a block's place in the plan means for the ops of a step: read off once, used by lowering, check and cache sizes."""
+"""What the plan means for a block's ops: computed once for lowering, checker and cache sizes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ class PlacedBlock:
         has_device: The device has memory of its own.
         trainable: It has gradients and updates.
         on_disk: Its weights live on disk: a FETCH brings them to the host.
-        below_device: Its weights live below a device with memory of its own: an UPLOAD brings them there.
+        below_device: Its weights live below a device with memory of its own: an UPLOAD brings them
+            there.
         stored: Its UPDATE is followed by a STORE.
         on_cpu: The CPU updates it.
-        renewed: Its weights live on such a device and the CPU updates it: an UPLOAD brings the new ones.
-        state_moves: Such a device updates it and its state lives on the host: it comes up before the UPDATE and goes back after.
+        renewed: Its weights live on such a device and the CPU updates it: an UPLOAD brings the new
+            ones.
+        state_moves: Such a device updates it and its state lives on the host: it comes up before
+            the UPDATE and goes back after.
         weights_return: The same for its weights: the new ones go back to the host.
-        revocable: An update of it can be taken back: the CPU makes it, and the old state stays on disk.
-        mirrored_bytes: What of it lives in memory and is written to the disk in every step; see [Note: Mirrors] in ``ir.schedule``.
-        lent_bytes: What of that lives on a device with memory of its own alone, and passes through host memory.
-        saved: What becomes of what its forward saves; all of it is kept where the device is the host.
+        revocable: An update of it can be taken back: the CPU makes it, and the old state stays on
+            disk.
+        mirrored_bytes: What of it lives in memory and is written to the disk in every step; see
+            [Note: Mirrors] in ``ir.schedule``.
+        lent_bytes: What of that lives on a device with memory of its own alone, and passes through
+            host memory.
+        saved: What becomes of what its forward saves; all of it is kept where the device is the
+            host.
     """
 
     shape: BlockShape
@@ -55,7 +62,7 @@ class PlacedBlock:
 
     @property
     def swaps(self) -> bool:
-        """Whether activations leave the device after forward; where nobody has measured them, whether the plan lets any leave."""
+        """Whether activations leave the device after forward; if unmeasured, whether any may."""
         return self.swaps_to_disk or (bool(self.saved.to_host) if self.shape.activation_bytes else self._lets(Saved.SWAP_HOST))
 
     @property
@@ -68,10 +75,11 @@ class PlacedBlock:
 
 
 def fitted(plan: Plan, model: ModelShape, *, device: bool) -> Plan:
-    """The plan as it runs on one kind of machine, one rule per block, whatever its patterns say of blocks that are pinned.
+    """The plan with one rule per block, as it runs on one kind of machine.
 
-    Such a block is used outside the repeated ones, without an anchor at which its weights or what it saves could be waited for. On
-    a device with memory of its own all of that stays there; where the device is the host, its weights stay in host memory.
+    Such a block is used outside the repeated ones, without an anchor at which its weights or what
+    it saves could be waited for. On a device with memory of its own all of that stays there; where
+    the device is the host, its weights stay in host memory.
 
     Args:
         plan: The plan.
@@ -127,12 +135,12 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> 
 
 
 def mirrored_bytes(shape: BlockShape, plan: BlockPlan) -> int:
-    """What a step that is kept writes to the disk of what lives in memory: state, and the weights that change."""
+    """Bytes in memory that a kept step writes to the disk: state, and the weights that change."""
     return _kept_weights(shape, plan.weights is not Tier.DISK) + (0 if plan.state is Tier.DISK else shape.state_bytes)
 
 
 def lent_bytes(shape: BlockShape, plan: BlockPlan) -> int:
-    """What of that a device with memory of its own has alone: weights and state of a block that it updates."""
+    """Mirrored bytes that only the device has: weights and state of a block that it updates."""
     if plan.update is UpdateLane.CPU:
         return 0
     return _kept_weights(shape, plan.weights is Tier.DEVICE) + (shape.state_bytes if plan.state is Tier.DEVICE else 0)
@@ -152,7 +160,7 @@ def _kept(shape: BlockShape) -> SavedBytes:
 
 
 def updates_in_backward(plan: Plan, updates: Updates) -> bool:
-    """Whether a block's update follows its own backward; else all that there are follow the verdict.
+    """Whether each update follows its own backward; else all updates follow the verdict.
 
     Args:
         plan: The plan, which may want them after backward.

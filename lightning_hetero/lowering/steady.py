@@ -15,7 +15,7 @@ _STEPS = 8
 
 
 def step_signatures(plan: Plan, *, updates: Updates = Updates.IN_BACKWARD) -> tuple[StepSignature, ...]:
-    """The micro-batches of one optimizer step of a model whose blocks are used once, in order: the last one updates.
+    """The micro-batches of one step of a model that uses its blocks once, in order.
 
     Args:
         plan: The resolved plan.
@@ -28,7 +28,7 @@ def step_signatures(plan: Plan, *, updates: Updates = Updates.IN_BACKWARD) -> tu
 def steady(
     plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, sizes: CacheSizes
 ) -> tuple[Schedule, ...]:
-    """Lowers the micro-batches of one optimizer step, with the weights in memory that the step before leaves there.
+    """Lowers the micro-batches of one optimizer step in steady state.
 
     Args:
         plan: The resolved plan.
@@ -37,8 +37,8 @@ def steady(
         sizes: Memory for what comes and goes.
 
     Returns:
-        One schedule per micro-batch; each begins with what the one before leaves, the first with what the last leaves. Where two
-        steps take turns, it is one of them.
+        One schedule per micro-batch; each begins with what the one before leaves, the first with
+        what the last leaves. Where two steps take turns, it is one of them.
 
     Raises:
         ConfigError: As for :func:`lower`.

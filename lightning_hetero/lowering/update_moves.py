@@ -44,21 +44,22 @@ class UpdateMoves:
         self._in_backward = updates_in_backward(plan, signature.updates)
         self._speculates = speculates(plan, signature.updates)
         stops = (i for i, b in enumerate(uses.anchors) if b is not None and not placed[b].shape.pinned)
-        self._last_stop = max(stops, default=-1)  # the last anchor before the verdict at which the runtime stops
-        self._ahead = 0  # the weights and activations of all backwards before this anchor are under way
-        self._moving: deque[int] = deque()  # blocks whose state is to come from the host, once there is room
+        self._last_stop = max(stops, default=-1)  # the last one before the verdict
+        self._ahead = 0  # all backwards before this anchor are under way
+        self._moving: deque[int] = deque()  # blocks whose state waits for device memory
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
-        self._grads: list[tuple[int, int, int | None]] = []  # GRAD, its block, and the one whose place on the host it takes over
+        self._grads: list[tuple[int, int, int | None]] = []  # GRAD, block, block that it replaces
         self._down: list[int] = []  # SWAP_OUTs of state
         self._num_up = 0  # SWAP_INs of state
-        self._behind: tuple[int, ...] = ()  # the end of the update before, where one begins only then
+        self._behind: tuple[int, ...] = ()  # ends of the update before (naive order)
         self._stores: list[int] = []
 
     def backward_ended(self, index: int, block: int) -> None:
-        """Anchor ``index`` begins after a backward of ``block``: the last one completes its gradients.
+        """Anchor ``index`` begins after a backward of ``block``; its last one completes gradients.
 
-        Where no anchor that the runtime stops at comes before the verdict, there is nothing to speculate with.
+        Where no anchor that the runtime stops at comes before the verdict, there is nothing to
+        speculate with.
         """
         placed = self._placed[block]
         if self._uses.last[block] >= index or not placed.trainable:
@@ -77,26 +78,27 @@ class UpdateMoves:
         return self._in_backward and (self._activations is not None or placed.on_cpu)
 
     def backward_begins(self, index: int) -> Iterator[int]:
-        """Sends for the state of updates to come; yields the ops whose memory the gradients of this backward take over."""
+        """Fetches state of coming updates. Yields ops whose memory the new gradients take over."""
         if (self._in_backward or self._speculates) and self._plan.update_order is UpdateOrder.OVERLAPPED:
             self._open_ahead(index)
         depth = self._plan.gradient_depth
         if self._activations is None:
             if self._speculates:
                 return  # gradients stay until the verdict, however far updates are
-            latest = reversed(self._updated.values())  # gradients become host memory: the oldest must have been used up
+            latest = reversed(self._updated.values())  # the oldest gradients must be used up
             yield from islice(latest, depth - 1, depth)
         elif len(self._grads) >= DEVICE_GRADIENTS:
             grad, _, over = self._grads[-DEVICE_GRADIENTS]
             if over is not None:
-                self._renew(over)  # its update is over once this GRAD has been waited for, so it holds nothing up
+                self._renew(over)  # its update is over after this GRAD
             yield grad
 
     def verdict(self, index: int) -> None:
         """Issues the updates that are left, in forward order, mirrors, and the COMMIT.
 
-        Updates on the device of state from the host alternate with the others as Deep Optimizer States' Algorithm 1 has them:
-        the way up of the next one and the way down of the one before overlap with the CPU's updates.
+        Updates on the device of state from the host alternate with the others as Deep Optimizer
+        States' Algorithm 1 has them: the way up of the next one and the way down of the one before
+        overlap with the CPU's updates.
         """
         if self._signature.updates is Updates.NONE:
             return
@@ -115,14 +117,14 @@ class UpdateMoves:
             self._update(index, block)
             if not self._plan.priority:
                 self._renew(block)
-        before: tuple[int, ...] = ()  # one block at a time has host memory for what the device has alone
+        before: tuple[int, ...] = ()  # one block at a time passes through the host
         for block in sorted(self._updated):
             before = self._mirror(block, before)
         if self._stores:
             self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
 
     def _renew(self, block: int) -> None:
-        """New weights go up, once, where they hold nothing up; where the next forward waits for all updates, in their order."""
+        """Uploads new weights once, when that delays nothing."""
         device = self._weights.device
         if device is not None and self._placed[block].renewed and block not in device.held:
             self._weights.renew(device, block)
@@ -159,7 +161,7 @@ class UpdateMoves:
             self._behind = (last,)
 
     def _mirror(self, block: int, before: tuple[int, ...]) -> tuple[int, ...]:
-        """What of the block lives in memory is kept on the disk, too; returns what the next block's way there waits for."""
+        """Mirrors the block's arrays in memory. Returns the ops that the next mirror waits for."""
         placed = self._placed[block]
         if not placed.mirrored_bytes:
             return before
@@ -172,15 +174,16 @@ class UpdateMoves:
         return (last,) if placed.lent_bytes else before
 
     def _mirrored(self, block: int) -> tuple[Carried, ...]:
-        """What an update of the block waits for, of the step before: what it changes is being written from where it lies."""
+        """Carried edges of the block's update: MIRRORs that still read the memory it changes."""
         return ((OpKind.MIRROR, block),) if self._placed[block].mirrored_bytes else ()
 
     def _open_ahead(self, index: int) -> None:
         """State of the blocks whose backward comes next may be on its way already.
 
-        Blocks open in the order of their last use, up to the first one whose weights or activations have yet to be sent for: the
-        disk reads in order, and state that waits for staging must not hold up what backward needs to use that staging up. An
-        opened block keeps its weights until it is used, so only memory that no use needs before may be kept.
+        Blocks open in the order of their last use, up to the first one whose weights or activations
+        have yet to be sent for: the disk reads in order, and state that waits for staging must not
+        hold up what backward needs to use that staging up. An opened block keeps its weights until
+        it is used, so only memory that no use needs before may be kept.
         """
         self._open_moving()
         self._ahead = max(self._ahead, index)
@@ -208,7 +211,7 @@ class UpdateMoves:
         return (not placed.below_device or block in device.held) and self._activations.on_the_way(use)
 
     def _open(self, block: int, *, after: tuple[int, ...] = ()) -> None:
-        """Sends for the block's state: from disk, or from the host to the device in place of the state that left before."""
+        """Fetches the block's state: from disk, or from the host in place of other state."""
         size = self._placed[block].shape.state_bytes
         if self._placed[block].state_moves:
             over = self._down[self._num_up - DEVICE_STATES :][:1] if self._num_up >= DEVICE_STATES else []

@@ -1,13 +1,14 @@
 """A tier's memory for weights that live below it.
 
 [Note: Residency]
-Weights that live below a tier share ``capacity_bytes`` of its memory: those on disk share host memory, those on the host or on
-disk share device memory. A step uses blocks in a known order (forward, then backward in reverse), so eviction is Belady's: when
-memory is needed, the weights whose next use lies farthest ahead go. At the turn from forward to backward, and from backward to
+Weights that live below a tier share ``capacity_bytes`` of its memory: those on disk share host
+memory, those on the host or on disk share device memory. A step uses blocks in a known order
+(forward, then backward in reverse), so eviction is Belady's: when memory is needed, the weights
+whose next use lies farthest ahead go. At the turn from forward to backward, and from backward to
 the next forward, this keeps the blocks that are used again at once.
 
-Next uses are in a heap. Where one may have become farther (an anchor has passed, a copy higher up serves it) there is a new
-entry, and each entry is looked up again when it comes first.
+Next uses are in a heap. Where one may have become farther (an anchor has passed, a copy higher up
+serves it) there is a new entry, and each entry is looked up again when it comes first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FAR = sys.maxsize  # in the place of a next use that is yet to be looked up
 
 
 class Uses:
-    """When each block's weights are used: at anchors of this step, and at those of the next one's forward.
+    """The anchors that use each block's weights, in this step and in the next forward.
 
     Args:
         anchors: The block that each anchor of the step uses; ``None`` where it uses none.
@@ -45,7 +46,7 @@ class Uses:
         return [index for index, block in enumerate(self.anchors) if block in blocks]
 
     def after(self, index: int, anchors: Sequence[int], *, place: int = 0) -> Iterator[tuple[int, int]]:
-        """Those of ``anchors`` from ``place`` on that follow ``index``, and their blocks: each once, without that of ``index``."""
+        """The anchors that follow ``index`` with their blocks, each block once."""
         seen = {None, self.anchors[index]}
         for i in range(max(place, bisect_right(anchors, index)), len(anchors)):
             block = self.anchors[anchors[i]]
@@ -54,7 +55,7 @@ class Uses:
                 yield anchors[i], block
 
     def following(self, index: int, block: int, *, skip: bool = False) -> int:
-        """The first anchor from ``index`` on that uses ``block``, counting into the next step; ``skip``: the second one."""
+        """The first anchor from ``index`` on that uses ``block``; ``skip``: the second one."""
         positions = self._positions.get(block, [])
         place = bisect_left(positions, index) + skip
         return positions[place] if place < len(positions) else len(self.anchors) * 2
@@ -64,15 +65,16 @@ class Cache:
     """The weights that one tier holds though they live below it; see [Note: Residency].
 
     Args:
-        sizes: Bytes of each block's weights; 0 for blocks whose weights have a place of their own on the tier.
+        sizes: Bytes of each block's weights; 0 for blocks whose weights have a place of their own
+            on the tier.
         capacity_bytes: What the weights that it holds may take together.
         held: Blocks that it holds as the step begins.
         uses: When weights are used.
 
     Attributes:
         arriving: Block → the op of this step that brings its weights.
-        last_release: The latest RELEASE of this step. Each follows the one before, so what follows it may take over the memory
-            of all.
+        last_release: The latest RELEASE of this step. Each follows the one before, so what follows
+            it may take over the memory of all.
     """
 
     def __init__(self, sizes: Sequence[int], *, capacity_bytes: int, held: Collection[int], uses: Uses) -> None:
@@ -88,9 +90,10 @@ class Cache:
         heapify(self._farthest)
 
     def victims(self, index: int, block: int, *, keep: Collection[int], served: Collection[int] = ()) -> list[int] | None:
-        """What anchor ``index`` must release to make room for ``block``: weights outside ``keep`` whose next use is farthest.
+        """The weights to evict for ``block`` at anchor ``index``: those with the farthest next use.
 
-        The next use of blocks that are ``served``, by a copy higher up, is the one after. ``None`` if that is not enough.
+        The next use of blocks that are ``served``, by a copy higher up, is the one after. ``None``
+        if that is not enough.
         """
         excess = self._used_bytes + self._sizes[block] - self._capacity_bytes
         if excess <= 0 or not self._sizes[block]:
@@ -130,7 +133,7 @@ class Cache:
         self.touch(block)
 
     def remove(self, block: int, op: int | None = None) -> None:
-        """``op`` releases the block's weights; ``None``: they are outdated, and nothing is given back."""
+        """``op`` releases the block's weights; ``None``: they are outdated and take no memory."""
         self.held.remove(block)
         self.arriving.pop(block, None)
         self._used_bytes -= self._sizes[block]

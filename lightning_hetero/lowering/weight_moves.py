@@ -1,4 +1,4 @@
-"""Weights on their way up: from disk to the host, from the host to the device, ahead of their use."""
+"""Prefetches weights: from disk to the host, and from the host to the device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class WeightMoves:
         issue: Issues ops.
         uses: When weights are used.
         host: Host memory for weights that live on disk.
-        device: Device memory for weights that live below the device, and which of the weights that live on the device are valid
-            there; ``None`` where the device is the host.
+        device: Device memory for weights that live below the device, and which of the weights that
+            live on the device are valid there; ``None`` where the device is the host.
         depth: Blocks whose weights are brought ahead of their use, on each tier.
     """
 
@@ -37,7 +37,7 @@ class WeightMoves:
         self._outdated = deque(b for b in dict.fromkeys(uses.anchors) if b is not None and placed[b].renewed)
 
     def need(self, index: int, block: int) -> int | None:
-        """Brings the weights for anchor ``index``, whatever else has to go; returns the op to wait for, if any of this step."""
+        """Brings the weights for anchor ``index``. Returns the op to wait for, if there is one."""
         if self.device is not None:
             self._up(self.device, index, block, keep=(block,))
             return self.device.arriving.get(block)
@@ -46,7 +46,7 @@ class WeightMoves:
         return self.host.arriving.get(block)
 
     def prefetch(self, index: int, block: int) -> None:
-        """Brings the weights of the uses after anchor ``index``, which uses ``block``, as many as depth and memory allow."""
+        """Prefetches weights for the uses after anchor ``index`` of ``block``."""
         if self.device is None:
             self._prefetch_to_host(index, keep={block})
         else:
@@ -56,8 +56,8 @@ class WeightMoves:
     def _prefetch_to_device(self, device: Cache, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks to the device.
 
-        Weights that live on the device take no memory there: outdated ones are renewed on the way, all of them if none that
-        take memory come between.
+        Weights that live on the device take no memory there: outdated ones are renewed on the way,
+        all of them if none that take memory come between.
         """
         for count, (at, block) in enumerate(self._uses.after(index, self._below_device), 1):
             self._renew_before(device, at)
@@ -67,7 +67,7 @@ class WeightMoves:
         self._renew_before(device, len(self._uses.anchors))
 
     def _renew_before(self, device: Cache, index: int) -> None:
-        """Brings outdated weights that are used before anchor ``index`` to their place on the device."""
+        """Uploads outdated weights that are used before anchor ``index``."""
         while self._outdated and self._uses.following(0, self._outdated[0]) < index:
             if (block := self._outdated.popleft()) not in device.held:
                 self.renew(device, block)
@@ -84,7 +84,7 @@ class WeightMoves:
                 return
 
     def _up(self, device: Cache, index: int, block: int, *, keep: Collection[int]) -> bool:
-        """Brings weights to the device; false, and nothing issued, if there is no room there or on the way."""
+        """Brings weights to the device. Returns false, and issues nothing, if there is no room."""
         placed = self._placed[block]
         if block in device.held or not (placed.below_device or placed.renewed):
             return True
@@ -107,13 +107,13 @@ class WeightMoves:
         self._upload(device, block)
 
     def restore(self, block: int) -> None:
-        """Brings weights that live on disk, and that an update has changed in memory, back to what the disk holds."""
+        """Reads weights from disk again, over those that a discarded update has made in memory."""
         if self._placed[block].on_disk and block in self.host.held:
             size = self._placed[block].shape.weight_bytes
             self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.WEIGHTS, size, after=self.host.after_release())
 
     def outdate(self, block: int) -> None:
-        """The block's last use in this step is over, and an update will make what the device holds of its weights useless."""
+        """The block's last use is over, and its update will outdate the device's copy."""
         if self.device is None or block not in self.device.held or not self._placed[block].on_cpu:
             return
         if self._placed[block].below_device:

@@ -1,4 +1,4 @@
-"""The invariants that every schedule keeps, whoever wrote it: proved on the data, before anything runs."""
+"""Checks the invariants of any schedule, lowered or edited by hand, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,43 +18,48 @@ def check(
     capacity_bytes: int,
     device_capacity_bytes: int | None = None,
 ) -> None:
-    """Proves that a schedule is safe to run, or says what is not.
+    """Proves that a schedule is safe to run, or names the first broken rule.
 
-    - *acyclic*: ids count from 0, edges lead to earlier ids, ops are issued in order by anchors that exist.
-    - *resident*: weights that live on disk are in memory, and have been waited for, when a forward or backward begins;
-      what is in use, or opened and not yet updated, is not released.
-    - *capacity*: they never take more than ``capacity_bytes``, and no FETCH takes over memory before it is given back.
-    - *order*: ops of one block are chained, within a step and across steps (state FETCH, UPDATE, STORE, MIRROR; carried STORE,
-      UPDATE, MIRROR).
-    - *update*: each trainable block is updated once, after its last backward, exactly if the signature has updates, and when the
-      plan says.
-    - *gradients*: no more blocks than ``plan.gradient_depth`` wait for their update, unless all gradients wait for the verdict.
-    - *commit*: one COMMIT, last, after the verdict, every STORE and MIRROR; each of these follows the COMMIT of the step before.
+    - *acyclic*: Ids count from 0. Edges lead to earlier ids. Anchors exist and issue ops in order.
+    - *resident*: Weights that live on disk are in memory, and compute has waited for them, when a
+      forward or backward begins. Weights in use are not released, nor weights with an open update.
+    - *capacity*: Weights from disk never take more than ``capacity_bytes``. A FETCH waits for every
+      RELEASE before it.
+    - *order*: Ops on the same bytes run one after the other, within a step and across steps
+      (``lowering.chains``).
+    - *update*: Each trainable block is updated once, after its last backward, when the plan says,
+      if the signature has updates.
+    - *gradients*: At most ``plan.gradient_depth`` blocks wait for their update, unless all wait for
+      the verdict.
+    - *commit*: One COMMIT comes last, after the verdict, every STORE and every MIRROR. Each STORE
+      and MIRROR waits for the COMMIT of the step before.
 
-    Of a step that speculates ([Note: Speculation] in ``ir.schedule``), moreover:
+    If a step speculates ([Note: Speculation] in ``ir.schedule``):
 
-    - *update*: only blocks that can be taken back are updated before the verdict; where the verdict discards, all of these are
-      updated once more, after it, with state that was read after it.
-    - *resident*: nobody fetches or uploads weights on which there is no verdict, or that it has discarded; an update that is done
-      again finds the old ones.
+    - *update*: Only blocks whose update can be revoked are updated before the verdict. If the
+      verdict discards these updates, each is repeated once, with state that was read again.
+    - *resident*: No op fetches or uploads weights that have no verdict, or that were discarded. A
+      repeated update finds the old weights.
 
-    For a device with memory of its own, moreover:
+    On a device with memory of its own:
 
-    - *resident*: the device holds the weights of a block, as its last update has made them, when its forward or backward begins.
-    - *capacity*: those that live below it never take more than ``device_capacity_bytes``; state that comes for an update takes
-      the place of no more than one block's on its way back.
-    - *order*: each of a block's chains (``lowering.chains``); UPDATE on the CPU follows GRAD, an UPLOAD of weights follows the
-      UPDATE that makes them; state and weights that the device has updated go back to the host.
-    - *gradients*: no more than two blocks' for the CPU are on the device.
-    - *activations*: what a plan swaps leaves, comes back over the same hops, and has been waited for when its backward begins;
-      what is on its way keeps to its memory (``activation_moves.py``).
+    - *resident*: The device holds a block's newest weights when its forward or backward begins.
+    - *capacity*: Weights from below never take more than ``device_capacity_bytes``. State that
+      comes for an update replaces state that has left.
+    - *order*: An UPDATE on the CPU follows GRAD. An UPLOAD follows the UPDATE that makes the
+      weights. Updated state and weights that live on the host go back there.
+    - *gradients*: Gradients of at most two blocks for the CPU are on the device.
+    - *activations*: Swapped activations leave, come back over the same hops, and compute has waited
+      for them when their backward begins. Their memory on the way is bounded
+      (``activation_moves.py``).
 
     Args:
         schedule: The schedule of one step.
         plan: The resolved plan it was lowered from.
         model: The blocks' sizes.
         capacity_bytes: Host bytes for weights that live on disk.
-        device_capacity_bytes: Device bytes for weights that live below the device; ``None``: the device is the host's own CPU.
+        device_capacity_bytes: Device bytes for weights that live below the device; ``None``: the
+            device is the host's own CPU.
 
     Raises:
         ScheduleError: The first broken invariant, with op, block, rule and the ops around it.

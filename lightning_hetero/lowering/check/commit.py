@@ -1,4 +1,4 @@
-"""Rule *commit*: what a step writes follows the record of the step before, and its own record follows all of it."""
+"""Rule *commit*: writes follow the last step's record, and this step's record follows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def store(h: History, op: Op, _: Anchor) -> None:
 
 
 def mirror(h: History, op: Op, _: Anchor) -> None:
-    """What an update has made in memory goes to the disk; what only the device has, by way of the host."""
+    """The result of an update in memory goes to the disk; from the device by way of the host."""
     placed, previous = h.placed[op.block], h.last.get((op.block, Chain.HOST))
     # Weights on disk may have left memory since, and come back.
     repeated = previous is not None and (previous.kind, previous.lane) == (OpKind.MIRROR, Lane.DISK_WRITE)
@@ -51,7 +51,7 @@ def commit(h: History, op: Op, _: Anchor) -> None:
 
 
 def ends(h: History) -> None:
-    """Everything that an update has made and that has to last is written, and there is a record of it."""
+    """Every update that has to last is written to the disk, and there is a record of it."""
     for block, op in h.updated.items():
         if h.placed[block].stored and h.stored.get(block, -1) < op:
             h.fail("order", h.schedule.ops[op], block, "is updated and not stored")

@@ -35,7 +35,7 @@ def update_follows(h: History, op: Op, _: Anchor) -> None:
 
 
 def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
-    """A backward finds room on the device for its gradients, and those of the step before have left it."""
+    """A backward has memory for its gradients, and those of the last step have left the device."""
     if anchor.phase is not Phase.BACKWARD:
         return
     missing = [edge for edge in last_gradients(h.placed, h.schedule.anchors, index) if edge not in anchor.carried]
@@ -53,7 +53,7 @@ def device_ends(h: History) -> None:
 
 
 def _few_wait(h: History, index: int, anchor: Anchor, allowed: int, what: str) -> None:
-    """Fewer than ``allowed`` of the ops may not have been waited for: the anchor's own gradients take the last place."""
+    """Fewer than ``allowed`` gradients wait: the anchor's own take the last place."""
     if len(h.using) >= allowed:
         got = f"anchor {index} ({anchor}) begins while {len(h.using)} {what}"
         h.fail("gradients", h.schedule.ops[h.using[0]], anchor.block, f"{got}; allowed: {allowed - 1}")

@@ -15,14 +15,15 @@ from lightning_hetero.lowering.placed_blocks import placements, speculates
 
 
 class History:
-    """The facts of a walk over the ops of a schedule in the order of issue. Rules read it; only the walk changes it.
+    """The facts of a walk over a schedule in the order of issue. Rules read it; the walk writes it.
 
     Args:
         schedule: The schedule.
         plan: The resolved plan it was lowered from.
         model: The blocks' sizes.
         capacity_bytes: Host bytes for weights that live on disk.
-        device_capacity_bytes: Device bytes for weights that live below the device; ``None``: the device is the host's own CPU.
+        device_capacity_bytes: Device bytes for weights that live below the device; ``None``: the
+            device is the host's own CPU.
 
     Attributes:
         placed: What the plan means for each block.
@@ -33,7 +34,8 @@ class History:
         resident: Blocks with weights on disk whose weights are in host memory, and their bytes.
         fetched: For each of them the FETCH that brought its weights.
         released: Bit set of the RELEASEs of host memory.
-        held: Blocks of whose weights the device holds a valid copy. ``held_bytes`` counts those that live below the device.
+        held: Blocks of whose weights the device holds a valid copy. ``held_bytes`` counts those
+            that live below the device.
         uploaded: For each of them the UPLOAD that brought its weights.
         released_there: Bit set of the RELEASEs of device memory.
         opened: For each block the FETCH of its state.
@@ -47,7 +49,8 @@ class History:
         returned: Blocks whose weights have gone back to the host.
         stored: For each block its STORE.
         mirrored: For each block its MIRROR on the lane to the disk.
-        lent: MIRRORs on ``d2h``, each replaced by the MIRROR that writes the same bytes to the disk once there is one.
+        lent: MIRRORs on ``d2h``, each replaced by the MIRROR that writes the same bytes to the disk
+            once there is one.
         swaps: The uses of blocks whose activations leave the device.
     """
 
@@ -85,7 +88,7 @@ class History:
         self.lent: list[Op] = []
         self.swaps = SwapUses(schedule.signature, self.placed)
 
-    # ---- questions of the rules ---------------------------------------------------------------------------------------------
+    # ---- questions of the rules ------------------------------------------------------------------
 
     def chains(self, op: Op) -> tuple[Chain, ...]:
         """The chains that an op belongs to."""
@@ -111,7 +114,7 @@ class History:
         return self.schedule.anchors[op.at].phase is Phase.VERDICT
 
     def may_redo(self, op: Op) -> bool:
-        """Whether the verdict has discarded the update of the op's block, which is to be done again."""
+        """Whether the verdict has discarded the block's update, so that it has to be repeated."""
         latest = self.updated.get(op.block)
         redone = self.schedule.signature.updates is Updates.REDONE and self.after_verdict(op)
         return redone and latest is not None and latest == self.speculated.get(op.block)
@@ -126,7 +129,7 @@ class History:
         around = "" if op is None else "\n".join(["", *(f"    {o}" for o in self.schedule.ops[max(0, op.id - 3) : op.id + 3])])
         raise ScheduleError(f"rule {rule!r}:{'' if op is None else f' op {op.id} {op.kind.value}'}{name} {text}.{around}")
 
-    # ---- what the walk records ----------------------------------------------------------------------------------------------
+    # ---- what the walk records -------------------------------------------------------------------
 
     def record(self, op: Op) -> None:
         """The op, which the rules allow, has been issued."""

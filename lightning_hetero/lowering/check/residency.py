@@ -1,4 +1,4 @@
-"""Rules *resident* and *capacity*: weights are in memory, and waited for, when they are used; copies fit their memory."""
+"""Rules *resident* and *capacity*: weights are in memory when they are used, and they fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Op, OpKind, Phase, Up
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.units import format_bytes
 
-# ---- host memory ------------------------------------------------------------------------------------------------------------
+# ---- host memory ---------------------------------------------------------------------------------
 
 
 def host_begins(h: History) -> None:
@@ -42,7 +42,8 @@ def release(h: History, op: Op, _: Anchor) -> None:
 def release_unused(h: History, op: Op, anchor: Anchor) -> None:
     """Compute does not use the host memory that is given back.
 
-    A device with memory of its own computes with its own copy: an UPLOAD has made it, which chains see to.
+    A device with memory of its own computes with its own copy: an UPLOAD has made it, which chains
+    see to.
     """
     if op.block == anchor.block:
         h.fail("resident", op, op.block, f"releases weights that {anchor} uses")
@@ -51,7 +52,7 @@ def release_unused(h: History, op: Op, anchor: Anchor) -> None:
 
 
 def host_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
-    """The weights that a forward or backward uses are in host memory, as the last update has made them."""
+    """The weights that an anchor uses are in host memory, and the last update has finished."""
     block = anchor.block
     if h.placed[block].on_disk:
         _is_present(h, index, anchor, h.resident, h.fetched)
@@ -67,7 +68,7 @@ def host_ends(h: History) -> None:
         h.fail("resident", None, NO_BLOCK, f"the step ends with blocks {got} in memory, resident_after says {said}")
 
 
-# ---- the memory of a device -------------------------------------------------------------------------------------------------
+# ---- the memory of a device ----------------------------------------------------------------------
 
 
 def device_begins(h: History) -> None:
@@ -114,7 +115,7 @@ def update_of_copy(h: History, op: Op, _: Anchor) -> None:
 
 
 def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
-    """The weights that a forward or backward uses are on the device, as the last update has made them."""
+    """The weights that an anchor uses are on the device, and the last update has finished."""
     block, placed = anchor.block, h.placed[anchor.block]
     if placed.below_device or placed.renewed:
         _is_present(h, index, anchor, h.held, h.uploaded)

@@ -1,4 +1,4 @@
-"""Which rules apply to a machine: one table for a device that is the host, one for a device with memory of its own."""
+"""The rules for each kind of machine: the device is the host, or has memory of its own."""
 
 from __future__ import annotations
 

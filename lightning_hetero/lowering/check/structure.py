@@ -1,4 +1,4 @@
-"""Rules *acyclic* and *order*: anchors and edges make sense, and ops on the same bytes run one after the other."""
+"""Rules *acyclic* and *order*: edges lead backwards, and ops on the same bytes are ordered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def edges(h: History) -> None:
 
 
 def first_anchor(h: History) -> None:
-    """The first forward waits for all of the last step where the plan, or a kept step, asks for it."""
+    """The first forward waits for the last step if the plan, or a kept step, requires it."""
     if not h.plan.priority and h.schedule.anchors:
         first = h.schedule.anchors[0]
         missing = [edge for edge in last_step(h.placed, h.schedule.signature.order) if edge not in first.carried]
@@ -66,7 +66,7 @@ def chain(h: History, op: Op) -> None:
 
 
 def moves_its_payload(h: History, op: Op, _: Anchor) -> None:
-    """An op moves all of its payload, no more: the simulator's times and the memory that it counts rest on that."""
+    """An op moves exactly its payload. The simulator's times and memory depend on that."""
     shape = h.placed[op.block].shape
     sizes = {Payload.WEIGHTS: shape.weight_bytes, Payload.STATE: shape.state_bytes, Payload.GRADIENTS: shape.gradient_bytes}
     size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)

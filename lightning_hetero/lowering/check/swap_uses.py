@@ -1,4 +1,4 @@
-"""The uses of blocks whose activations leave the device, hop by hop; see [Note: Swaps] in ``activation_moves.py``."""
+"""The uses of blocks that swap, hop by hop; see [Note: Swaps] in ``activation_moves.py``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SwapUses:
         return self._last_backward - index
 
     def waiting_for(self, op: Op) -> list[SwapUse]:
-        """The uses that the op may be the next hop of. Uses of one block nest, so it is that of the last one."""
+        """The uses whose next hop the op may be. Uses of a block nest, so the last one is meant."""
         uses = self._of_block.get(op.block, [])
         match op.kind, op.lane:
             case OpKind.SWAP_OUT, Lane.D2H:

@@ -1,4 +1,4 @@
-"""Rule *activations*: what leaves the device comes back in time; see [Note: Swaps] in ``activation_moves.py``."""
+"""Rule *activations*: what leaves the device comes back in time; see [Note: Swaps]."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _use(h: History, op: Op, num_bytes: int) -> SwapUse:
 
 
 def _takes_over_memory(h: History, op: Op) -> None:
-    """Each takes over the memory of one before, once all that there is between the two hops has been taken."""
+    """Once the memory between two hops is used up, each use takes over that of an earlier one."""
     staged, given = h.swaps.staged[op.kind], h.swaps.given[op.kind]
     most = 2 * h.plan.prefetch_depth
     place = len(staged) - most

@@ -1,4 +1,4 @@
-"""Rules *update* and *order* of updates: each trainable block once, at its time, where the plan says, with its state at hand."""
+"""Rules *update* and *order* of updates: each trainable block once, when and where planned."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ends(h: History) -> None:
                 h.fail("update", h.schedule.ops[op], block, "is discarded by the verdict and not updated again")
 
 
-# ---- state that visits a device ---------------------------------------------------------------------------------------------
+# ---- state that visits a device ------------------------------------------------------------------
 
 
 def state_goes_up(h: History, op: Op, _: Anchor) -> None:
@@ -93,7 +93,10 @@ def all_gone_back(h: History) -> None:
 
 
 def _must_follow_verdict(h: History, block: int) -> bool:
-    """Whether the block's update may not run during backward. A device with memory of its own may update between two backwards."""
+    """Whether the block's update has to follow the verdict.
+
+    A device with memory of its own may update a block between two backwards.
+    """
     if h.speculates:
         return not h.placed[block].revocable
     after = not updates_in_backward(h.plan, h.schedule.signature.updates)
@@ -101,7 +104,7 @@ def _must_follow_verdict(h: History, block: int) -> bool:
 
 
 def _one_by_one(h: History, op: Op) -> None:
-    """Under a naive order one block's update is over, its writes included, before the next one's begins."""
+    """Under a naive order one block's update and its writes end before the next update begins."""
     if h.plan.update_order is not UpdateOrder.NAIVE or not h.placed[op.block].on_cpu:
         return
     for block, end in h.update_ended.items():
