@@ -1,9 +1,10 @@
-"""A plan for the ranks that are there: each measures its own device with some of the module's layers, and one of them plans.
+"""A plan for the current ranks: each measures its device with some layers, and one rank plans.
 
 [Note: Tensor parallelism is measured]
-Ranks of a node that could form a stage shard copies of these layers and measure them together, for every power of two that divides
-all that the module shards. What an end, or a layer's memory, has of it is seen in one whole forward (``costs``). Their process
-groups stay: DTensor keeps what it knows of a mesh for the next one of the same ranks, the group included.
+Ranks of a node that could form a stage shard copies of these layers and measure them together, for
+every power of two that divides everything that the module shards. The sharded shares of ends and of
+a layer's memory come from one whole forward (``costs``). The process groups stay, because DTensor
+reuses a mesh's group for the next mesh of the same ranks.
 """
 
 from __future__ import annotations
@@ -40,25 +41,26 @@ from lightning_hetero.parallel.pipeline.sums import num_samples
 from lightning_hetero.parallel.pipeline.tensor import most_ways, sharded_modules, sharded_parameters, styles_of
 from lightning_hetero.parallel.planner import plan
 
-_MOST_LAYERS = 8  # measured at once; longer runs are sums of these (equation 5)
+_MOST_LAYERS = 8  # measured together; longer runs are sums of these (equation 5)
 _PROBE_BYTES = 1 << 23
-_USABLE = 0.9  # of a device's free memory; the rest is for what allocators leave unused
+_USABLE = 0.9  # of a device's free memory; the rest is for fragmentation
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank knows of its device.
+    """One rank's facts about its device.
 
     Attributes:
-        node: Where it is.
+        node: Its node.
         device: Its kind.
-        memory_bytes: What training may use there.
-        seconds: Of 1, 2, 4, … layers, by the degree of tensor parallelism, as far as its node has so many ranks.
-        flop_per_s: What it reached alone on the longest of these runs.
-        peer_bytes_per_s: To other ranks of its node; ``None``: there are none.
-        refused: Why layers do not run with a degree.
+        memory_bytes: Memory that training may use there.
+        seconds: Seconds of 1, 2, 4, … layers by the degree of tensor parallelism, for degrees that
+            its node has ranks for.
+        flop_per_s: FLOP/s that it reached alone on the longest of these runs.
+        peer_bytes_per_s: Bandwidth to other ranks of its node; ``None``: there are none.
+        refused: The reason why layers do not run, by degree.
     """
 
     node: str
@@ -80,17 +82,19 @@ def plan_here(
     tensor_parallel: Collection[int] | None = None,
     timeout: timedelta | None = None,
 ) -> ClusterPlan:
-    """Measures, and plans for all ranks of the default group. All have to ask; all get the same plan.
+    """Measures, and plans for all ranks of the default group.
+
+    All ranks call it and get the same plan.
 
     Args:
-        layers: Of the module, in host memory.
+        layers: The module's layers, in host memory.
         batch: One micro-batch, on the device.
-        micro_batches: Of one step.
-        device: Of this rank.
+        micro_batches: Micro-batches of one step.
+        device: This rank's device.
         context: Entered around the forward of layers.
-        tensor_parallel: Degrees that may be used. Default: powers of two that nodes have ranks for, and that divide all that the
-            module shards.
-        timeout: Of process groups that are made here.
+        tensor_parallel: Allowed degrees. Default: powers of two for which nodes have ranks, and
+            which divide everything that the module shards.
+        timeout: Timeout of the process groups made here.
 
     Raises:
         ConfigError: A degree is not possible.
@@ -108,7 +112,7 @@ def plan_here(
         if team is not None:
             try:
                 times[t] = _measure_together(layers, repeated[: 2 ** (len(seconds) - 1)], entering, team, device, context)
-            except Exception as error:  # whatever a module's own code raises on shards
+            except Exception as error:  # any error of a module's own code on shards
                 refused[t] = f"{type(error).__name__}: {error}"
     neighbours = _team(nodes, None, timeout)
     if neighbours is not None:
@@ -145,15 +149,15 @@ def plan_here(
 
 
 def profile_layers(module: nn.Module, batch: Any, device: torch.device) -> tuple[ModelProfile, LayerTimes]:
-    """Measures a module's layers on one device: a profile, ``sharding`` included, and the times of 1, 2, 4, … layers alone.
+    """Measures a module's layers on one device: their profile, and times of 1, 2, 4, … layers.
 
     Args:
-        module: With ``stage_layers()`` and ``loss_sum()``, in host memory; it stays as it is.
+        module: With ``stage_layers()`` and ``loss_sum()``, in host memory; it does not change.
         batch: One micro-batch.
-        device: Where layers run, one after another.
+        device: The device on which layers run one after another.
 
     Raises:
-        ConfigError: The module has no layers that a pipeline could be made of.
+        ConfigError: The module has no layers for a pipeline.
         UnsupportedError: A layer depends on other samples of its batch.
     """
     layers = Layers(module)
@@ -163,7 +167,7 @@ def profile_layers(module: nn.Module, batch: Any, device: torch.device) -> tuple
 
 
 def _degrees(nodes: Sequence[str], ways: int, wanted: Collection[int] | None) -> list[int]:
-    """Degrees of tensor parallelism to be tried, ascending."""
+    """Degrees of tensor parallelism to try, ascending."""
     largest = max(Counter(nodes).values())
     if wanted is None:
         return [2**k for k in range(largest.bit_length()) if 2**k <= largest and ways % 2**k == 0]
@@ -176,7 +180,10 @@ def _degrees(nodes: Sequence[str], ways: int, wanted: Collection[int] | None) ->
 
 
 def _team(nodes: Sequence[str], size: int | None, timeout: timedelta | None) -> Any:
-    """This rank's group of so many ranks of one node, or of all of its node; ``None``: too few. All ranks make all groups."""
+    """This rank's group of so many ranks of one node, or of all of its node; ``None``: too few.
+
+    All ranks make all groups.
+    """
     own = None
     for name in dict.fromkeys(nodes):
         ranks = [rank for rank, node in enumerate(nodes) if node == name]
@@ -191,7 +198,7 @@ def _team(nodes: Sequence[str], size: int | None, timeout: timedelta | None) -> 
 def _measure_together(
     layers: Layers, repeated: range, entering: tuple[Tensor, ...], team: Any, device: torch.device, context: Context
 ) -> tuple[float, ...]:
-    """The seconds of 1, 2, 4, … layers that the ranks of a group compute together."""
+    """Seconds of 1, 2, 4, … layers that the ranks of a group compute together."""
     mesh = DeviceMesh.from_group(team, device.type)
     copies = []
     for index in repeated:
@@ -201,7 +208,7 @@ def _measure_together(
 
 
 def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster:
-    """The cluster that ranks describe: a node for each name, kinds of devices with the slowest measured times of each.
+    """The cluster of the ranks' reports: nodes by name, kinds of devices with their slowest times.
 
     Raises:
         ConfigError: A node has devices of several kinds.
@@ -218,7 +225,7 @@ def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster
         times = []
         for degree in sorted({t for report in own for t in report.seconds}):
             measured = [report.seconds[degree] for report in own if degree in report.seconds]
-            slowest = tuple(max(runs) for runs in zip(*measured, strict=False))  # as many as all of them hold
+            slowest = tuple(max(runs) for runs in zip(*measured, strict=False))  # the common length
             times.append(LayerTimes(tensor_parallel=degree, seconds=slowest))
         peers = [report.peer_bytes_per_s for report in own if report.peer_bytes_per_s is not None]
         devices.append(
@@ -234,12 +241,12 @@ def cluster_of(reports: Sequence[Report], network_bytes_per_s: float) -> Cluster
 
 
 def node_name() -> str:
-    """This rank's node: as its environment says, else the host's name and torchrun's number."""
+    """This rank's node: from its environment, otherwise the host's name and torchrun's number."""
     return os.environ.get(NODE) or f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}"
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What one process may use of a device's memory; the host's is shared by the processes on it."""
+    """Memory of a device for one process; processes on one host share its memory."""
     if device.type == "cpu":
         return int(_USABLE * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     module: Any = torch.get_device_module(device)
@@ -256,7 +263,7 @@ def _kind(device: torch.device) -> str:
 def _measure(
     layers: Layers, repeated: range, batch: Any, device: torch.device, context: Context
 ) -> tuple[ModelProfile, tuple[Tensor, ...], tuple[float, ...]]:
-    """The model's profile, its ends included; what repeated layers take; and the seconds of 1, 2, 4, … of them."""
+    """The model's profile, the costs of repeated layers, and seconds of 1, 2, 4, … of them."""
     styles: dict[nn.Module, ParallelStyle] = {}
     for index, layer in enumerate(layers.modules):
         styles |= sharded_modules(layer, styles_of(layers, index))
@@ -294,7 +301,7 @@ def _measure(
 def _alone(
     layers: Layers, repeated: range, entering: tuple[Tensor, ...], device: torch.device, context: Context
 ) -> tuple[float, ...]:
-    """The seconds of 1, 2, 4, … layers on this device, of as many as it holds."""
+    """Seconds of 1, 2, 4, … layers on this device, as many as fit."""
     some = repeated[:_MOST_LAYERS]
     while True:
         try:
@@ -323,7 +330,10 @@ def _seconds(
 
 
 def _itemsize(layers: Layers) -> int:
-    """As profiles know it: 2 for 16-bit weights, else 4; of wider ones every element counts as several."""
+    """Item size for profiles: 2 for 16-bit weights, otherwise 4.
+
+    Wider elements count as several.
+    """
     return 2 if all(p.itemsize == 2 for p in layers.module.parameters()) else 4
 
 
@@ -339,7 +349,7 @@ def _block(
     ways: int,
     pinned: bool,
 ) -> BlockProfile:
-    """One layer; ends share what they cost together."""
+    """One layer; the modules of an end share their costs."""
     parameters = layers.parameters(index).values()
     size = _itemsize(layers)
     sharded = [p for m in layers.modules[index].modules() if m in styles for p in sharded_parameters(m, styles[m])]
@@ -366,10 +376,10 @@ def _block(
 
 
 def bandwidth(device: torch.device, group: Any = None) -> float:
-    """Bytes/s that each rank sends while all of a group reduce a tensor together; default: all ranks."""
+    """Bytes/s that each rank of a group sends during a reduction; default: all ranks."""
     world = dist.get_world_size(group)
     if world == 1:
-        return 1e12  # nobody to send to
+        return 1e12  # no other rank
     probe = torch.zeros(_PROBE_BYTES // 4, device=device)
     took = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What the forward of layers costs, and which part of that tensor parallelism divides; seen on one device, in one forward."""
+"""The cost of a forward, and the part that tensor parallelism divides."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one forward.
+    """The costs of one forward.
 
     Attributes:
         flop: FLOP.
-        saved_bytes: Saved for backward, bytes.
-        sharded_flop: FLOP that the ranks of a stage divide: from where a value is sharded to where it is whole again.
-        sharded_bytes: What is saved there, whole inputs left out, bytes.
-        traffic_bytes: Of what this forward and its backward all-reduce, bytes: outputs summed over shards, gradients of inputs.
+        saved_bytes: Bytes saved for backward.
+        sharded_flop: FLOP that the ranks of a stage divide: between the sharding of a value and the
+            point where it is whole again.
+        sharded_bytes: Bytes saved there, without whole inputs.
+        traffic_bytes: Bytes that this forward and its backward all-reduce: outputs summed over
+            shards, gradients of inputs.
     """
 
     flop: float
@@ -40,12 +42,12 @@ class Cost:
 def measure(
     modules: Sequence[nn.Module], styles: Mapping[nn.Module, ParallelStyle], value: Any, context: Context
 ) -> tuple[Cost, Any]:
-    """Runs layers once, whole: what it costs, and what they give, detached.
+    """Runs whole layers once. Returns the costs and the detached outputs.
 
     Args:
         modules: The layers.
-        styles: How modules in them would be sharded.
-        value: What the first of them takes.
+        styles: The sharding of modules in them.
+        value: The input of the first layer.
         context: Entered around them.
     """
     own = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
@@ -64,7 +66,7 @@ def measure(
 
 
 class _Watch:
-    """Follows one forward through what is sharded and what is whole."""
+    """Follows sharded and whole values through one forward."""
 
     def __init__(self, parameters: set[int], counter: FlopCounterMode) -> None:
         self._parameters, self._counter = parameters, counter
@@ -72,7 +74,7 @@ class _Watch:
         self._since, self._flop, self._traffic = 0, 0, 0
         self._saved: dict[int, int] = {}
         self._on_shards: set[int] = set()
-        self._whole: dict[int, Tensor] = {}  # held, so that their memory is nobody else's
+        self._whole: dict[int, Tensor] = {}  # kept alive, so that their memory is not reused
 
     def hooks(self, module: nn.Module, style: ParallelStyle) -> list[Any]:
         columns = isinstance(style, ColwiseParallel)
@@ -85,7 +87,7 @@ class _Watch:
 
         def leave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             if columns and not any(isinstance(p, Replicate) for p in vars(style)["output_layouts"]):
-                return  # goes on on shards, up to the module that narrows
+                return  # stays sharded up to the module that narrows
             self._traffic += output.nbytes // (2 if columns else 1)  # gathering is half of a ring all-reduce
             self._turn(sharded=False)
 

@@ -1,4 +1,4 @@
-"""A module cut into layers: who holds which parameter, and parameters whose values are elsewhere."""
+"""The layers of a module, and parameters whose values are on other ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_hetero.parallel.pipeline.module import first_tensor
 
 
 class Layers:
-    """The layers of a module, and what is stored in them.
+    """The layers of a module, and their parameters.
 
     Attributes:
         module: The whole module.
-        names: Of the layers.
+        names: The names of the layers.
         modules: The layers, in the order of forward.
         tied: Parameters that several layers use: their name, and these layers, ascending.
     """
@@ -28,7 +28,8 @@ class Layers:
         """Reads the layers.
 
         Raises:
-            ConfigError: A hook is missing or gives something else; a parameter is in no layer, or its values are not here.
+            ConfigError: A hook is missing or has a wrong result; a parameter is in no layer, or its
+                values are elsewhere.
             UnsupportedError: A layer depends on other samples of its batch.
         """
         for hook in ("stage_layers", "loss_sum"):
@@ -52,12 +53,12 @@ class Layers:
 
     def _check(self, outside: list[str]) -> None:
         if outside:
-            raise ConfigError(f"parameter {outside[0]!r} is in no layer of stage_layers(); every parameter has to be in one.")
+            raise ConfigError(f"parameter {outside[0]!r} is in no layer of stage_layers(); every parameter must be in one.")
         for name, layer in zip(self.names, self.modules, strict=True):
             for inner in layer.modules():
                 if isinstance(inner, _BatchNorm):
                     raise UnsupportedError(
-                        f"layer {name!r} has a {type(inner).__name__}, whose statistics depend on how batches are cut. "
+                        f"layer {name!r} has a {type(inner).__name__}, whose statistics depend on how batches are divided. "
                         "Use LayerNorm, GroupNorm or RMSNorm."
                     )
         for name, parameter in self.module.named_parameters():
@@ -72,17 +73,17 @@ class Layers:
         return len(self.modules)
 
     def parameters(self, layer: int) -> dict[str, nn.Parameter]:
-        """A layer's parameters by their names in the module; one that has two names goes by the first."""
+        """A layer's parameters by their names in the module; the first name of two counts."""
         return self._own(dict(self.module.named_parameters()), self.modules[layer].parameters())
 
     def entries(self, layer: int) -> dict[str, Tensor]:
-        """What a layer has in the module's state dict, parameters and buffers, under all of its names."""
+        """A layer's parameters and buffers in the module's state dict, under all of their names."""
         modules = self.modules[layer]
         every = {k: v for k, v in self.module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
         return self._own(every, (*modules.parameters(), *modules.buffers()))
 
     def elsewhere(self, own: range) -> set[str]:
-        """Names in the module's state dict of what is in layers, but in none of ``own``."""
+        """Names in the module's state dict of layers outside ``own``."""
         here = {id(t) for index in own for t in _tensors(self.modules[index])}
         others = {id(t) for layer in self.modules for t in _tensors(layer)} - here
         return {name for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in others}
@@ -93,7 +94,7 @@ class Layers:
         return {name: tensor for name, tensor in names.items() if id(tensor) in own}
 
     def repeated(self, count: int | None = None) -> range:
-        """The layers that a plan counts: the longest run of one class, or the one of a given length.
+        """The layers that a plan counts: the longest run of one class, or a run of a given length.
 
         Raises:
             ConfigError: There is no such run, or more than one.
@@ -110,18 +111,21 @@ class Layers:
         if len(fitting) != 1:
             kinds = ", ".join(f"{len(run)} x {type(self.modules[run.start]).__name__}" for run in runs)
             raise ConfigError(
-                f"stage_layers() has {kinds}; the plan has {wanted} repeated layers, which have to be one run of a class, or all."
+                f"stage_layers() has {kinds}; the plan has {wanted} repeated layers, which must be one run of a class, or all."
             )
         return fitting[0]
 
     def stage_inputs(self, batch: Any) -> tuple[Tensor, ...]:
-        """What of a batch the first layer gets."""
+        """The input of the first layer."""
         own: Any = getattr(self.module, "stage_inputs", None)
         found = first_tensor(batch) if own is None else own(batch)
         return found if isinstance(found, tuple) else (found,)
 
     def keep(self, layers: range, device: torch.device) -> None:
-        """Moves some layers to a device, and gives up the memory of all others: their parameters keep shape and identity."""
+        """Moves some layers to a device and frees the others.
+
+        Their parameters keep shape and identity.
+        """
         for index in layers:
             self.modules[index].to(device)
         kept = {id(t) for index in layers for t in _tensors(self.modules[index])}
@@ -136,7 +140,7 @@ def _tensors(layer: nn.Module) -> list[Tensor]:
 
 
 def elsewhere(tensor: Tensor) -> Tensor:
-    """Stands for a tensor of this shape whose values are on another rank: one element, seen everywhere, NaN where there is one."""
+    """A stand-in for a tensor on another rank: one expanded element, NaN if the dtype has it."""
     fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Which rank computes what: stages to ranks, layers to stages, segments to owners."""
+"""The work of each rank: stages to ranks, layers to stages, segments to owners."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NODE = "LIGHTNING_HETERO_NODE"  # in a process' environment: the plan's name of 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """A rank's place.
+    """The position of a rank.
 
     Attributes:
         group: Its pipeline.
         stage: Its stage in it.
-        shard: Which of the ranks that compute this stage's layers together.
+        shard: Its index among the ranks that compute this stage's layers together.
     """
 
     group: int
@@ -31,12 +31,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan laid over the ranks of a run and the layers of a module.
+    """A plan applied to the ranks of a run and the layers of a module.
 
     Attributes:
         plan: The plan.
-        slots: Each rank's place; ``None``: it idles.
-        bounds: For each group, the layer at which each stage begins, and the number of layers at the end.
+        slots: Each rank's position; ``None``: it idles.
+        bounds: For each group, the layer at which each stage begins, and the number of layers at
+            the end.
     """
 
     plan: ClusterPlan
@@ -45,14 +46,16 @@ class Layout:
 
     @classmethod
     def of(cls, plan: ClusterPlan, *, num_layers: int, repeated: range, nodes: Sequence[str | None]) -> Layout:
-        """Lays a plan out.
+        """Applies a plan.
 
         Args:
             plan: The plan.
             num_layers: Layers of the module, repeated or not.
-            repeated: Those that the plan counts. What precedes them is the first stage's, what follows them the last's.
-            nodes: For each rank the plan's name of its node. All ``None``: ranks are numbered node by node, in the order in which
-                the plan names them; its idle devices have none, or all have one.
+            repeated: The layers that the plan counts. The first stage also has all layers before,
+                the last stage all after.
+            nodes: For each rank the plan's name of its node. All ``None``: ranks are numbered node
+                by node, in the order in which the plan names them; either no idle device has a
+                rank, or all have.
 
         Raises:
             ConfigError: Ranks, nodes, layers or micro-batches do not match the plan.
@@ -98,12 +101,12 @@ class Layout:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Of each group in a step."""
+        """Micro-batches of each group in a step."""
         return tuple(group.micro_batches for group in self.plan.groups)
 
     @cached_property
     def segments(self) -> tuple[range, ...]:
-        """Layers between two neighbouring boundaries of any groups, in the order of the model ([Note: Segments])."""
+        """Layers between neighbouring boundaries of any groups, in order; see [Note: Segments]."""
         return tuple(range(a, b) for a, b in pairwise(sorted({cut for own in self.bounds for cut in own})))
 
     def depth(self, group: int) -> int:
@@ -111,7 +114,7 @@ class Layout:
         return len(self.bounds[group]) - 1
 
     def layers(self, group: int, stage: int) -> range:
-        """What a stage holds."""
+        """The layers of a stage."""
         return range(self.bounds[group][stage], self.bounds[group][stage + 1])
 
     def stage_of(self, group: int, layer: int) -> int:
@@ -119,11 +122,11 @@ class Layout:
         return next(s for s in range(self.depth(group)) if layer in self.layers(group, s))
 
     def rank(self, group: int, stage: int, shard: int) -> int:
-        """Who has a place."""
+        """The ranks with a position."""
         return self._ranks[Slot(group, stage, shard)]
 
     def pipeline(self, group: int, shard: int) -> tuple[int, ...]:
-        """The ranks that hand activations to each other, by stage."""
+        """The ranks of one pipeline, by stage."""
         return tuple(self.rank(group, stage, shard) for stage in range(self.depth(group)))
 
     def stage(self, group: int, stage: int) -> tuple[int, ...]:
@@ -145,7 +148,10 @@ def is_data_parallel(plan: ClusterPlan) -> bool:
 
 
 def _slots(plan: ClusterPlan, nodes: Sequence[str | None]) -> tuple[Slot | None, ...]:
-    """A place for each rank: those of a node to its first ranks, in order, shards of one stage side by side; the others idle."""
+    """Positions of ranks: a node's first ranks in order, shards of a stage together.
+
+    The others idle.
+    """
     places: dict[str, list[Slot | None]] = {}
     for j, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):

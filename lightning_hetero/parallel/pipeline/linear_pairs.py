@@ -1,4 +1,4 @@
-"""How tensor parallelism shards pairs of Linears, of which one widens and the next narrows again."""
+"""Tensor parallelism for pairs of Linears: one widens, and the next narrows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 
 def linear_pairs(layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Styles for Linears that widen, and the one behind them that narrows again: what feed-forward blocks are made of.
+    """Styles for Linears that widen and the next one that narrows, as in feed-forward blocks.
 
-    What is between them stays a DTensor, so whatever is computed there is right; torch raises where it cannot. Source: Shoeybi et
-    al. 2019, section 3.
+    Values between them are DTensors, so any operator there is correct; torch raises for unsupported
+    ones. Source: Shoeybi et al. 2019, section 3.
     """
     styles: dict[str, ParallelStyle] = {}
     for prefix, parent in layer.named_modules():

@@ -1,4 +1,4 @@
-"""What pipelines ask of a module, and steps for other strategies made of the same."""
+"""The hooks that pipelines need in a module, and steps for other strategies made from them."""
 
 from __future__ import annotations
 
@@ -16,37 +16,45 @@ if TYPE_CHECKING:
 
 
 class StagedSteps:
-    """A mixin: a LightningModule says what its layers and its loss are, and has its steps for any strategy.
+    """A mixin: a LightningModule defines its layers and its loss, and gets steps for any strategy.
 
-    ``class Model(StagedSteps, LightningModule)`` defines :meth:`stage_layers` and :meth:`loss_sum`. Pipelines ask for these two
-    (and :meth:`stage_inputs`) and execute no step of the module; the steps here do the same under every other strategy.
+    ``class Model(StagedSteps, LightningModule)`` defines :meth:`stage_layers` and :meth:`loss_sum`.
+    Pipelines call these two (and :meth:`stage_inputs`) and no step of the module. The steps here do
+    the same under every other strategy.
     """
 
     def stage_layers(self) -> nn.ModuleDict:
         """The layers in the order of forward; every parameter is in one of them.
 
-        Each takes what the one before gives: a tensor, or a tuple of tensors as positional arguments. The names are for messages;
-        parameters keep those of ``named_parameters()``.
+        The output of each is the input of the next: a tensor, or a tuple of tensors as positional
+        arguments. The names are for messages; parameters keep those of ``named_parameters()``.
         """
         raise NotImplementedError
 
     def loss_sum(self, output: Any, batch: Any) -> Any:
-        """The loss of a batch summed over its items: over two halves it adds up to that of the whole.
+        """The loss of a batch summed over its items.
+
+        The sums of two halves add up to that of the whole.
 
         Returns:
-            The sum; or the sum and the number of items, such as tokens that are not padding (default: samples); or these and
-            ``{name: other sum}``, which are logged as means.
+            The sum; or the sum and the number of items, such as tokens that are not padding
+            (default: samples); or these and ``{name: other sum}``, which are logged as means.
         """
         raise NotImplementedError
 
     def stage_inputs(self, batch: Any) -> Any:
-        """What of a batch the first layer gets: a tensor or a tuple of them. Default: a tensor itself, the first of a sequence."""
+        """The input of the first layer: a tensor or a tuple of them.
+
+        Default: the batch, or the first element of a sequence.
+        """
         return first_tensor(batch)
 
     def tensor_parallel(self, layer: nn.Module) -> Mapping[str, ParallelStyle]:
-        """How the ranks of one stage share a layer: torch's styles by the names of its modules; none: each computes all of it.
+        """How the ranks of one stage divide a layer: torch's styles by module name.
 
-        Default: pairs of Linears of which one widens and the next narrows.
+        Empty: each computes all.
+
+        Default: pairs of Linears, one that widens and the next that narrows.
         """
         from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
 
@@ -85,11 +93,13 @@ def first_tensor(batch: Any) -> Tensor:
         return batch
     if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor):
         return batch[0]
-    raise ConfigError(f"the batch is a {type(batch).__name__}; say with stage_inputs(batch) what of it the first layer gets.")
+    raise ConfigError(
+        f"the batch is a {type(batch).__name__}; define stage_inputs(batch), which returns the input of the first layer."
+    )
 
 
 def run_layers(layers: Iterable[nn.Module], value: Any) -> Any:
-    """Hands a value through layers."""
+    """Passes a value through layers."""
     for layer in layers:
         value = layer(*value) if isinstance(value, tuple) else layer(value)
     return value

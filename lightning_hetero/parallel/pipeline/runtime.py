@@ -1,4 +1,7 @@
-"""One rank of the pipelines: steps and evaluation through torch's schedules, gradients that wait for Lightning's backward."""
+"""One rank of the pipelines: steps and evaluation by torch's schedules.
+
+Gradients are kept here until Lightning's backward.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from lightning_hetero.parallel.pipeline.sums import Sums, joined, num_samples, s
 from lightning_hetero.parallel.pipeline.synchronise import Groups, Synchronisation, broadcast, local
 from lightning_hetero.parallel.pipeline.tensor import parallelize, same_random_numbers
 
-_SCHEDULES = 8  # kept for shapes of batches that come again; each has its own receive buffers
-_ADDITIVE = 1e-2  # by how much, relatively, the loss of two micro-batches together may differ from their sum
+_SCHEDULES = 8  # cached for batch shapes; each has its own receive buffers
+_ADDITIVE = 1e-2  # relative difference allowed between the loss of two micro-batches together and their sum
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Means:
     """A step's or a batch's sums over all groups, divided by their items; the same on all ranks.
 
     Attributes:
-        loss: Float64, on the CPU.
-        count: Items.
-        further: The other sums that ``loss_sum`` gave.
+        loss: The loss, float64, on the CPU.
+        count: The number of items.
+        further: The other sums of ``loss_sum``.
     """
 
     loss: Tensor
@@ -44,18 +47,18 @@ class Means:
 
 
 class Pipelines:
-    """This rank's stage, and what it does together with others.
+    """This rank's stage, and its collective work with other ranks.
 
-    All ranks call :meth:`train`, :meth:`evaluate` and :meth:`clip_norm` at the same time. After :meth:`train` gradients are parked
-    here; :meth:`restore` puts them where optimizers find them.
+    All ranks call :meth:`train`, :meth:`evaluate` and :meth:`clip_norm` at the same time. After
+    :meth:`train` gradients are kept here; :meth:`restore` gives them to the parameters.
 
     Attributes:
-        layout: Who computes what.
+        layout: The work of all ranks.
         layers: The module's layers.
         rank: This rank.
-        own: The layers that this rank holds.
+        own: This rank's layers.
         groups: The process groups.
-        synchronisation: Of gradients.
+        synchronisation: Sums gradients over owners.
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class Pipelines:
         timeout: timedelta | None = None,
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Makes the groups, gives all ranks the first one's weights, and keeps this stage's layers only.
+        """Makes the groups, gives all ranks rank 0's weights, and keeps only this stage's layers.
 
         Args:
-            layers: Of the whole module, in host memory.
+            layers: The layers of the whole module, in host memory.
             layout: The plan for these ranks and layers.
             rank: This rank in the default process group.
-            device: Where it computes.
-            timeout: Of the process groups; they do not inherit the default one's.
+            device: Its device.
+            timeout: Timeout of the process groups; they do not inherit the default group's.
             context: Entered around the forward of layers and the loss: autocast, a default dtype.
         """
         self.layers, self.layout, self.rank, self.device = layers, layout, rank, device
@@ -95,35 +98,38 @@ class Pipelines:
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._micro: list[Any] = []
         self._found: dict[int, Sums] = {}
-        self._outputs: dict[int, Any] | None = {}  # of the first step, until the loss is known to be additive
-        self._names: dict[bool, tuple[str, ...]] = {}  # of further sums, in training and in evaluation
+        self._outputs: dict[int, Any] | None = {}  # outputs of the first step, until the loss is known to be additive
+        self._names: dict[bool, tuple[str, ...]] = {}  # names of further sums, in training and in evaluation
         self._parked: dict[nn.Parameter, Tensor] = {}
         self._count = 1.0
 
     def share_random_numbers(self) -> None:
-        """Gives the ranks of a stage the random numbers of its first one; all of them have to ask."""
+        """Gives the ranks of a stage the random numbers of its first rank; all of them call it."""
         if self.slot is not None and self.layout.num_shards > 1:
             same_random_numbers(self.groups.of(self.layout.stage(self.slot.group, self.slot.stage)), self.device)
 
     @property
     def is_last(self) -> bool:
-        """Losses are computed here."""
+        """Whether losses are computed here."""
         return self.slot is not None and self.slot.stage == self.layout.depth(self.slot.group) - 1
 
     @property
     def group(self) -> int:
-        """Whose batches this rank loads: its pipeline's; an idle rank has to load some, and loads the first one's."""
+        """The group whose batches this rank loads: its own.
+
+        An idle rank loads the first group's.
+        """
         return 0 if self.slot is None else self.slot.group
 
-    # ---- steps --------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def train(self, batch: Any) -> Means:
-        """Forward and backward of this group's part of a step, as many micro-batches as the plan says.
+        """Forward and backward of this group's part of a step, in the plan's micro-batches.
 
-        Gradients of earlier calls that were restored stay as they are.
+        Restored gradients of earlier calls do not change.
 
         Args:
-            batch: The group's part, the same on all ranks of the group.
+            batch: The group's part, equal on all ranks of the group.
         """
         if self._outputs is not None:
             self._check_samples(batch)
@@ -142,10 +148,11 @@ class Pipelines:
 
     @torch.no_grad()
     def restore(self, scale: Tensor) -> None:
-        """Adds the parked gradients, divided by the step's items, to those of the parameters.
+        """Adds the kept gradients, divided by the step's items, to those of the parameters.
 
         Args:
-            scale: The gradient of the mean loss, a scalar: 1, or less where several batches make a step.
+            scale: The gradient of the mean loss, a scalar: 1, or less if several batches form a
+                step.
         """
         factor = scale.detach().double() / self._count
         parked, self._parked = self._parked, {}
@@ -158,11 +165,12 @@ class Pipelines:
 
     @torch.no_grad()
     def evaluate(self, batch: Any, *, weight: float = 1.0) -> Means:
-        """Forward of a batch, in as many equal micro-batches as it can be cut into.
+        """Forward of a batch, in as many equal micro-batches as possible.
 
         Args:
             batch: The group's part.
-            weight: 0: a batch that others evaluate, computed because all have to take part.
+            weight: 0 for a batch of another group, which is computed because all ranks must take
+                part.
         """
         most = self.layout.micro_batches[self.group]
         samples = num_samples(batch)
@@ -176,7 +184,7 @@ class Pipelines:
         self._micro = split(batch, count)
         schedule = self._schedule(self.slot.stage, count, training=training)
         arguments: list[Tensor] = []
-        if self.slot.stage == 0:  # torch 2.11 takes no other strides
+        if self.slot.stage == 0:  # torch 2.11 accepts no other strides
             arguments = [t.contiguous() for t in self.layers.stage_inputs(batch)]
         options = {"target": torch.arange(count)} if self.is_last else {}
         run = schedule.step if training else schedule.eval
@@ -184,16 +192,17 @@ class Pipelines:
         self._micro = []
 
     def _schedule(self, index: int, count: int, *, training: bool) -> Any:
-        """A schedule of torch's for batches of this shape; all ranks of a group see the same ones."""
+        """A torch schedule for batches of this shape; all ranks of a group see the same shapes."""
         shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(self._micro[0]) if isinstance(t, Tensor)]
-        # A stage learns once whether what it gets and gives needs gradients: layers may be frozen or set free between two steps.
+        # A stage learns once whether its inputs and outputs need gradients, but layers may be
+        # frozen or unfrozen.
         trained = tuple(p.requires_grad for p in self.layers.module.parameters()) if training else ()
         key = (training, torch.is_inference_mode_enabled(), count, tuple(shapes), trained)
         if key not in self._schedules:
             group = self.groups.of(self._pipeline)
             stage = PipelineStage(self._stage, index, len(self._pipeline), self.device, group=group)
             stage.stage_index_to_group_rank = {s: dist.get_group_rank(group, r) for s, r in enumerate(self._pipeline)}
-            # Evaluation may have fewer micro-batches than stages, which 1F1B does not take.
+            # Evaluation may have fewer micro-batches than stages; 1F1B does not allow that.
             kind: Any = Schedule1F1B if training else ScheduleGPipe
             self._schedules[key] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
             if len(self._schedules) > _SCHEDULES:
@@ -202,7 +211,10 @@ class Pipelines:
         return self._schedules[key]
 
     def _loss(self, output: Any, index: Tensor) -> Tensor:
-        """The loss of one micro-batch. Torch also calls it to learn shapes; what counts is the last call."""
+        """The loss of one micro-batch.
+
+        Torch also calls it to learn shapes; the last call counts.
+        """
         number = int(index)
         batch = self._micro[number]
         hooks: Any = self.layers.module
@@ -214,7 +226,7 @@ class Pipelines:
         return sums.loss
 
     def _check_samples(self, batch: Any) -> None:
-        """In the first step: have all ranks of a group the same batch? First stages use its inputs, last ones its targets."""
+        """Checks in the first step that all ranks of a group have the same inputs and targets."""
         sums = [float(t.double().sum()) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
         of_all: list[Any] = [None] * len(self.layout.slots)
         dist.all_gather_object(of_all, (self.group, sums))
@@ -226,7 +238,7 @@ class Pipelines:
 
     @torch.no_grad()
     def _is_additive(self) -> bool:
-        """In the first step, whether the loss of two micro-batches at once is the sum of both."""
+        """Checks in the first step that the loss of two micro-batches is the sum of both."""
         kept, self._outputs = self._outputs or {}, None
         if len(kept) < 2:
             return True
@@ -238,7 +250,7 @@ class Pipelines:
         apart = self._found[0].loss + self._found[1].loss
         return bool((both.loss - apart).abs() <= _ADDITIVE * apart.abs() + 1e-6) or not bool(torch.isfinite(both.loss))
 
-    # ---- what all groups have to know ---------------------------------------------------------------------------------------
+    # ---- exchange between groups -----------------------------------------------------------------
 
     def _means(self, weight: float, *, training: bool, failed: bool = False) -> Means:
         names = self._agreed_names(training=training)
@@ -270,10 +282,10 @@ class Pipelines:
             self._names[training] = tuple(sorted({name for names in of_all for name in names}))
         return self._names[training]
 
-    # ---- parameters ---------------------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this rank holds."""
+        """This rank's parameters."""
         named = dict(self.layers.module.named_parameters())
         return [named[name] for name in self.synchronisation.names()]
 
@@ -281,10 +293,11 @@ class Pipelines:
     def clip_norm(self, parameters: list[nn.Parameter], most: float) -> Tensor:
         """Scales gradients so that the norm of all of them, of all stages, is at most ``most``.
 
-        The norms of single parameters are added up in the order of ``parameters`` on every rank: replicas stay equal bit for bit.
+        The norms of single parameters are added up in the order of ``parameters`` on every rank:
+        replicas stay equal bit for bit.
 
         Args:
-            parameters: Of the whole model in its order, wherever their values are.
+            parameters: The parameters of the whole model in its order, on any rank.
             most: The largest norm.
 
         Returns:
@@ -302,14 +315,14 @@ class Pipelines:
         if self.slot is not None:
             dist.all_reduce(norms, group=self.groups.of(self._pipeline))
         total: Tensor = torch.linalg.vector_norm(norms)
-        factor = torch.clamp(most / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
+        factor = torch.clamp(most / (total + 1e-6), max=1.0)  # as in torch.nn.utils.clip_grads_with_norm_
         for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor)
         return total
 
     def _counted_once(self) -> list[nn.Parameter]:
-        """Parameters of this stage, without tied ones that an earlier stage of the pipeline holds too."""
+        """This stage's parameters, without tied ones of an earlier stage of the pipeline."""
         if self.slot is None:
             return []
         named, tied = dict(self.layers.module.named_parameters()), self.layers.tied

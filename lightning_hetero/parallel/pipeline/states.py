@@ -1,4 +1,4 @@
-"""States as one process would have them: gathered on rank 0, cut down to what a rank holds, or left to each rank."""
+"""State dicts as of one process: gathered on rank 0, or reduced to a rank's share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from lightning_hetero.parallel.pipeline.synchronise import like, local
 
 
 def model_state(pipelines: Pipelines) -> dict[str, Any]:
-    """The whole module's state dict on rank 0, tensors on the CPU; an empty one elsewhere. All ranks have to ask."""
+    """The whole module's state dict on rank 0, on the CPU; empty on other ranks.
+
+    All ranks call it.
+    """
     layers = pipelines.layers
     found = _gathered(pipelines, lambda layer: {name: _whole(value) for name, value in layers.entries(layer).items()})
     if pipelines.rank:
@@ -24,7 +27,10 @@ def model_state(pipelines: Pipelines) -> dict[str, Any]:
 
 
 def optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict on rank 0, of all parameters; an empty one elsewhere. All ranks have to ask."""
+    """The optimizer's state dict of all parameters on rank 0; empty on other ranks.
+
+    All ranks call it.
+    """
     own = optimizer.state_dict()
     index = {id(p): i for i, p in enumerate(_parameters(optimizer))}
 
@@ -37,7 +43,10 @@ def optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> d
 
 
 def load_model_state(pipelines: Pipelines, state: dict[str, Any], *, strict: bool) -> None:
-    """Loads what this rank holds of a state dict with all names; values of what others hold may be on the meta device."""
+    """Loads this rank's share of a state dict with all names.
+
+    Values of other ranks may be on the meta device.
+    """
     module = pipelines.layers.module
     held: dict[str, Any] = module.state_dict(keep_vars=True)
     elsewhere = pipelines.layers.elsewhere(pipelines.own)
@@ -49,7 +58,7 @@ def load_model_state(pipelines: Pipelines, state: dict[str, Any], *, strict: boo
 
 
 def load_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads what this rank holds of a whole optimizer's state dict."""
+    """Loads this rank's share of a whole optimizer's state dict."""
     held = {id(p) for p in pipelines.parameters()}
     own = {}
     for i, parameter in enumerate(_parameters(optimizer)):
@@ -59,13 +68,13 @@ def load_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer,
 
 
 def own_model_state(pipelines: Pipelines) -> dict[str, Any]:
-    """The module's state dict without what only other ranks hold."""
+    """The module's state dict without entries that only other ranks have."""
     elsewhere = pipelines.layers.elsewhere(pipelines.own)
     return {name: value for name, value in pipelines.layers.module.state_dict().items() if name not in elsewhere}
 
 
 def own_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict without the state of parameters that only other ranks hold."""
+    """The optimizer's state dict without parameters that only other ranks have."""
     whole = optimizer.state_dict()
     held = {id(p) for p in pipelines.parameters()}
     own = {i for i, p in enumerate(_parameters(optimizer)) if id(p) in held}
@@ -73,9 +82,10 @@ def own_optimizer_state(pipelines: Pipelines, optimizer: torch.optim.Optimizer) 
 
 
 def places(pipelines: Pipelines) -> Callable[[str, Tensor], Tensor | None]:
-    """Where this rank reads saved tensors to: by the name of the parameter or buffer and a tensor of the saved shape and kind.
+    """The target of a saved tensor on this rank, by name and by a tensor of its shape and dtype.
 
-    ``None`` is the place of what only other ranks hold. Of what the ranks of a stage share, each gets a tensor for its part.
+    The target is ``None`` for tensors that only other ranks have. Of a sharded tensor each rank
+    gets a tensor for its shard.
     """
     layers = pipelines.layers
     held, elsewhere = layers.module.state_dict(keep_vars=True), layers.elsewhere(pipelines.own)
@@ -96,7 +106,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _gathered(pipelines: Pipelines, of: Callable[[int], dict[Any, Any]]) -> dict[Any, Any]:
-    """What rank 0's pipeline holds, layer by layer: never more than one layer is on its way."""
+    """The state of rank 0's pipeline, layer by layer: at most one layer is in transfer."""
     layout, rank = pipelines.layout, pipelines.rank
     group = 0 if layout.slots[0] is None else layout.slots[0].group
     found: dict[Any, Any] = {}
@@ -115,7 +125,7 @@ def _gathered(pipelines: Pipelines, of: Callable[[int], dict[Any, Any]]) -> dict
 
 
 def _whole(value: Any) -> Any:
-    """A tensor put together from its shards, on the CPU; anything else as it is."""
+    """A tensor assembled from its shards, on the CPU; other objects unchanged."""
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Losses that are added up: over micro-batches, over groups, and what is logged of them."""
+"""Sums of losses over micro-batches and groups, and their logged means."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_hetero.errors import ConfigError
 
 
 class Sums:
-    """What the loss of one micro-batch adds up to.
+    """The loss sums of one micro-batch.
 
     Attributes:
         loss: The sum, a scalar tensor.
-        count: The items that it is over: tokens, samples.
+        count: The number of items: tokens, samples.
         further: Other sums over the same items, by name.
     """
 
@@ -26,10 +26,10 @@ class Sums:
 
     @classmethod
     def of(cls, found: Any, batch: Any) -> Sums:
-        """Reads what ``loss_sum`` gave for a batch.
+        """Reads the result of ``loss_sum`` for a batch.
 
         Raises:
-            ConfigError: It is none of what is allowed.
+            ConfigError: It has another form.
         """
         parts = found if isinstance(found, tuple) else (found,)
         loss = parts[0] if 1 <= len(parts) <= 3 else None
@@ -61,10 +61,10 @@ def num_samples(batch: Any) -> int:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Equal micro-batches of a batch: its tensors cut in their first dimension, everything else as it is.
+    """Equal micro-batches of a batch: tensors are divided in their first dimension.
 
     Raises:
-        ConfigError: It cannot be cut so.
+        ConfigError: It cannot be divided equally.
     """
     samples = num_samples(batch)
     if samples % parts:
@@ -78,5 +78,5 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """Two micro-batches, or what layers gave for them, as one."""
+    """Two micro-batches, or the outputs for them, as one."""
     return pytree.tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, one, other)

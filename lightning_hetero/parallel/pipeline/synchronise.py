@@ -16,7 +16,10 @@ from lightning_hetero.parallel.pipeline.layout import Layout
 
 
 class Groups:
-    """Process groups by their ranks. All ranks make all groups, in one order, as ``new_group`` wants it."""
+    """Process groups by their ranks.
+
+    All ranks make all groups in one order, as ``new_group`` requires.
+    """
 
     def __init__(self, layout: Layout, layers: Layers, timeout: timedelta | None) -> None:
         self._made: dict[tuple[int, ...], Any] = {}
@@ -31,13 +34,13 @@ class Groups:
                 self._made[key] = dist.new_group(list(key), timeout=timeout)
 
     def of(self, ranks: Iterable[int]) -> Any:
-        """The group of these ranks, of which this one is a member."""
+        """The group of these ranks; this rank is a member."""
         return self._made[tuple(sorted(ranks))]
 
 
 @torch.no_grad()
 def broadcast(layers: Layers, device: torch.device) -> None:
-    """Gives all ranks the first rank's weights and buffers, while all of them still have the whole module."""
+    """Gives all ranks the first rank's weights and buffers, while all have the whole module."""
     tensors = {id(t): t for module in layers.modules for t in (*module.parameters(), *module.buffers())}
     for tensor in tensors.values():
         staged = tensor.detach().to(device).contiguous()
@@ -46,20 +49,20 @@ def broadcast(layers: Layers, device: torch.device) -> None:
 
 
 def tied_ranks(layout: Layout, users: Sequence[int], shard: int) -> tuple[int, ...]:
-    """Who holds a parameter that several layers use."""
+    """The owners of a parameter that several layers use."""
     return tuple(sorted({rank for layer in users for rank in layout.owners(layer, shard)}))
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters that the same ranks hold."""
+    """Parameters with the same owners."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
 class Synchronisation:
-    """Sums gradients over their owners, in one order everywhere: segments as in the model, then tied parameters."""
+    """Sums gradients over their owners in one order: the segments, then tied parameters."""
 
     def __init__(self, layout: Layout, layers: Layers, groups: Groups, rank: int) -> None:
         self.layers, self._groups = layers, groups
@@ -77,12 +80,15 @@ class Synchronisation:
                 self._buckets.append(_Bucket((name,), tied_ranks(layout, users, slot.shard)))
 
     def names(self) -> list[str]:
-        """Parameters that this rank holds."""
+        """This rank's parameters."""
         return [name for bucket in self._buckets for name in bucket.names]
 
     @torch.no_grad()
     def reduce(self) -> dict[nn.Parameter, Tensor]:
-        """Takes the gradients off the parameters and sums them over the owners; a parameter without one anywhere gets none."""
+        """Removes the gradients from the parameters and sums them over the owners.
+
+        Unused ones get none.
+        """
         named = dict(self.layers.module.named_parameters())
         pending = []
         for bucket in self._buckets:
@@ -120,7 +126,7 @@ def _placed(parameter: nn.Parameter) -> Tensor:
 
 
 def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Their gradients in one tensor; behind them, for each, whether it has one."""
+    """Their gradients in one tensor, followed by one flag per parameter: whether it has one."""
     grads = [None if p.grad is None else local(_placed(p)) for p in parameters]
     pieces = [torch.zeros_like(local(p)) if g is None else g for p, g in zip(parameters, grads, strict=True)]
     present = pieces[0].new_tensor([g is not None for g in grads])
@@ -138,7 +144,7 @@ def _unflatten(parameters: Sequence[nn.Parameter], flat: Tensor) -> dict[nn.Para
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a tensor as one that is sharded as a parameter is."""
+    """This rank's part of a tensor, as a tensor sharded like a parameter."""
     whole: Any = parameter
     if not hasattr(whole, "to_local"):
         return part

@@ -1,4 +1,4 @@
-"""Ranks of one stage compute its layers together: torch's tensor parallelism, by the module's styles or for pairs of Linears."""
+"""Tensor parallelism of a stage by torch, with the module's styles or for pairs of Linears."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
 
 
 def styles_of(layers: Layers, index: int) -> dict[str, ParallelStyle]:
-    """How a layer is sharded: as the module says, else its pairs of Linears."""
+    """The styles of a layer: the module's, otherwise its pairs of Linears."""
     hook: Any = getattr(layers.module, "tensor_parallel", None)
     layer = layers.modules[index]
     return dict(linear_pairs(layer) if hook is None else hook(layer))
 
 
 def sharded_modules(layer: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[nn.Module, ParallelStyle]:
-    """The modules of a layer whose parameters torch's styles divide; other styles, such as a user's own, are not known to."""
+    """The modules of a layer that torch's own styles divide; user styles do not count."""
     found: dict[nn.Module, ParallelStyle] = {}
     for pattern, style in styles.items():
         if isinstance(style, ColwiseParallel | RowwiseParallel):
@@ -45,14 +45,14 @@ def sharded_parameters(module: nn.Module, style: ParallelStyle) -> dict[Tensor, 
         return {module.weight: 1 if columns else 0}
     if isinstance(module, nn.Linear):
         found: dict[Tensor, int] = {module.weight: 0 if columns else 1}
-        if columns and module.bias is not None:  # rows keep it whole
+        if columns and module.bias is not None:  # row-wise keeps it whole
             found[module.bias] = 0
         return found
     return {}
 
 
 def most_ways(layers: Layers) -> int:
-    """Into how many parts all that is sharded can be cut evenly: the greatest common divisor; 1 where sharding is refused."""
+    """The greatest common divisor of all sharded sizes; 1 if sharding is refused."""
     sizes, tied = [], {id(p) for name, p in layers.module.named_parameters() if name in layers.tied}
     repeated = layers.repeated()
     for index, layer in enumerate(layers.modules):
@@ -68,10 +68,10 @@ def most_ways(layers: Layers) -> int:
 
 
 def parallelize(layers: Layers, own: range, mesh: DeviceMesh) -> None:
-    """Shards layers over the ranks of a stage. All of them have to ask.
+    """Shards layers over the ranks of a stage; all of them call it.
 
     Raises:
-        ConfigError: A repeated layer has nothing that is known to be shardable.
+        ConfigError: A repeated layer has no module that can be sharded.
         UnsupportedError: A parameter that several layers use would be sharded.
     """
     repeated = layers.repeated()
@@ -93,7 +93,7 @@ def parallelize(layers: Layers, own: range, mesh: DeviceMesh) -> None:
 
 
 def same_random_numbers(group: Any, device: torch.device) -> None:
-    """Gives the ranks of a stage the first one's random state: what each computes whole, dropout too, has to be the same."""
+    """Gives the ranks of a stage the first one's random state, for equal whole computations."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     states: list[Any] = [torch.get_rng_state(), None if module is None else module.get_rng_state(device)]
     dist.broadcast_object_list(states, group=group, group_src=0, device=device)

@@ -1,4 +1,4 @@
-"""Local-first recovery: checkpoints by layer, in host memory, on the local disk and at their URL, read from where it is nearest."""
+"""Local-first recovery: checkpoints by layer, on several tiers, read from the nearest one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which save the ranks load: the newest one of which the living nodes and the remote tier have every file between them."""
+"""The choice of the save to load: the newest with all files on the nodes or the remote tier."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks load.
+    """The save that all ranks load.
 
     Attributes:
         layer_map: The save's map.
         metadata: The bytes of its ``.metadata``.
-        holders: Of each file, the ranks that have it on a local tier.
-        newest: The order of the newest save that anybody knows, also of those that are not loaded.
+        holders: For each file, the ranks that have it on a local tier.
+        newest: The order of the newest known save, also if it is not loaded.
     """
 
     layer_map: LayerMap
@@ -40,7 +40,10 @@ class _Found:
 
 
 def maps_in(tier: Tier) -> dict[str, LayerMap]:
-    """The saves of a tier that were published, by name; a damaged map is as none, with a warning."""
+    """The published saves of a tier by name.
+
+    A save with a damaged map is left out, with a warning.
+    """
     found = {}
     for save in filter(is_save, tier.list()):
         try:
@@ -55,23 +58,23 @@ def maps_in(tier: Tier) -> dict[str, LayerMap]:
 def agree(
     local: Sequence[Tier], remotes: Sequence[str], *, path: str | None, rank: int, gather: Gather, make: Callable[[str], Tier]
 ) -> Agreed | None:
-    """Finds the newest complete save; all ranks call it, and find the same.
+    """Finds the newest complete save; all ranks call it and find the same.
 
     Args:
         local: The local tiers.
         remotes: URLs of checkpoints that may hold a save.
-        path: Only saves of this URL count; ``None``: of any.
+        path: Only saves of this URL count; ``None``: any URL.
         rank: This rank.
-        gather: Gives what every rank has.
-        make: The remote tier for the URL of a checkpoint.
+        gather: Gathers an object from every rank.
+        make: Makes the remote tier for the URL of a checkpoint.
 
     Returns:
-        ``None`` if there is none. Newer ones that are not complete are named in a warning.
+        ``None`` if there is none. A warning names newer incomplete ones.
     """
     own: dict[str, LayerMap] = {}
     for tier in local:
         own = maps_in(tier) | own
-    if rank == 0:  # the others take its word: a listing of a remote store costs
+    if rank == 0:  # only rank 0 lists the remote store, because that is expensive
         for url in remotes:
             own = maps_in(make(url)) | own
     known: dict[str, LayerMap] = {}

@@ -1,4 +1,4 @@
-"""Saves in the background, loads from the nearest place; without Lightning."""
+"""Saves in the background and loads from the nearest place, independent of Lightning."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from lightning_hetero.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch warns of it; a single process is as good
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch's warning; a single process is fine
 
 _Path = str | os.PathLike[str]
 Place = Callable[[tuple[Any, ...], Tensor], Tensor | None]
-"""Where a tensor is loaded to, by its path in the state and one of its shape on the meta device; ``None``: it is not needed."""
+"""The target of a tensor, by its path in the state and a meta tensor; ``None``: not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a load gave.
+    """The result of a load.
 
     Attributes:
-        state: Nested dictionaries of tensors, and of what else was saved with them.
-        rest: What was saved as ``rest``.
-        own: What this rank saved as ``own``; ``None`` if there was no such rank.
+        state: Nested dictionaries of tensors and other saved objects.
+        rest: The object saved as ``rest``.
+        own: The object that this rank saved as ``own``; ``None`` if there was no such rank.
         layer_map: The save's map.
     """
 
@@ -64,14 +64,15 @@ class Loaded:
 class TieredCheckpoints:
     """Saves a state on several tiers, in the background, and loads it from the nearest.
 
-    :meth:`save`, :meth:`load` and :meth:`remove` are called by all ranks of the default process group, in the same order, from one
-    thread. What goes on in the background uses a group of its own. An error there is raised by the next call, on every rank.
+    :meth:`save`, :meth:`load` and :meth:`remove` are called by all ranks of the default process
+    group, in the same order, from one thread. Background work uses a group of its own. The next
+    call raises an error of it, on every rank.
 
     Args:
         memory: A folder in memory, such as one in ``/dev/shm``; ``None``: no such tier.
         disk: A folder on the local disk; ``None``: no such tier.
-        keep: How many saves the local tiers keep; at least 1.
-        piece_bytes: What one checksum covers, and so the least that is read.
+        keep: Number of saves that the local tiers keep; at least 1.
+        piece_bytes: Bytes under one checksum, and so the least that is read.
     """
 
     def __init__(self, *, memory: _Path | None = None, disk: _Path | None = None, keep: int = 2, piece_bytes: int = MIB) -> None:
@@ -88,23 +89,23 @@ class TieredCheckpoints:
             self._local.append(Tier("disk", disk))
         for tier in self._local:
             if not tier.is_local:
-                raise ConfigError(f"{tier}; allowed: a folder of this machine. Remote copies lie where checkpoints are saved to.")
+                raise ConfigError(f"{tier}; allowed: a folder of this machine. Remote copies are at the paths of the checkpoints.")
         self._keep, self._piece_bytes = keep, piece_bytes
-        self._newest = 0.0  # order of the newest save that is known
+        self._newest = 0.0  # order of the newest known save
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._owner = Owner()  # where the background thread is
+        self._owner = Owner()  # the process with the background thread
         self._world: Any = None
         self._peers: Peers | None = None
         self._group: Any = None
         self.bytes_read: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what lives in this process: strategies are sent to the processes that they start."""
+        """Drops objects of this process: strategies are sent to the processes that they start."""
         self.wait()
         return self.__dict__ | {"_executor": None, "_jobs": [], "_world": None, "_peers": None, "_group": None}
 
-    # ---- saving -------------------------------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------
 
     def save(
         self,
@@ -120,12 +121,13 @@ class TieredCheckpoints:
 
         Args:
             state: Nested dictionaries; tensors may be sharded, and each rank may have other ones.
-            path: Where the remote copy goes: a path or an fsspec URL that all ranks reach.
+            path: The remote copy's path or fsspec URL, which all ranks reach.
             step: The optimizer step.
-            rest: What is no tensor; rank 0's counts.
-            own: What only this rank needs.
-            done: Called when nothing is read any more, in any case. With it the state is not copied, because it stays as it is; its
-                tensors may be handles (``runtime.handles``), which are read one by one.
+            rest: Other objects; rank 0's counts.
+            own: An object that only this rank needs.
+            done: Called after the last read, in any case. With it the state is not copied and must
+                not change; its tensors may be handles (``runtime.handles``), which are read one by
+                one.
 
         Raises:
             CheckpointWriteError: An earlier save failed.
@@ -133,11 +135,11 @@ class TieredCheckpoints:
         with ExitStack() as undo:
             if done is not None:
                 undo.callback(done)
-            self.wait()  # one save at a time: its copy is the memory that this one takes
+            self.wait()  # one save at a time: the next one reuses the memory of its copy
             self._connect()
             remote = Tier(REMOTE, path)
             warnings.filterwarnings("ignore", _ALONE)
-            # A stager for each save: torch 2.11 closes it behind the first.
+            # A stager for each save: torch 2.11 closes it after the first.
             staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state) if done is None else state
             self._submit(f"step {step} to {remote}", self._write, staged, remote, step, rest, own, done=done)
             undo.pop_all()
@@ -169,7 +171,7 @@ class TieredCheckpoints:
 
     def _publish_locally(self, writer: LayerWriter, work: Work, layer_map: LayerMap, metadata: bytes) -> None:
         for name, _, tiers in work.files:
-            if writer.sums[name] != layer_map.files[name].crc32:  # a buffer that differs between replicas, say
+            if writer.sums[name] != layer_map.files[name].crc32:  # for example a buffer that differs between replicas
                 for tier in self._local:
                     if tier.name in tiers:
                         tier.remove(work.save, name)
@@ -179,7 +181,7 @@ class TieredCheckpoints:
                 tier.publish(f"{work.save}/{MAP}", [layer_map.encode()])
 
     def _together(self, action: Any) -> None:
-        """Does it on every rank, and goes on when all have; raises on all if it failed on one."""
+        """Runs work on every rank and waits for all; raises on all ranks if it failed on one."""
         failed = ""
         try:
             action()
@@ -195,11 +197,11 @@ class TieredCheckpoints:
         names = {layer_map.save for layer_map in kept}
         for name in filter(is_save, tier.list()):
             if name not in names:
-                tier.remove(name, MAP)  # from here on it is none
+                tier.remove(name, MAP)  # from here on it is no save
                 tier.remove(name)
 
     def remove(self, path: _Path) -> None:
-        """Removes a checkpoint from all tiers, once what is being written is written, and unless that fails."""
+        """Removes a checkpoint from all tiers after the current write, unless that fails."""
         self._connect()
         self._submit(f"the removal of {os.fspath(path)}", self._remove, Tier(REMOTE, path))
 
@@ -225,7 +227,7 @@ class TieredCheckpoints:
                 if done is not None:
                     ends.callback(done)
                 if before is not None and before.exception() is not None:
-                    return  # what came before is raised; a checkpoint is not removed when its successor failed
+                    return  # the earlier error is raised; a checkpoint stays if its successor failed
                 try:
                     job(*arguments)
                 except Exception as error:
@@ -237,7 +239,7 @@ class TieredCheckpoints:
         """Waits until everything is written.
 
         Raises:
-            CheckpointWriteError: Something could not be.
+            CheckpointWriteError: A write failed.
         """
         if self._jobs:
             self._owner.check("the writer of checkpoints")
@@ -247,7 +249,7 @@ class TieredCheckpoints:
             raise errors[0]
 
     def close(self) -> None:
-        """Waits, and ends the background thread; it starts again when it is needed."""
+        """Waits and ends the background thread, which starts again on demand."""
         try:
             self.wait()
         finally:
@@ -255,7 +257,7 @@ class TieredCheckpoints:
                 self._executor.shutdown()
             self._executor = None
 
-    # ---- loading ------------------------------------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
     def load(
         self,
@@ -268,17 +270,18 @@ class TieredCheckpoints:
         folders: Sequence[_Path] = (),
         required: bool = True,
     ) -> Loaded | None:
-        """Loads a save, each chunk from the nearest place that has it whole.
+        """Loads a save, each chunk from the nearest place that has it complete.
 
         Args:
-            path: The checkpoint that was saved there; ``None``: the newest complete save of all.
-            state: Tensors to load into, sharded as they may be; ``None``: everything, into new ones.
-            place: Without ``state``: which tensors to load, and into what. What has no place is not read; in what is returned it
-                stays on the meta device.
-            filled: Told of each tensor that has its content. With it one file at a time is in memory.
-            strict: Refuse a state with entries that were not saved.
-            folders: For ``path=None``: where else to look for checkpoints, beside the local tiers.
-            required: Without a save, raise; else return ``None``.
+            path: The path of the checkpoint; ``None``: the newest complete save of all.
+            state: Tensors to load into, possibly sharded; ``None``: everything, into new tensors.
+            place: Without ``state``: returns the target of each tensor. A tensor without a target
+                is not read and is on the meta device in the result.
+            filled: Called for each tensor that has its content. With it one file at a time is in
+                memory.
+            strict: Whether to refuse a state with entries that were not saved.
+            folders: For ``path=None``: other folders with checkpoints, beside the local tiers.
+            required: Whether to raise without a save; otherwise the result is ``None``.
 
         Raises:
             CheckpointMissingError: There is no such save, or it is incomplete.
@@ -287,7 +290,7 @@ class TieredCheckpoints:
         self.wait()
         self._connect()
         if self._peers is not None:
-            self._peers.gather(None)  # ranks that share a folder: another one's writer may still be removing saves there
+            self._peers.gather(None)  # another rank's writer may still remove saves in a shared folder
         warnings.filterwarnings("ignore", _ALONE)
         rank = 0 if self._peers is None else self._peers.rank
         target = None if path is None else Tier(REMOTE, path)
@@ -309,7 +312,7 @@ class TieredCheckpoints:
                 f"Pass the path of another checkpoint, or ckpt_path='newest' for the newest complete one."
             )
         layer_map = agreed.layer_map
-        self._newest = max(self._newest, agreed.newest)  # what is saved from here on is newer than what came after this one
+        self._newest = max(self._newest, agreed.newest)  # later saves are newer than saves after the loaded one
         extra = [name for name in (REST, own_name(rank)) if name in layer_map.files]
         metadata = pickle.loads(agreed.metadata)
         reader = TieredReader(
@@ -339,7 +342,7 @@ class TieredCheckpoints:
         return Loaded(state=state, rest=reader.extra[REST], own=reader.extra.get(own_name(rank)), layer_map=layer_map)
 
     def _connect(self) -> None:
-        """A process group of our own, for the CPU: training's may be NCCL, and may be in use while we write."""
+        """A CPU process group of our own: training's may be NCCL, and in use during writing."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None or dist.get_world_size() == 1:
             self._world = self._group = self._peers = None
@@ -350,7 +353,7 @@ class TieredCheckpoints:
 
 
 def _places(metadata: Metadata, place: Place) -> tuple[dict[str, Any], dict[Any, Tensor]]:
-    """A state to load into, and, by their paths in it, stand-ins of the tensors that have no place."""
+    """A state to load into, and stand-ins of the tensors without a target by path."""
     state: dict[str, Any] = {}
     elsewhere: dict[Any, Tensor] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -372,7 +375,7 @@ def _url(tier: Tier) -> str:
 
 
 def _children(folders: Sequence[_Path]) -> list[str]:
-    """Checkpoints that may lie in these folders."""
+    """Checkpoints that these folders may have."""
     found = []
     for folder in folders:
         tier = Tier(REMOTE, folder)
@@ -381,7 +384,7 @@ def _children(folders: Sequence[_Path]) -> list[str]:
 
 
 def _publish(remote: Tier, work: Work, layer_map: LayerMap, metadata: bytes) -> None:
-    """The remote copy is complete: by its map for us, by ``.metadata`` for torch's own readers."""
+    """Completes the remote copy: its map for us, ``.metadata`` for torch's own readers."""
     if REMOTE not in work.leads:
         return
     remote.publish(f"{work.save}/{METADATA}", [metadata])

@@ -1,4 +1,4 @@
-"""What a save consists of: its files with their checksums, who held them, and where in them the numbers of each tensor begin."""
+"""The map of a save: its files with checksums and holders, and the place of each tensor."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StoredFile:
 
     Attributes:
         bytes: Its size.
-        crc32: Of each piece, in order; the last one may be shorter.
-        ranks: The ranks that hold what is in it: the layer map.
+        crc32: Checksum of each piece, in order; the last piece may be shorter.
+        ranks: The ranks that hold its content.
     """
 
     bytes: int
@@ -44,11 +44,11 @@ class LayerMap:
         step: The optimizer step.
         order: Increases with every save; the newest one has the largest.
         path: The URL that the checkpoint was saved to.
-        ranks: How many there were.
-        piece_bytes: What one checksum covers, and so the least that is read.
-        files: By name.
-        starts: Where the numbers of a chunk begin in its file, by :func:`chunk_key`.
-        metadata_crc32: Of the file ``.metadata``.
+        ranks: The number of ranks.
+        piece_bytes: Bytes under one checksum, and so the least that is read.
+        files: The files by name.
+        starts: The first byte of a chunk's numbers in its file, by :func:`chunk_key`.
+        metadata_crc32: Checksum of the file ``.metadata``.
     """
 
     save: str
@@ -68,7 +68,7 @@ class LayerMap:
 
     @classmethod
     def decode(cls, content: bytes) -> LayerMap:
-        """Reads what :meth:`encode` gave.
+        """Reads the result of :meth:`encode`.
 
         Raises:
             ValueError: It is damaged, or of another version.
@@ -90,7 +90,7 @@ class LayerMap:
         return first * self.piece_bytes, min((last + 1) * self.piece_bytes, self.files[name].bytes)
 
     def is_whole(self, name: str, piece: int, content: bytes | memoryview) -> bool:
-        """Whether these are the bytes that were written."""
+        """Whether these bytes are the written ones."""
         start, end = self.span(name, piece, piece)
         return len(content) == end - start and zlib.crc32(content) == self.files[name].crc32[piece]
 
@@ -101,15 +101,15 @@ def is_save(name: str) -> bool:
 
 
 def chunk_key(name: str, offsets: Sequence[int] | None) -> str:
-    """A chunk of a tensor, by the tensor's name and where the chunk begins in it."""
+    """The key of a chunk: its tensor's name and its offsets."""
     return f"{name}@{','.join(map(str, offsets or ()))}"
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name up to the first number, or else without its last part.
+    """A tensor's layer: its name up to the first number, otherwise without its last part.
 
-    ``state_dict.model.layers.3.mlp.weight`` and ``optimizer_0.state.model.layers.3.mlp.weight.exp_avg`` are both of
-    ``model.layers.3``.
+    ``state_dict.model.layers.3.mlp.weight`` and
+    ``optimizer_0.state.model.layers.3.mlp.weight.exp_avg`` are both of ``model.layers.3``.
     """
     parts = name.split(".")
     if parts[0] == "state_dict":
@@ -121,7 +121,7 @@ def layer_of(name: str) -> str:
 
 
 def checksums(content: Sequence[bytes | memoryview], piece_bytes: int) -> tuple[int, ...]:
-    """Of every piece of a file that consists of these parts."""
+    """Checksums of every piece of a file with these parts."""
     sums, current, filled = [], 0, 0
     for buffer in content:
         part, begin = memoryview(buffer), 0
@@ -143,7 +143,7 @@ def pieces_of(
     Args:
         start: The byte of the file at which the chunk's numbers begin.
         sizes: The chunk's shape; it is contiguous.
-        offsets: Where the part begins in the chunk.
+        offsets: The begin of the part in the chunk.
         lengths: The part's shape.
         itemsize: Bytes of a number.
         piece_bytes: Bytes of a piece.
@@ -169,7 +169,7 @@ def pieces_of(
 
 
 def runs_of(pieces: Iterable[int], longest: int | None = None) -> list[tuple[int, int]]:
-    """Sorted pieces as ranges from first to last, the latter included, of at most ``longest`` pieces."""
+    """Sorted pieces as inclusive ranges of at most ``longest`` pieces."""
     runs: list[tuple[int, int]] = []
     for piece in sorted(pieces):
         if runs and runs[-1][1] == piece - 1 and (longest is None or piece - runs[-1][0] < longest):

@@ -1,4 +1,4 @@
-"""Pieces from the ranks that have them: everyone says what it lacks, all find the same schedule, and bytes go point to point."""
+"""Exchange of pieces between ranks: all ranks share their wants and compute the same schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hetero.parallel.recovery.layer_map import LayerMap
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Pieces of one file that a rank lacks, and the ranks that it asked before."""
+    """Pieces of one file that a rank lacks, and the ranks that it has asked already."""
 
     pieces: tuple[int, ...]
     asked: tuple[int, ...] = ()
@@ -24,16 +24,16 @@ class Want:
 
 @dataclass(slots=True)
 class Schedule:
-    """Who sends what to whom: (from, to, file, pieces), in the one order that all ranks follow."""
+    """Transfers as (from, to, file, pieces), in one order for all ranks."""
 
     transfers: list[tuple[int, int, str, tuple[int, ...]]] = field(default_factory=list)
 
 
 def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence[int]], layer_map: LayerMap) -> Schedule:
-    """The next transfers: for each want the least loaded of the holders that were not asked before.
+    """The next transfers: for each want the least loaded holder that was not asked before.
 
     Args:
-        wants: Of each rank, by file.
+        wants: The wants of each rank, by file.
         holders: Ranks that have a file on a local tier.
         layer_map: The save's.
     """
@@ -50,7 +50,7 @@ def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence
 
 
 class Peers:
-    """Point-to-point transfers between the ranks of a group; all of its methods are called by all ranks.
+    """Point-to-point transfers between the ranks of a group; all ranks call all methods.
 
     Args:
         group: All ranks, with a backend for the CPU.
@@ -62,7 +62,7 @@ class Peers:
         self.ranks = dist.get_world_size(group)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has here."""
+        """Gathers an object from every rank."""
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -74,16 +74,17 @@ class Peers:
         layer_map: LayerMap,
         read: Callable[[str, tuple[int, ...]], Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """One round: asks for pieces, and sends what others ask for.
+        """One round: requests pieces, and sends those that other ranks request.
 
         Args:
-            wants: What this rank lacks, by file.
+            wants: The pieces that this rank lacks, by file.
             holders: Ranks that have a file on a local tier.
             layer_map: The save's.
-            read: Gives pieces of a file, one after the other, as bytes; whoever gets them judges them.
+            read: Gives pieces of a file, one after the other, as bytes; the receiver checks them.
 
         Returns:
-            The pieces that came, one after the other, and who sent them; ``None`` if no rank can be helped any more.
+            The received pieces in order, and their senders; ``None`` if no rank can be helped any
+            more.
         """
         transfers = schedule(self.gather(dict(wants)), holders, layer_map).transfers
         if not transfers:
@@ -104,5 +105,5 @@ class Peers:
         return got, senders
 
     def receive(self, content: Tensor, source: int) -> None:
-        """Fills ``content`` with what ``source`` sends next."""
+        """Receives the next bytes of ``source`` into ``content``."""
         dist.recv(content, src=source, group=self._group)

@@ -1,4 +1,4 @@
-"""The load side of torch.distributed.checkpoint: every piece from the nearest place that has it whole."""
+"""The reader for torch.distributed.checkpoint: each piece from the nearest complete copy."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from lightning_hetero.units import MIB
 log = logging.getLogger(__name__)
 
 PEER = "peer"
-_BATCH_BYTES = 256 * MIB  # of files that are in memory at once while they are read
+_BATCH_BYTES = 256 * MIB  # of files in memory at once during reading
 _READ_BYTES = 64 * MIB  # of one read
 
 
 class TieredReader(StorageReader):
-    """Reads pieces of files from local memory, the local disk, another rank, or the remote tier: the first that has them whole.
+    """Reads each piece from the first complete copy: memory, disk, another rank, remote tier.
 
-    Every piece has a checksum; one that differs is read from the next place, with a warning. Only the pieces that hold something
-    that is needed are read.
+    Every piece has a checksum; if it differs, the piece is read from the next place, with a
+    warning. Only needed pieces are read.
 
     Args:
-        metadata: The save's.
-        layer_map: The save's.
+        metadata: The save's metadata.
+        layer_map: The save's map.
         local: Local tiers, fastest first.
         remote: The remote tier.
         peers: The ranks that load together; ``None``: this process loads alone.
-        holders: Of each file, the ranks that have it on a local tier.
-        extra: Files that are needed whole beside what tensors need.
-        filled: Told of each tensor that has its content. With it one file at a time is in memory.
+        holders: For each file, the ranks that have it on a local tier.
+        extra: Files that are needed completely, beside those of tensors.
+        filled: Called for each tensor that has its content. With it one file at a time is in
+            memory.
     """
 
     def __init__(
@@ -66,24 +67,24 @@ class TieredReader(StorageReader):
         self.extra: dict[str, bytes] = {}
         self.bytes: dict[str, int] = dict.fromkeys([*(t.name for t in local), PEER, remote.name], 0)
 
-    # ---- torch.distributed.checkpoint's protocol, in order ------------------------------------------------------------------
+    # ---- torch.distributed.checkpoint's protocol, in order ---------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is used once."""
+        """Does nothing: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What all ranks agreed on before."""
+        """The metadata that all ranks have agreed on."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says how many batches of files this rank needs."""
+        """Reports the number of batches of files that this rank needs."""
         return replace(plan, storage_data=len(self._batches(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """All ranks take part in the exchanges of the rank with the most batches."""
+        """Makes all ranks take part in as many exchanges as the rank with the most batches."""
         most = max(plan.storage_data for plan in plans)
         return [replace(plan, storage_data=most) for plan in plans]
 
@@ -91,7 +92,7 @@ class TieredReader(StorageReader):
         """Reads batch by batch, and copies into the tensors of the planner.
 
         Raises:
-            CheckpointMissingError: A piece is nowhere.
+            CheckpointMissingError: No place has a piece.
         """
         batches = self._batches(plan)
         missing: list[str] = []
@@ -104,7 +105,7 @@ class TieredReader(StorageReader):
                         self._hand_over(item, found[name], planner)
                     if name in self._wanted:
                         self.extra[name] = found[name].numpy().tobytes()
-        if missing:  # said only now: the other ranks wait for this one's pieces
+        if missing:  # raised only now, because other ranks wait for this one's pieces
             raise CheckpointMissingError(_describe(missing, self._map))
         future: Future[None] = Future()
         future.set_result(None)
@@ -115,7 +116,7 @@ class TieredReader(StorageReader):
         """Any."""
         return True
 
-    # ---- what is needed -----------------------------------------------------------------------------------------------------
+    # ---- needed pieces ---------------------------------------------------------------------------
 
     def _batches(self, plan: LoadPlan) -> list[dict[str, tuple[set[int], list[ReadItem]]]]:
         needs: dict[str, tuple[set[int], list[ReadItem]]] = defaultdict(lambda: (set(), []))
@@ -164,7 +165,7 @@ class TieredReader(StorageReader):
         if self._filled is not None:
             self._filled(target)
 
-    # ---- where it comes from ------------------------------------------------------------------------------------------------
+    # ---- sources ---------------------------------------------------------------------------------
 
     def _fetch(self, needs: Mapping[str, set[int]], missing: list[str]) -> dict[str, Tensor]:
         files = {name: own_memory(self._map.files[name].bytes, torch.uint8) for name in needs}
@@ -216,17 +217,20 @@ class TieredReader(StorageReader):
                     tried[name].append(f"rank {senders[name]}: damaged")
 
     def _read_for_peer(self, name: str, pieces: tuple[int, ...]) -> Tensor:
-        """Pieces for another rank; zeros where they cannot be read: it sees that, and asks somebody else."""
+        """Pieces for another rank.
+
+        Zeros if they cannot be read: it detects that and asks another rank.
+        """
         whole = {name: torch.zeros(self._map.files[name].bytes, dtype=torch.uint8)}
         open_ = {name: set(pieces)}
         own = dict(self.bytes)
         for tier in self._local:
             self._from_tier(tier, open_, whole, defaultdict(list))
-        self.bytes = own  # counted where they are needed
+        self.bytes = own  # the receiver counts them
         return torch.cat([whole[name][slice(*self._map.span(name, piece, piece))] for piece in pieces])
 
     def _take(self, name: str, pieces: Sequence[int], content: bytes, file: Tensor, open_: set[int]) -> int:
-        """Keeps those pieces that are whole; returns their bytes."""
+        """Keeps the undamaged pieces; returns their bytes."""
         view, at, taken = memoryview(content), 0, 0
         for piece in pieces:
             start, end = self._map.span(name, piece, piece)

@@ -1,10 +1,12 @@
 """A place that holds saves: a folder of this machine, or any URL that fsspec knows.
 
 [Note: Layout]
-Every tier holds a save the same way: ``ROOT/SAVE/`` with one file per layer and group of holders, ``meta.pt`` (what is no tensor),
-``.metadata`` (of torch.distributed.checkpoint) and, last, ``map.json``. For the local tiers ROOT is the folder that was configured,
-which holds what the ranks of this node have; for the remote tier it is the checkpoint's own path, which holds everything, and
-``.metadata`` and ``meta.pt`` once more: so it is an ordinary distributed checkpoint, for torch and for Lightning.
+Every tier holds a save in the same form: ``ROOT/SAVE/`` with one file per layer and group of
+holders, ``meta.pt`` (objects that are no tensors), ``.metadata`` (of torch.distributed.checkpoint)
+and, last, ``map.json``. For the local tiers ROOT is the configured folder, with the layers of this
+node's ranks. For the remote tier it is the checkpoint's own path, with everything, and with
+``.metadata`` and ``meta.pt`` once more: so it is an ordinary distributed checkpoint, for torch and
+for Lightning.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Tier:
     Args:
         name: ``"memory"``, ``"disk"`` or ``"remote"``.
         url: The root: a path or an fsspec URL.
-        durable: Flush to the medium before a file is published; without it a file survives the process, not the machine.
+        durable: Whether to flush a file before it is published; otherwise it survives the process,
+            but not the machine.
     """
 
     def __init__(self, name: str, url: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -48,16 +51,16 @@ class Tier:
         return "/".join((self.root.rstrip("/"), *parts))
 
     def publish(self, name: str, content: Sequence[_Buffer]) -> None:
-        """Makes a file appear, whole: it has its name only once it is written.
+        """Publishes a complete file: it gets its name only after it is written.
 
-        Object stores show an object when it is closed; in a folder it is renamed, after it was flushed.
+        Object stores show an object when it is closed. In a folder it is flushed and renamed.
         """
         path = self.path(name)
         if not self.is_local:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             with self.fs.open(path, "wb") as file:
                 for part in content:
-                    for start in range(0, len(part), PIECE_BYTES):  # drivers keep in memory what they are given
+                    for start in range(0, len(part), PIECE_BYTES):  # drivers keep their input in memory
                         file.write(memoryview(part)[start : start + PIECE_BYTES])
             return
         folder = Path(path).parent
@@ -85,13 +88,13 @@ class Tier:
         """Bytes ``start`` to ``end`` of a file; all of it by default.
 
         Raises:
-            OSError: It is not there, or cannot be read.
+            OSError: It is missing or cannot be read.
         """
         content: bytes = self.fs.cat_file(self.path(name), start=start, end=end)
         return content
 
     def list(self, *folder: str) -> list[str]:
-        """The names in a folder; none where there is no such folder."""
+        """The names in a folder; none if there is no such folder."""
         self.fs.invalidate_cache()
         try:
             found: list[str] = self.fs.ls(self.path(*folder), detail=False)
@@ -100,12 +103,12 @@ class Tier:
         return sorted(f.rstrip("/").rpartition("/")[2] for f in found)
 
     def remove(self, *name: str) -> None:
-        """Removes a file, or a folder with all that is in it."""
+        """Removes a file, or a folder with its content."""
         if self.fs.exists(self.path(*name)):
             self.fs.rm(self.path(*name), recursive=True)
 
     def node(self) -> str:
-        """Who shares this folder: the same text for all processes that see the same one.
+        """An identity of the folder: the same text for all processes that see it.
 
         Raises:
             ConfigError: It is not a folder of this machine.
@@ -117,7 +120,7 @@ class Tier:
         own = path.with_name(f"{_NODE}.{uuid.uuid4().hex}")
         own.write_text(uuid.uuid4().hex)
         try:
-            os.link(own, path)  # fails where there is one; whoever reads it finds it whole
+            os.link(own, path)  # fails if there is one; a reader always finds a complete one
         except FileExistsError:
             pass
         finally:

@@ -1,10 +1,11 @@
-"""The save side of torch.distributed.checkpoint: who writes which file to which tier, and what is in it.
+"""The writer for torch.distributed.checkpoint: files, their ranks and their tiers.
 
 [Note: Files]
-The chunks of a layer that the same ranks hold go into one file, so any of these ranks can write it, and every node keeps a replica
-of what its ranks hold: replicas of data parallelism survive a lost node. On the local tiers one rank of every node writes it, to
-the remote one a single rank. A chunk is what ``torch.save`` makes of it, as torch's own readers expect. What is no tensor (groups
-of optimizers, loops) goes to every node whole, as rank 0 has it.
+The chunks of a layer that the same ranks hold go into one file, so any of these ranks can write it.
+Every node keeps a replica of the layers of its ranks: replicas of data parallelism survive a lost
+node. One rank of every node writes the file to the local tiers, and a single rank to the remote
+tier. A chunk has the form of ``torch.save``, as torch's own readers expect. Objects that are no
+tensors (groups of optimizers, loops) are written by every node, with rank 0's content.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from lightning_hetero.runtime.handles import OffloadedTensor, contents_of
 from lightning_hetero.units import KIB, MIB
 
 REMOTE = "remote"
-_ARCHIVE_BYTES = 64 * KIB  # more than torch.save puts around one tensor
+_ARCHIVE_BYTES = 64 * KIB  # more than the overhead of torch.save for one tensor
 _OWN_PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_ALIGNMENT = 64  # of chunks, as torch.save aligns the numbers in it: they can be viewed where they were read to
+_ALIGNMENT = 64  # of chunks, as torch.save aligns numbers, so that they can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank tells the coordinator beside its plan."""
+    """A rank's report to the coordinator beside its plan."""
 
-    nodes: dict[str, str]  # tier: who shares its folder
+    nodes: dict[str, str]  # tier: identity of its folder
     blobs: dict[MetadataIndex, bytes]
     own: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the coordinator tells a rank.
+    """The coordinator's order for a rank.
 
     Attributes:
         save: The save's name.
         order: Its order.
         files: Name, chunks in order, tiers to write to.
         blobs: Files that every node keeps, with their content.
-        leads: Tiers of which this rank writes the blobs and the map for its node.
+        leads: Tiers for which this rank writes the blobs and the map of its node.
     """
 
     save: str
@@ -72,7 +73,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Of one chunk: where it is, where its numbers begin, and, with the first of a file, the file's size and checksums."""
+    """The place of a chunk and of its numbers.
+
+    For a file's first chunk also the file's size and checksums.
+    """
 
     info: _StorageInfo
     start: int
@@ -80,18 +84,18 @@ class _Written:
 
 
 def own_name(rank: int) -> str:
-    """The file with what only this rank needs, such as its random numbers."""
+    """The file with objects that only this rank needs, such as its random numbers."""
     return f"rank_{rank}.pt"
 
 
 class LayerPlanner(DefaultSavePlanner):
-    """Lets every rank keep all of its plan: replicas are wanted, and the writer chooses among them.
+    """Keeps every rank's whole plan: replicas are wanted, and the writer chooses among them.
 
-    Handles (``runtime.handles``) are planned by their shapes, and read when they are written.
+    Handles (``runtime.handles``) are planned by shape and read when they are written.
     """
 
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
-        """Puts handles aside."""
+        """Sets handles aside."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._handles = {name: value for name, value in self.state_dict.items() if isinstance(value, OffloadedTensor)}
         self.state_dict = {
@@ -100,29 +104,31 @@ class LayerPlanner(DefaultSavePlanner):
         }
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written; of a handle its content."""
+        """The object to write; for a handle its content."""
         handle = self._handles.get(index.fqn)
         return super().lookup_object(index) if handle is None else contents_of(handle)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they came, and metadata with every chunk once."""
+        """The plans unchanged, and metadata with every chunk once."""
         _, metadata = super().create_global_plan(all_plans)
         return all_plans, metadata
 
 
 class LayerWriter(StorageWriter):
-    """Writes the files of a save to the local tiers (:meth:`write_data`) and to the remote one (:meth:`upload`).
+    """Writes the files of a save to the local tiers and to the remote tier.
+
+    :meth:`write_data` writes the local ones, :meth:`upload` the remote one.
 
     Args:
-        planner: Of the same save.
+        planner: The planner of the same save.
         tiers: The local tiers, fastest first.
         path: The checkpoint's URL.
         step: The optimizer step.
-        rest: What is no tensor, as rank 0 has it; the others' is ignored.
-        own: What only this rank needs.
+        rest: Other objects of rank 0; those of other ranks are ignored.
+        own: An object that only this rank needs.
         after: The order of the newest save so far.
-        piece_bytes: What one checksum covers.
-        timer: Seconds since the epoch.
+        piece_bytes: Bytes under one checksum.
+        timer: Returns seconds since the epoch.
     """
 
     work: Work  # this rank's, from write_data on
@@ -143,22 +149,22 @@ class LayerWriter(StorageWriter):
         self._planner, self._tiers = planner, {tier.name: tier for tier in tiers}
         self._path, self._step, self._rest, self._own = path, step, rest, own
         self._after, self._piece_bytes, self._timer = after, piece_bytes, timer
-        self._files: dict[str, tuple[int, ...]] = {}  # the coordinator's: holders
+        self._files: dict[str, tuple[int, ...]] = {}  # of the coordinator: holders
         self._blobs: dict[str, bytes] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}  # of what is no tensor
+        self._places: dict[MetadataIndex, _StorageInfo] = {}  # of objects that are no tensors
         self._save, self._order, self._ranks = "", 0.0, 1
         self.sums: dict[str, tuple[int, ...]] = {}  # of files that this rank wrote
 
-    # ---- torch.distributed.checkpoint's protocol, in order ------------------------------------------------------------------
+    # ---- torch.distributed.checkpoint's protocol, in order ---------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer is used once."""
+        """Does nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds what is no tensor, and which folders this rank shares with others."""
+        """Adds objects that are no tensors, and the identities of this rank's folders."""
         blobs = {}
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
@@ -168,7 +174,7 @@ class LayerWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=_Offer(nodes, blobs, self._own))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assigns files to ranks; on the coordinator."""
+        """Assigns files to ranks; runs on the coordinator."""
         offers: list[_Offer] = [plan.storage_data for plan in plans]
         self._order, self._ranks = max(self._timer(), math.nextafter(self._after, math.inf)), len(plans)
         self._save = f"{self._step:012d}-{uuid.uuid4().hex[:8]}"
@@ -197,7 +203,7 @@ class LayerWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files to the local tiers; without any, to nowhere yet."""
+        """Writes this rank's files to the local tiers, if there are any."""
         self.work = work = plan.storage_data
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
@@ -218,7 +224,10 @@ class LayerWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the metadata, with the map as an attribute that travels to every rank; on the coordinator."""
+        """Completes the metadata; the map is an attribute sent to every rank.
+
+        Runs on the coordinator.
+        """
         metadata.version = CURRENT_DCP_VERSION
         storage, starts = dict(self._places), {}
         files = {
@@ -229,7 +238,7 @@ class LayerWriter(StorageWriter):
             for result in of_rank:
                 written: _Written = result.storage_data
                 name = written.info.relative_path.rpartition("/")[2]
-                if written.file is not None and name not in files:  # replicas count as the lowest rank wrote them
+                if written.file is not None and name not in files:  # the lowest rank's replica counts
                     files[name] = StoredFile(bytes=written.file[0], crc32=written.file[1], ranks=self._files[name])
                 if result.index not in storage:
                     storage[result.index] = written.info
@@ -253,10 +262,10 @@ class LayerWriter(StorageWriter):
         """Any."""
         return True
 
-    # ---- afterwards ---------------------------------------------------------------------------------------------------------
+    # ---- afterwards ------------------------------------------------------------------------------
 
     def upload(self, remote: Tier) -> None:
-        """Writes this rank's part of what goes to the remote tier."""
+        """Writes this rank's files to the remote tier."""
         work = self.work
         items: dict[MetadataIndex, WriteItem] = {item.index: item for item in self._planner.plan.items}
         for name, chunks, tiers in work.files:
@@ -268,10 +277,10 @@ class LayerWriter(StorageWriter):
             for name, blob in work.blobs.items():
                 remote.publish(f"{work.save}/{name}", [blob])
 
-    # ---- parts --------------------------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _pack(self, offers: Sequence[_Offer]) -> bytes:
-        """What is no tensor as one file, each entry as the lowest rank has it."""
+        """Objects that are no tensors as one file, each from its lowest rank."""
         content = bytearray()
         for offer in offers:
             for index, blob in offer.blobs.items():
@@ -300,11 +309,12 @@ class LayerWriter(StorageWriter):
 
 
 def _serialise(tensor: torch.Tensor) -> tuple[memoryview, int]:
-    """What ``torch.save`` makes of a tensor, and at which byte its numbers begin."""
+    """A tensor in the form of ``torch.save``, and the first byte of its numbers."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
-    # A mapping of its own gives the memory of large tensors back at once, see [Note: Memory of its own] in store.raw_memory.
+    # A mapping of its own gives the memory of large tensors back at once, see [Note: Memory of its
+    # own] in store.raw_memory.
     file: Any = mmap.mmap(-1, tensor.nbytes + _ARCHIVE_BYTES, flags=_OWN_PAGES) if tensor.nbytes >= MIB else io.BytesIO()
     torch.save(tensor, file)
     if isinstance(file, mmap.mmap):
@@ -317,7 +327,7 @@ def _serialise(tensor: torch.Tensor) -> tuple[memoryview, int]:
 
 
 def _files(plans: Sequence[SavePlan]) -> dict[str, tuple[tuple[int, ...], tuple[MetadataIndex, ...]]]:
-    """Name of each file: the ranks that hold what is in it, and its chunks in order."""
+    """For each file name the ranks that hold its content, and its chunks in order."""
     holders: dict[MetadataIndex, list[int]] = defaultdict(list)
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -338,7 +348,7 @@ def _files(plans: Sequence[SavePlan]) -> dict[str, tuple[tuple[int, ...], tuple[
 def _assign(
     files: dict[str, tuple[tuple[int, ...], tuple[MetadataIndex, ...]]], nodes: Sequence[dict[str, str]], tiers: Sequence[str]
 ) -> dict[str, dict[int, list[str]]]:
-    """For each file, which rank writes it to which tiers: on each node one of its holders, and one of those to the remote tier."""
+    """For each file, its writers and their tiers: one holder per node, one of them also remote."""
     loads: dict[tuple[str, int], int] = defaultdict(int)
     assigned: dict[str, dict[int, list[str]]] = {}
     for name, (holders, chunks) in files.items():
