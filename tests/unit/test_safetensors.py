@@ -196,7 +196,7 @@ def two_files(folder: Path) -> None:
             lambda folder: (two_files(folder), (folder / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}')),
             "where it is not",
         ),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "c.safetensors"}}'), "not a whole safetensors file"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "c.safetensors"}}'), "not a complete safetensors file"),
     ],
 )
 def test_a_directory_says_what_it_lacks(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:

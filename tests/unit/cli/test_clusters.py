@@ -99,7 +99,7 @@ def test_a_profile_of_the_users_layers_says_what_tensor_parallelism_shares(tmp_p
     assert parsed(*request)["tensor_parallel"] in (1, 2, 4)
     assert parsed(*request, "--tensor-parallel", "4")["tensor_parallel"] == 4
     refused = parsed(*request, "--tensor-parallel", "8", code=2)
-    assert "tensor_parallel=[8]; allowed: what divides 60" in refused["error"]
+    assert "tensor_parallel=[8]; allowed: divisors of 60" in refused["error"]
 
 
 @pytest.mark.parametrize(
