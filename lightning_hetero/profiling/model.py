@@ -75,6 +75,8 @@ class BatchProfiler:
         self._executor.rest()
         self._executor.batch.serial = self._recorder is None
         self._executor.watcher = self._timeline
+        casts = self._executor.residency.casts
+        casts.on_made, casts.on_saved = self.set_aside, self.leaves
         if self._executor.handlers.activations is not None:
             self._executor.handlers.activations.watcher = self
         self._session.recorder.settle = self._settle
@@ -106,6 +108,7 @@ class BatchProfiler:
             stretches.append(Stretch(phase=Phase.BACKWARD, block=NO_BLOCK, begin=self._last, end=self._mark()))
         self._executor.batch.serial = False
         self._executor.watcher = None
+        self._executor.residency.casts.on_made = self._executor.residency.casts.on_saved = None
         if self._executor.handlers.activations is not None:
             self._executor.handlers.activations.watcher = None
         self._session.recorder.settle = float

@@ -25,6 +25,7 @@ from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule, Updates
+from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import HostGradient
@@ -171,6 +172,8 @@ class Executor:
     def _close_all(self, *, opened: bool) -> None:
         """Closes what the last batch left open; ``opened``: also updates, which no gradients will come for."""
         self.batch.in_backward = False
+        if self.residency.casts.entered:
+            self.residency.casts.close()
         self._close_backward()
         self._held.clear()
         self.speculation.skip()
@@ -192,16 +195,21 @@ class Executor:
         with self.recorder.waiting(f"F {block.name}"):
             self._reach(Phase.FORWARD, block)
             self.residency.open(block)
+        casts = self.residency.casts
+        if torch.is_autocast_enabled(casts.device_type) and self.residency.is_away(block):
+            casts.enter(block)
         if self.watcher is not None:
             self.watcher.forward_begins(block, inputs)
         saved = self.handlers.saved
-        if saved and not _is_followed():
+        if saved and not is_followed():
             saved[block.index].enter(*inputs)
 
     def forward_ends(self, block: Block, output: object = None) -> None:
         """Observer: the use is over."""
         if self.handlers.saved:
             self.handlers.saved[block.index].leave(output)
+        if self.residency.casts.entered:
+            self.residency.casts.leave(block)
         if self.watcher is not None:
             self.watcher.forward_ends(block)
         self.residency.shut(block)
@@ -516,8 +524,3 @@ class Executor:
         self.residency.doors.forget()
         self.updater.own([])
         self.heap.close()
-
-
-def _is_followed() -> bool:
-    """Whether somebody else decides what becomes of saved tensors: user code that checkpoints around its blocks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -117,7 +117,8 @@ class Handlers:
             self.activations = self._follow_activations(self._side, context)
 
     def _follow_activations(self, side: DeviceSide, context: RunContext) -> Activations:
-        activations = Activations(self._lanes, weights=side.weights.reference, files=context.files, poison=self._poison)
+        weights, casts = side.weights.reference, self._residency.casts
+        activations = Activations(self._lanes, weights=weights, casts=casts, files=context.files, poison=self._poison)
 
         def moves(block: Block) -> bool:  # what a root saves is its blocks' own, and its hooks would stand before theirs
             return self._residency.is_away(block) or (self._lanes.counts and not block.spec.pinned)
@@ -324,6 +325,8 @@ class Handlers:
         tries = waits and (self._speculation.may_try(block, binding) if side is None else block.index in self._tries)
         if waits and not tries:
             return None
+        if block.index in self._residency.casts.blocks:
+            self._residency.doors.keep_casts(block, trained=True)
         if side is not None and updater.renews(block, binding):
             self._lanes.drain()
             updater.cancel_opened([block])

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hetero._native import U8, Ticket
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.handles import OffloadedTensor, with_strides
-from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.tier_store import TierStore
@@ -64,6 +64,7 @@ class WeightSource:
         index: The parameter's position in the part.
         settle: Waits until no update of the part is under way.
         device: The copies on the device; ``None`` where the device is the host.
+        changes: Told of the block before its weights are written.
     """
 
     store: TierStore
@@ -71,6 +72,7 @@ class WeightSource:
     index: int
     settle: Callable[[Part], None]
     device: DeviceCopies | None = None
+    changes: Callable[[Block], None] | None = None
 
     @property
     def name(self) -> str:
@@ -122,6 +124,8 @@ class WeightSource:
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
+        if self.changes is not None:
+            self.changes(self.part.block)
         self.settle(self.part)
         if self.part.block.resident:
             if self.part.block.weights_on_disk:

@@ -127,12 +127,12 @@ def check(precision: str, built_on: str, folder: Path) -> None:
     assert not list(folder.glob("lightning-hetero-*"))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed", "64-true"])
 def test_every_phase_keeps_to_the_budget(precision: str, tmp_path: Path) -> None:
     check(precision, "meta", tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_a_model_that_configure_model_builds_in_memory_does_too(precision: str, tmp_path: Path) -> None:
     check(precision, "cpu", tmp_path)
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
+from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.recompute import Buffers
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage
@@ -49,6 +50,7 @@ class Activations:
     Args:
         lanes: What moves bytes.
         weights: Says what stands for a tensor that lies in weight memory; ``None`` for one that does not.
+        casts: 16-bit casts of weights; ``None`` where nobody follows them.
         files: Files for what goes to the disk.
         poison: Fill memory with NaN when it is given up (tests).
 
@@ -61,10 +63,11 @@ class Activations:
         lanes: Lanes,
         *,
         weights: Callable[[Tensor], Packed | None] = lambda tensor: None,
+        casts: WeightCasts | None = None,
         files: SwapFiles | None = None,
         poison: bool = False,
     ) -> None:
-        self.lanes, self.weights = lanes, weights
+        self.lanes, self.weights, self.casts = lanes, weights, casts
         self.watcher: SavedWatcher | None = None
         self.swapper = Swapper(lanes, files, poison=poison, made=self.set_aside)
         self.stack: list[tuple[BlockActivations, Use | Aside | None]] = []  # forwards that are under way

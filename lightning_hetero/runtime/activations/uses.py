@@ -4,6 +4,7 @@
 A pack hook decides for every tensor that autograd saves while a block's forward runs:
 
 - it lies in weight memory: a reference, because that memory is another's before backward comes;
+- it is a 16-bit cast of a weight: a reference ([Note: Casts of weights]);
 - it is a parameter or buffer, small (below 4 KiB), on another device, sparse, or of a tensor class of its own: kept;
 - it lies in an argument of the block: as ``boundary`` says;
 - an operator with a policy of its own has made it: as ``operators`` says;
@@ -129,7 +130,9 @@ class Use:
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook; see [Note: What is saved]."""
         number, self._number = self._number, self._number + 1
-        return self._owner.weights(tensor) or self._save(tensor, number)
+        casts = self._owner.casts
+        cast = casts.reference(tensor) if casts is not None and casts.entered else None
+        return cast or self._owner.weights(tensor) or self._save(tensor, number)
 
     def recompute(self) -> None:
         """Brings back what was dropped."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
+from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency.doors import Doors
@@ -25,8 +26,10 @@ class Residency(Protocol):
         doors: Which parameters are behind the door.
         weights: Host memory for weights on disk.
         renewed: Blocks that an op outside the schedule has updated since their last use.
+        casts: 16-bit casts of weights that leave memory between uses.
     """
 
+    casts: WeightCasts
     doors: Doors
     weights: HostWeights
     renewed: set[int]

@@ -10,6 +10,7 @@ from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
+from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
 from lightning_hetero.runtime.lanes import Event
@@ -36,7 +37,8 @@ class DeviceResidency:
         run = context.run
         self._blocks, self._store, self._recorder = run.blocks, run.store, run.recorder
         self._lanes, self._side = run.lanes, side
-        self.doors = Doors(self, run.blocks, run.store)
+        self.casts = WeightCasts(run.lanes.device_type, side.weights.reference)
+        self.doors = Doors(self, run.blocks, run.store, self.casts)
         self.weights = HostWeights(context)
         self.renewed: set[int] = set()
         self._inside: set[int] = set()  # blocks that have their place on the device
@@ -129,6 +131,8 @@ class DeviceResidency:
         block.uses = max(0, block.uses - 1)
         if block.uses:
             return
+        if block.index in self.casts.blocks:
+            self.casts.drop(block)
         copies, away = self._side.weights, self.is_away(block)
         # An evaluation computes with weights that user code has put in their place for a while, as it left them.
         stays = self._evaluates and not away

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import nn
 
+from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.door import OffloadedParameter, offload, restore
 from lightning_hetero.runtime.door import Residency as State
 from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
@@ -34,6 +35,15 @@ class Owner(Protocol):
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final."""
+
+    def provide(self, block: Block) -> None:
+        """Brings weights to where the block computes, now."""
+
+    def open(self, block: Block) -> None:
+        """A use of the block begins."""
+
+    def shut(self, block: Block) -> None:
+        """A use of the block ends."""
 
 
 class Access:
@@ -63,8 +73,8 @@ class Access:
 
     def source(self) -> WeightSource:
         """Where the weights are."""
-        owner = self._doors.owner
-        return WeightSource(self._doors.store, self._part, self._index, owner.settle, owner.copies)
+        doors, owner = self._doors, self._doors.owner
+        return WeightSource(doors.store, self._part, self._index, owner.settle, owner.copies, doors.keep_casts)
 
 
 class Doors:
@@ -74,10 +84,11 @@ class Doors:
         owner: Knows where weights are.
         blocks: The model's blocks.
         store: The tiers.
+        casts: 16-bit casts of weights that leave memory between uses.
     """
 
-    def __init__(self, owner: Owner, blocks: Iterable[Block], store: TierStore) -> None:
-        self.owner, self.store = owner, store
+    def __init__(self, owner: Owner, blocks: Iterable[Block], store: TierStore, casts: WeightCasts) -> None:
+        self.owner, self.store, self.casts = owner, store, casts
         self._access: dict[int, Access] = {}
         self._changing: set[int] = set()  # blocks whose forward or backward changes their weights
         for block in blocks:
@@ -112,6 +123,21 @@ class Doors:
         if changed:
             self._changing.add(block.index)
         return changed
+
+    def keep_casts(self, block: Block, *, trained: bool = False) -> None:
+        """The block's weights will change: 16-bit casts that backward still needs stay in memory.
+
+        Args:
+            block: The block.
+            trained: Only trained weights will change.
+        """
+        casts = self.casts.needed(block, trained=trained)
+        if casts:
+            self.owner.provide(block)
+            self.owner.open(block)
+            for cast in casts:
+                cast.stay()
+            self.owner.shut(block)
 
     def hide(self, block: Block) -> None:
         """Puts the door before the block's parameters."""

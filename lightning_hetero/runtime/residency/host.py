@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from lightning_hetero._native import READY
 from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency.doors import Doors
@@ -29,7 +30,8 @@ class HostResidency:
         self._blocks, self._store = context.run.blocks, context.run.store
         self.renewed: set[int] = set()
         self._strayed = False  # the batch has used a block that its schedule does not foresee
-        self.doors = Doors(self, self._blocks, self._store)
+        self.casts = WeightCasts("cpu")
+        self.doors = Doors(self, self._blocks, self._store, self.casts)
         self.weights = HostWeights(context)
 
     # ---- places -------------------------------------------------------------------------------------------------------------
@@ -90,6 +92,8 @@ class HostResidency:
         block.uses = max(0, block.uses - 1)
         if block.uses:
             return
+        if block.index in self.casts.blocks:
+            self.casts.drop(block)
         changed = self.doors.changed(block)
         if block.weights_on_disk:
             for part in changed:
