@@ -1,11 +1,12 @@
 """The native core behind ctypes: the trust boundary.
 
-Everything that reaches C goes through here and is checked here: dtype codes, bounds, alignment, lifetimes. Memory is named by
-integer addresses; neither torch nor numpy is imported. Calls release the GIL. Every failure becomes a class of
-``lightning_hetero.errors`` (or ``TimeoutError``) that carries the native text.
+Everything that reaches C goes through here and is checked here: dtype codes, bounds, alignment,
+lifetimes. Memory is named by integer addresses; neither torch nor numpy is imported. Calls release
+the GIL. Every failure becomes a class of ``lightning_hetero.errors`` (or ``TimeoutError``) that
+carries the native text.
 
-What the C interface and the files call a *block* is a *part* in Python: a block of the model has one part for each dtype,
-trainability and optimizer among its parameters.
+What the C interface and the files call a *block* is a *part* in Python: a block of the model has
+one part for each dtype, trainability and optimizer among its parameters.
 """
 
 from __future__ import annotations

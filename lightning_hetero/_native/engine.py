@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 
 
 class TicketTimes(NamedTuple):
-    """When a task passed its stages (CLOCK_MONOTONIC nanoseconds, 0 where not reached) and what it moved."""
+    """When a task passed its stages (CLOCK_MONOTONIC ns, 0 if not reached), and what it moved."""
 
     submitted_ns: int
     started_ns: int
@@ -98,7 +98,8 @@ class Ticket:
         """Blocks until the task is ``READY`` or ``DONE``; Ctrl-C is noticed meanwhile.
 
         Args:
-            what: ``READY`` (new weights are in host memory, or the data asked for is there) or ``DONE``.
+            what: ``READY`` (new weights are in host memory, or the data asked for is there) or
+                ``DONE``.
             timeout: Seconds; None waits for ever.
 
         Raises:
@@ -119,7 +120,7 @@ class Ticket:
         engine.waited_s += time.monotonic() - begin
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
-        self._let_go(DONE if code < 0 else what)  # a failed task, too, has drained its transfers before it reports
+        self._let_go(DONE if code < 0 else what)  # failed tasks drain their transfers
         self._live().check(code)
 
     def poll(self) -> int:
@@ -161,12 +162,13 @@ class Ticket:
 class Engine(Handle):
     """Runs fetches, updates, stores and commits in native threads.
 
-    Thread-safe. Tasks of one block run in submission order; among tasks that may start the lowest ``priority`` goes first.
-    Every submit takes ``after``, tickets that must be done before it starts; ``keep`` is held until the task is done.
+    Thread-safe. Tasks of one block run in submission order; among tasks that may start the lowest
+    ``priority`` goes first. Every submit takes ``after``, tickets that must be done before it
+    starts; ``keep`` is held until the task is done.
 
     Args:
-        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"``, ``"pool"`` or
-            ``"synthetic"`` (a duplex device that sleeps, for tests and benchmarks).
+        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"``,
+            ``"pool"`` or ``"synthetic"`` (a duplex device that sleeps, for tests and benchmarks).
         io_threads: Threads of the pool or the synthetic device.
         queue_depth: Transfers in flight.
         update_threads: Threads that run kernels.
@@ -176,7 +178,8 @@ class Engine(Handle):
         synthetic_write_bytes_per_s: Its write bandwidth.
 
     Attributes:
-        waited_s: Seconds that callers have spent in :meth:`Ticket.wait`; near enough where several threads wait.
+        waited_s: Seconds that callers have spent in :meth:`Ticket.wait`; near enough where several
+            threads wait.
 
     Raises:
         ConfigError: an option is out of range.
@@ -219,7 +222,7 @@ class Engine(Handle):
         code = check(functions()["engine_io_backend"](self.pointer))
         return next(name for name, value in _IO_BACKENDS.items() if value == code)
 
-    # ---- weights --------------------------------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
     def fetch(self, block: NativePart, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
         """Reads the newest weights into the block's weight memory."""
@@ -229,7 +232,7 @@ class Engine(Handle):
         """Gives the pages of the block's weight memory back to the system."""
         return self._submit("submit_release", block, priority=priority, after=after)
 
-    # ---- updates --------------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def open_update(
         self,
@@ -240,14 +243,15 @@ class Engine(Handle):
         priority: int = 0,
         after: Sequence[Ticket] = (),
     ) -> Ticket:
-        """Announces an update: its state may stream in; kernels run once ``arm_update`` has handed the gradients over.
+        """Opens an update: its state may stream in; kernels run after ``arm_update``.
 
         Args:
             block: The block.
-            weights_resident: The weight memory holds the current weights and receives the new ones; else they go from file
-                to file.
-            speculative: It may be taken back. :meth:`keep` or :meth:`discard` follows once it is armed; until then the block is
-                neither rewritten nor committed. What of it is in memory only is copied to spare memory first.
+            weights_resident: The weight memory holds the current weights and receives the new ones;
+                else they go from file to file.
+            speculative: It may be taken back. :meth:`keep` or :meth:`discard` follows once it is
+                armed; until then the block is neither rewritten nor committed. What of it is in
+                memory only is copied to spare memory first.
             priority: Lowest first.
             after: Tickets to wait for.
         """
@@ -277,7 +281,8 @@ class Engine(Handle):
             keep: What must live until the task is READY: the gradients.
 
         Raises:
-            ConfigError: a segment leaves the block, overlaps another, or its gradient is misaligned.
+            ConfigError: a segment leaves the block, overlaps another, or its gradient is
+                misaligned.
         """
         if ticket.block is None:
             raise ConfigError(f"ticket {ticket.id} is of a commit; allowed: a ticket of open_update.")
@@ -302,16 +307,17 @@ class Engine(Handle):
         self.check(functions()["keep_update"](self.pointer, block.pointer))
 
     def discard(self, block: NativePart, *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
-        """Stops the block's speculative update and takes it back; its own ticket ends without an error.
+        """Stops and revokes the block's speculative update; its own ticket ends without an error.
 
-        Once this is done the block is what it was; the weight memory of weights in a file holds anything, and is to be fetched.
+        Once this is done the block is what it was; the weight memory of weights in a file holds
+        anything, and is to be fetched.
 
         Raises:
             HeteroError: none awaits a verdict.
         """
         return self._submit("submit_discard", block, priority=priority, after=after)
 
-    # ---- contents -------------------------------------------------------------------------------------------------------
+    # ---- contents --------------------------------------------------------------------------------
 
     def store(
         self,
@@ -324,7 +330,7 @@ class Engine(Handle):
         after: Sequence[Ticket] = (),
         keep: object = None,
     ) -> Ticket:
-        """Writes patches, and the rest as it was, into the block's other slot, or in place in memory.
+        """Writes patches, and the rest unchanged, into the block's other slot or in memory.
 
         Args:
             block: The block.
@@ -353,7 +359,7 @@ class Engine(Handle):
         return self._submit("submit_read", block, *arguments, priority=priority, after=after, keep=keep)
 
     def commit(self, store: Store, step: int, user: bytes = b"", *, priority: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
-        """Writes one commit record, after every write submitted before it: the newest slots become the committed ones.
+        """Writes one commit record, after every write submitted before it.
 
         Args:
             store: The store.
@@ -370,10 +376,10 @@ class Engine(Handle):
         self._sweep()
         return Ticket(self, identifier, block=None, keep=(store, user))
 
-    # ---- life -----------------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
 
     def check(self, result: int) -> int:
-        """Returns a result that is not negative; once an error has stopped the engine, every call raises that one."""
+        """Returns a result that is not negative. A stopped engine raises its first error again."""
         return check(functions()["engine_error"](self.pointer) if result == EPOISONED else result)
 
     def stats(self) -> EngineStats:
@@ -393,14 +399,14 @@ class Engine(Handle):
         self.check(functions()["engine_resize_staging"](self.pointer, num_bytes))
 
     def close(self) -> None:
-        """Waits for running tasks and joins all threads; raises the first error that the engine met."""
+        """Waits for running tasks and joins all threads. Raises the engine's first error."""
         try:
             super().close()
         finally:
             self._retired.clear()  # only now does nothing touch the buffers any more
 
     def retire(self, identifier: int, keep: list[object]) -> None:
-        """Forgets a ticket nobody holds any more, now or once its task is done; its buffers live until then."""
+        """Forgets an unused ticket once its task is done; its buffers live until then."""
         if not self._try_release(identifier):
             self._retired[identifier] = keep
 

@@ -1,4 +1,4 @@
-"""The shape of a part: which arrays it has, and which of them have a section in a file. It needs no engine."""
+"""The shape of a part: its arrays, and which of them have a section in a file. No engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class PartGeometry:
 
     Attributes:
         id: Number of its files.
-        weight_dtype: F32 (the weights are the master copy), BF16 or F16 (state array 0 is the fp32 master), U8 (opaque bytes).
+        weight_dtype: F32 (the weights are the master copy), BF16 or F16 (state array 0 is the fp32
+            master), U8 (opaque bytes).
         num_elements: Flat length, a multiple of 16.
         num_state: fp32 state arrays.
         weights_on_disk_file: The weights have a section in the block's files.

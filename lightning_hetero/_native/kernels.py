@@ -84,7 +84,7 @@ def adam(
     grad_scale: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One Adam or AdamW update in place; the bits of ``torch.optim.Adam/AdamW(fused=True)`` on a CPU.
+    """One Adam or AdamW update in place, with the bits of torch's ``fused=True`` on a CPU.
 
     Args:
         param: Address of the fp32 master weights, ``numel`` elements.
@@ -121,7 +121,7 @@ def move_like_adam(
     copy: int | None = None,
     threads: int = 1,
 ) -> None:
-    """Moves the bytes of ``adam`` with next to no arithmetic, for benchmarks; the values left are meaningless."""
+    """Moves the bytes of ``adam`` with almost no arithmetic, and destroys the values."""
     _check_arrays(param, exp_avg, exp_avg_sq, grad, grad_dtype, copy, numel)
     check_range("threads", threads, low=1, high=_MAX_THREADS)
     check(functions()["move_like_adam"](param, exp_avg, exp_avg_sq, grad, grad_dtype, copy, numel, threads))
@@ -137,7 +137,7 @@ def _check_arrays(param: int, exp_avg: int, exp_avg_sq: int, grad: int, grad_dty
 
 
 def sum_of_squares(address: int, numel: int, *, dtype: int = F32, threads: int = 1) -> float:
-    """Sum of squares in double, in an order that depends neither on threads nor on the instruction set.
+    """Sum of squares in double, in an order independent of threads and instruction set.
 
     Args:
         address: Address of ``numel`` elements of ``dtype``.

@@ -205,7 +205,7 @@ _REMEDY = "Run `pip install .` in the source folder; that needs a C++20 compiler
 
 
 def library_path() -> Path:
-    """Path of the shared library: the environment variable ``LIGHTNING_HETERO_LIBRARY``, else the one in the package."""
+    """Path of the shared library: ``LIGHTNING_HETERO_LIBRARY``, else the package's own."""
     return Path(os.environ.get(LIBRARY_ENV) or Path(__file__).parent.parent / "_lib" / "libhetero.so")
 
 
@@ -235,14 +235,14 @@ def functions() -> dict[str, Any]:
 
 
 def failure(code: int) -> Exception:
-    """The exception for a negative code, with the calling thread's last native error as its text."""
+    """The exception for a negative code, with the thread's last native error as its text."""
     text = functions()["last_error"]()
     message = text.decode(errors="replace") if text else f"native error {code}"
     return _ERRORS.get(code, HeteroError)(message)
 
 
 def check_pointer(pointer: int | None) -> int:
-    """Returns an address that is not null; raises what the calling thread's last native error stands for."""
+    """Returns an address that is not null, or raises the thread's last native error."""
     if not pointer:
         raise failure(functions()["last_code"]())
     return pointer

@@ -1,4 +1,4 @@
-"""Which process something belongs to: a child of fork has a copy of all memory, and none of the threads that serve it."""
+"""Which process owns an object. A child of fork has all memory and none of the threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lightning_hetero.errors import ForkedProcessError
 class Owner:
     """The process that has made something with threads of its own; made as that is made.
 
-    Whoever would wait for these threads asks :meth:`check` first: in a child of fork nobody would ever answer.
+    Code that waits for these threads calls :meth:`check` first: in a child of fork they would never
+    answer.
     """
 
     __slots__ = ("_pid",)

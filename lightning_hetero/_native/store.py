@@ -31,9 +31,10 @@ _SLOTS = 2
 
 
 class Handle:
-    """A native object: closed once, by ``close``, the end of a ``with`` block, the garbage collector or the interpreter's exit.
+    """A native object, closed once: by ``close``, ``with``, garbage collection or at exit.
 
-    In a child of fork it cannot be used, and it is not closed there: its threads, and whoever holds its locks, are in the parent.
+    In a child of fork it cannot be used, and it is not closed there: its threads, and whoever holds
+    its locks, are in the parent.
 
     Args:
         pointer: Its address; null when it could not be made.
@@ -71,7 +72,7 @@ class Handle:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be used: ``close`` has not been called yet, and this is the process that made it."""
+        """Whether it can be used: it is not closed, and this process has made it."""
         return self._finalizer.alive and self._owner.is_here
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ def _free(owner: Owner, destructor: Callable[..., int], *arguments: object) -> i
 
 
 class Arena(Handle):
-    """Anonymous memory, 2 MiB aligned, on huge pages where the system has them; no page is present until touched.
+    """Anonymous memory, 2 MiB aligned, on huge pages if possible; pages come when touched.
 
     Args:
         num_bytes: Length, at least 1.
@@ -137,7 +138,8 @@ class Store(Handle):
         create: True creates the files; False opens existing ones.
         direct_io: True bypasses the page cache.
         durability: 0 none, 1 survives the process, 2 survives power loss.
-        verify_digests: Write digests of everything, and check the contents of every chunk read, not only its stamp.
+        verify_digests: Write digests of everything, and check the contents of every chunk read, not
+            only its stamp.
         write_digests: Write them, and check what a record is recovered with.
         num_blocks: Disk blocks that the store holds.
         user_bytes: Largest user blob of a commit record.
@@ -205,7 +207,8 @@ class Patch(NamedTuple):
     Attributes:
         offset: First element in the block's flat order.
         numel: Elements.
-        data: Address of ``numel`` elements: the block's weight dtype for the weights, fp32 for state.
+        data: Address of ``numel`` elements: the block's weight dtype for the weights, fp32 for
+            state.
         array: -1 the weights, 0.. a state array.
     """
 
@@ -243,7 +246,7 @@ class NativePart(Handle):
         super().__init__(opened, "block_close")
 
     def bind(self, weights_address: int, *, keep: object = None) -> None:
-        """Weights that live on disk appear at another address from now on; no task of the block may be under way.
+        """Moves the address at which weights from disk appear. No task of the block may be running.
 
         Args:
             weights_address: Page-aligned memory for all weights, whole pages.
@@ -274,13 +277,13 @@ class NativePart(Handle):
         return address
 
     def drop_state(self, array: int) -> None:
-        """Gives the pages of a state array in memory back to the system; what it holds means nothing afterwards."""
+        """Gives the pages of a state array in memory, and its values, back to the system."""
         address = self.state_address(array)
         if address is not None:
             check(functions()["drop"](address, 4 * self.geometry.num_elements))
 
     def discard(self) -> None:
-        """Closes the block for good: its files may be removed, and later commit records do not name it.
+        """Closes the block for good: later commit records do not name it; its files may be removed.
 
         Once the next one is there, another block may have its id.
         """
@@ -288,7 +291,7 @@ class NativePart(Handle):
         self._finalizer.detach()
 
     def retire(self) -> None:
-        """Records that are submitted from now on do not name the block; :meth:`discard` it once one of them is there."""
+        """Later records do not name the block; :meth:`discard` it after one of them is written."""
         check(functions()["block_retire"](self.pointer))
 
     def committed_slot(self) -> int | None:
@@ -301,7 +304,7 @@ class NativePart(Handle):
         return slot if slot < _SLOTS else None
 
     def slot(self) -> tuple[int, int]:
-        """The newest slot (0 or 1) and the step that wrote it; step 0: only weights, state reads as zeros."""
+        """The newest slot (0 or 1) and its step; step 0: only weights, state reads as zeros."""
         step = ctypes.c_int64()
         slot = check(functions()["block_slot"](self.pointer, ctypes.byref(step)))
         return slot, step.value

@@ -1,1 +1,1 @@
-"""Where blocks live: ``format`` is what is on disk, ``live`` is what happens to it while a model trains."""
+"""Where blocks live: ``format`` is the format on disk, ``live`` are blocks during training."""

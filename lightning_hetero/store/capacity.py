@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and processors, less where a control group or the batch system says so."""
+"""Memory and processors that this process may use, within control groups and batch systems."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import psutil
 def available_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of host memory that are free for this process now.
 
-    The least of what the system has available and what each control group above the process leaves; pages of files that a group
-    could drop count as free.
+    The least of what the system has available and what each control group above the process leaves;
+    pages of files that a group could drop count as free.
 
     Args:
         proc: Where procfs is mounted.
@@ -29,7 +29,7 @@ def available_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("
 
 
 def total_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of host memory that this process could ever have: the machine's, or a control group's limit."""
+    """Bytes of host memory that this process may ever have: the machine's, or a group's limit."""
     limits = (limit for limit, _ in _groups(proc, cgroups))
     return min([int(psutil.virtual_memory().total), *limits])
 
@@ -42,7 +42,8 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most bytes of host memory that this process has held so far.
 
-    ``getrusage`` would count what its parent held when it started this process. Source: ``exec_mmap`` in Linux, fs/exec.c.
+    ``getrusage`` would count what its parent held when it started this process. Source:
+    ``exec_mmap`` in Linux, fs/exec.c.
     """
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
@@ -89,7 +90,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def available_cores(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processors that this process may keep busy: those of its affinity, or as many as the quota of a control group pays for.
+    """Processors that this process may use, by its affinity and its control group's quota.
 
     Args:
         proc: Where procfs is mounted.
@@ -112,7 +113,7 @@ def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
         elif "cpu" in controllers.split(","):
             for place in _above(path):
                 root = cgroups / "cpu" / place
-                used, of = _number(root / "cpu.cfs_quota_us"), _number(root / "cpu.cfs_period_us")  # no quota: -1
+                used, of = _number(root / "cpu.cfs_quota_us"), _number(root / "cpu.cfs_period_us")  # -1: no quota
                 if used is not None and of:
                     yield used / of
 
@@ -151,7 +152,8 @@ def _memberships(proc: Path) -> Iterator[tuple[str, str, str]]:
 
 def _above(path: str) -> Iterator[Path]:
     """A control group and those above it, up to the root."""
-    # In a container the path may be that of the host, of which only the container's own group is mounted: the root then.
+    # In a container the path may be that of the host, of which only the container's own group is
+    # mounted: the root then.
     inner = Path(path.lstrip("/"))
     yield from (inner, *inner.parents)
 

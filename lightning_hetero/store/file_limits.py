@@ -1,4 +1,4 @@
-"""How many files this process may have open: counted before training, since a run that meets the limit later cannot go on."""
+"""The limit of open files, checked before training: a run that meets it later cannot go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_hetero.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_SPARE = 128  # for what comes and goes beside the store: data, checkpoints, directories, fresh files of linked slots
+_SPARE = 128  # data, checkpoints, directories, fresh files of linked slots
 
 
 def make_room(needed: int) -> None:

@@ -1,4 +1,4 @@
-"""Cuts a model into blocks: repeated modules, as FSDP's auto-wrap would find them, and one block for each leftover."""
+"""Divides a model into blocks: repeated modules, as FSDP's auto-wrap finds them, and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 
-# A parameter in memory starts at a multiple of this many elements: whole cache lines, and the update kernels' split points.
+# A parameter in memory starts at a multiple of this many elements: whole cache lines, and the
+# update kernels' split points.
 ALIGN_ELEMENTS = 16
 
 
@@ -30,7 +31,8 @@ class BlockSpec:
         name: The module's name; ``"(root)"`` for parameters of the root module itself.
         module: The module whose forward is the block's anchor.
         params: Its parameters by name; tied parameters appear only in the block of their first use.
-        pinned: The weights must stay in memory: leftovers, and blocks that share a parameter with another module.
+        pinned: The weights must stay in memory: leftovers, and blocks that share a parameter with
+            another module.
     """
 
     name: str
@@ -44,11 +46,13 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
 
     Args:
         root: The model.
-        block_cls: Classes (or their names) whose outermost instances are the blocks. Default: Hugging Face's
-            ``_no_split_modules``, else classes that repeat with equal parameter shapes inside a ``ModuleList`` or ``Sequential``.
+        block_cls: Classes (or their names) whose outermost instances are the blocks. Default:
+            Hugging Face's ``_no_split_modules``, else classes that repeat with equal parameter
+            shapes inside a ``ModuleList`` or ``Sequential``.
 
     Raises:
-        ConfigError: ``block_cls`` matches no module that has parameters, or a lazy module has not set its own yet.
+        ConfigError: ``block_cls`` matches no module that has parameters, or a lazy module has not
+            set its own yet.
     """
     if lazy := [name for name, param in root.named_parameters() if isinstance(param, UninitializedParameter)]:
         raise ConfigError(

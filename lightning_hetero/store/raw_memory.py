@@ -16,7 +16,7 @@ _OWN_BYTES = MIB
 
 
 def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor over memory that ``owner`` keeps alive for as long as any view of the tensor lives."""
+    """A flat tensor over memory that ``owner`` keeps alive while any view of it lives."""
     buffer = (ctypes.c_char * max(1, numel * dtype.itemsize)).from_address(address)
     vars(buffer)["owner"] = owner  # the tensor keeps the buffer, the buffer its owner
     return torch.frombuffer(buffer, dtype=dtype, count=numel)
@@ -26,9 +26,10 @@ def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
     """A flat CPU tensor with any content, whose memory goes back to the system with it.
 
     [Note: Memory of its own]
-    malloc keeps what is freed, and glibc before 2.38 cannot use a hole of an aligned block for the next one of that size once a
-    small one lies in it: reading a model tensor by tensor then takes as much memory as several of them, or all. A large tensor that
-    is read to be dropped has a mapping of its own instead. Source: glibc bug 14581.
+    malloc keeps what is freed, and glibc before 2.38 cannot use a hole of an aligned block for the
+    next one of that size once a small one lies in it: reading a model tensor by tensor then takes
+    as much memory as several of them, or all. A large tensor that is read to be dropped has a
+    mapping of its own instead. Source: glibc bug 14581.
     """
     num_bytes = numel * dtype.itemsize
     if num_bytes < _OWN_BYTES:
@@ -41,12 +42,12 @@ def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def zero_pages(numel: int) -> Tensor:
-    """Flat fp32 zeros that are only read: a large one takes no memory, because the system maps one page of zeros everywhere."""
+    """Flat fp32 zeros to read. Large ones take no memory: the system maps one page everywhere."""
     zeros = own_memory(numel, torch.float32)
     return zeros if zeros.nbytes >= _OWN_BYTES else zeros.zero_()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor that is not empty, to read and write while the tensor lives."""
+    """The bytes of a contiguous, non-empty CPU tensor, to read and write while it lives."""
     assert tensor.is_contiguous()
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

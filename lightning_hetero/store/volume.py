@@ -14,7 +14,8 @@ MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
-# A hypervisor's disk repeats the emulation's default, whatever is under it: its "rotational" says nothing.
+# A hypervisor's disk repeats the emulation's default, whatever is under it: its "rotational" says
+# nothing.
 _VIRTUAL_BUSES = ("/virtio", "/vbd-", "/VMBUS:")
 _VIRTUAL_VENDORS = ("QEMU", "VMware", "Msft", "VBOX", "Google", "Amazon")
 
@@ -26,8 +27,8 @@ class Volume:
     Attributes:
         filesystem: Its type, such as ``"ext4"``; empty where the system does not say.
         source: Its device or origin, such as ``"/dev/nvme0n1p2"``.
-        rotational: A disk with moving heads. False where the device does not say or cannot know: a virtual disk, a network
-            file system.
+        rotational: A disk with moving heads. False where the device does not say or cannot know: a
+            virtual disk, a network file system.
         free_bytes: Bytes that this user may still write.
     """
 
@@ -54,15 +55,16 @@ class Volume:
 
 
 def disk_error(error: OSError, message: str) -> StoreError:
-    """The error for a system call that failed on the disk: one of its own where the disk or a quota is full."""
+    """The error for a failed system call on the disk; its own class if the disk is full."""
     return (OutOfDiskError if error.errno in _FULL else StoreError)(message)
 
 
 def find_mount(mountinfo: str, device: int, path: str) -> tuple[str, str]:
     """Type and source of the mount that holds ``path``, from the text of ``/proc/self/mountinfo``.
 
-    A mount of the path's own device is the right one; btrfs and others report another device than their mount, so the
-    longest mount point above the path decides then. ``("", "")`` if there is none.
+    A mount of the path's own device is the right one; btrfs and others report another device than
+    their mount, so the longest mount point above the path decides then. ``("", "")`` if there is
+    none.
 
     Source: proc(5), ``/proc/pid/mountinfo``.
     """
@@ -86,8 +88,8 @@ def is_rotational(
 ) -> bool:
     """Whether a block device says that it rotates, and can know.
 
-    A device that stands for others is judged by these: a device-mapper or RAID device rotates if any of its parts does, a loop
-    device if the disk under its file does.
+    A device that stands for others is judged by these: a device-mapper or RAID device rotates if
+    any of its parts does, a loop device if the disk under its file does.
 
     Args:
         device: Its number, as in ``st_dev``.
@@ -129,7 +131,7 @@ def _mounted(path: Path) -> tuple[str, str, int]:
 
 
 def _block_device(device: int, source: str) -> int:
-    """The number of the device behind a file system; that of its source where the file system has a made-up one (btrfs)."""
+    """The device number behind a file system; btrfs has a made-up one, so its source's."""
     if os.major(device) or not source.startswith("/dev/"):
         return device
     try:

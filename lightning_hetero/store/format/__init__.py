@@ -1,1 +1,1 @@
-"""The format on disk: manifest, commit records, slot files, snapshots. It needs no engine; see docs/store-format.md."""
+"""The format on disk: manifest, records, slot files, snapshots; see docs/store-format.md."""

@@ -1,7 +1,8 @@
-"""Reads the files of a store that nobody uses: what the last commit record names, and whether all of it is as it was written.
+"""Reads and checks the files of a store that no process uses.
 
-A second reader of the format in docs/store-format.md, apart from the native one: it needs nothing but the directory, since
-every slot file says its geometry in its head. Everything is checked before it is used, and nothing is written.
+This is a second reader of the format in docs/store-format.md, beside the native one. It needs only
+the directory, since the head of every slot file has its geometry. It checks everything before it
+uses it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _RECORD_BYTES_MAX, _HEAD_BYTES_MAX = 1 << 30, 1 << 28
 
 
 def ring_bytes(num_blocks: int, user_bytes: int) -> int:
-    """Bytes of a commit ring, by its largest number of blocks and its largest user blob; see docs/store-format.md."""
+    """Bytes of a commit ring for so many blocks and so large a user blob."""
     return _RING * round_up(_RECORD.size + _ENTRY.size * num_blocks + user_bytes, PAGE)
 
 
@@ -123,7 +124,8 @@ class StoreFiles:
         path: The directory.
         manifest: Its manifest.
         record: The newest record whose checksum is right; ``None`` if there is none.
-        notes: What is wrong with records beside the newest whole one: a process that is killed while it writes one leaves it torn.
+        notes: What is wrong with records beside the newest whole one: a process that is killed
+            while it writes one leaves it torn.
 
     Raises:
         ConfigError: It is no store, or another version's.
@@ -185,7 +187,7 @@ class StoreFiles:
             return slot.has_digests
 
     def check(self) -> Iterator[Fault]:
-        """Reads everything that the newest record names, and gives what is wrong with it, or why there is no record."""
+        """Reads everything that the newest record names, and yields all faults."""
         if self.record is None:
             yield from self.notes
             return
@@ -264,7 +266,7 @@ class StoreFiles:
 
 
 def step_of_slot(store: StoreFiles, name: str) -> int:
-    """The step whose rewrite of a slot file was the last to be finished, by the file's head alone; 0 where there was none.
+    """The step that last finished a rewrite of a slot file, by the file's head; 0: none did.
 
     Raises:
         StoreError: The file cannot be read.
@@ -356,7 +358,7 @@ class SlotFile:
                 yield self._fault(offset, f"the digest of chunk {chunk} of the state differs")
 
     def read_weights(self, start: int, out: torch.Tensor) -> None:
-        """Reads elements of the weights from ``start`` on into a flat CPU tensor of their dtype; their chunks are checked.
+        """Reads and checks elements of the weights from ``start`` on into a flat CPU tensor.
 
         Raises:
             StoreCorruptError: The file ends before, or a digest differs.
@@ -381,7 +383,7 @@ class SlotFile:
             done += count
 
     def read_state(self, array: int, start: int, out: torch.Tensor) -> None:
-        """Reads elements of a state array from ``start`` on into a flat fp32 CPU tensor; zeros where none was written.
+        """Reads elements of a state array from ``start`` on into a flat fp32 CPU tensor.
 
         Raises:
             StoreCorruptError: The file ends before, or a chunk is not of this rewrite.
@@ -455,7 +457,7 @@ class SlotFile:
     def _array_offsets(self, chunk: int) -> list[int]:
         """Where the state arrays begin in their chunk."""
         array_bytes, offsets = 4 * self._chunk_elements(chunk), [_STAGGER]
-        for k in range(1, self.geometry.num_state):  # each array starts at another offset in its page
+        for k in range(1, self.geometry.num_state):  # each has an offset of its own
             residue = (k + 1) * _STAGGER % PAGE
             offsets.append(round_up(offsets[-1] + array_bytes - residue, PAGE) + residue)
         return offsets
@@ -514,7 +516,7 @@ _TABLE = _crc_table()
 
 
 def crc32c(data: bytes, seed: int = 0) -> int:
-    """CRC32C (Castagnoli) of ``data``, continuing from ``seed``, the checksum of what comes before it."""
+    """CRC32C (Castagnoli) of ``data``, continued from ``seed``, the checksum of earlier bytes."""
     crc = seed ^ 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8

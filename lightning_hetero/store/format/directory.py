@@ -38,8 +38,8 @@ STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
 _OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")
 _SLOT = re.compile(r"block-[0-9]{5,}\.[ab]")
 _BLOCK = re.compile(r"block-([0-9]{5,})\.[ab](?:\.new)?")
-_LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # what checkpoints are written from, see runtime.frozen
-_INSIDE = re.compile(rf"\.?kept-[0-9]+(\.[0-9a-f]{{8}}\.partial)?|{_LINKS.pattern}")  # directories of links in a store
+_LINKS = re.compile(r"\.?saving-[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")  # sources of checkpoints
+_INSIDE = re.compile(rf"\.?kept-[0-9]+(\.[0-9a-f]{{8}}\.partial)?|{_LINKS.pattern}")  # links
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -66,10 +66,12 @@ class StoreDirectory:
     """A locked, private directory with a manifest; made by :meth:`create_or_adopt`.
 
     Attributes:
-        layout: ``num_blocks`` and ``user_bytes`` of the commit ring, and the names of each part's parameters.
+        layout: ``num_blocks`` and ``user_bytes`` of the commit ring, and the names of each part's
+            parameters.
 
-    Contract: one process uses it until :meth:`close`. It touches only names of its own, through a file descriptor of the
-    directory, and follows no symbolic link. The native store opens and locks the block files in it by itself.
+    Contract: one process uses it until :meth:`close`. It touches only names of its own, through a
+    file descriptor of the directory, and follows no symbolic link. The native store opens and locks
+    the block files in it by itself.
     """
 
     def __init__(
@@ -109,19 +111,22 @@ class StoreDirectory:
         layout: dict[str, Any] | None = None,
         resume: bool = False,
     ) -> StoreDirectory:
-        """Makes the directory of a store, or takes over the one that an earlier run with the same blocks left.
+        """Makes the directory of a store, or takes over that of an earlier run.
 
         Args:
-            path: The user's ``disk_path``. ``None``: a temporary directory under ``default_root``, removed by :meth:`close`;
-                those that killed processes left there are removed now.
+            path: The user's ``disk_path``. ``None``: a temporary directory under ``default_root``,
+                removed by :meth:`close`; those that killed processes left there are removed now.
             default_root: Where temporary directories go.
-            manifest: What the store holds, as JSON-able data: another run may use the directory only with an equal one.
+            manifest: What the store holds, as JSON-able data: another run may use the directory
+                only with an equal one.
             needed_bytes: Bytes that the store will write.
             capacity_bytes: The user's ``disk_capacity``.
             allow_tmpfs: Accept a file system in memory.
             allow_rotational: Accept a disk with moving heads.
-            layout: What a resume has to know to open the files, as JSON-able data; see :attr:`layout`.
-            resume: Keep the files that are there, and their uuid and layout, instead of starting anew.
+            layout: What a resume has to know to open the files, as JSON-able data; see
+                :attr:`layout`.
+            resume: Keep the files that are there, and their uuid and layout, instead of starting
+                anew.
 
         Raises:
             ConfigError: The path, its file system or what it holds is refused.
@@ -132,7 +137,7 @@ class StoreDirectory:
         limits = DiskLimits(
             needed_bytes=needed_bytes, capacity_bytes=capacity_bytes, allow_tmpfs=allow_tmpfs, allow_rotational=allow_rotational
         )
-        geometry = json.loads(json.dumps(manifest))  # what a manifest reads back as: tuples become lists
+        geometry = json.loads(json.dumps(manifest))  # as it reads back: lists for tuples
         place = Path(default_root if path is None else path).expanduser().absolute()
         _check_capacity(place, limits)
         try:
@@ -211,11 +216,11 @@ class StoreDirectory:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the file system is host memory, which older kernels read and write only through the page cache."""
+        """Whether the file system is host memory. Older kernels refuse direct I/O there."""
         return self._in_memory
 
     def check_room(self, limits: DiskLimits) -> None:
-        """Refuses what the directory has no room for, files of the store that it already holds included.
+        """Refuses what the directory has no room for, counting the store's files in it.
 
         Raises:
             OutOfDiskError: ``needed_bytes`` exceed ``capacity_bytes`` or the free space.
@@ -224,7 +229,7 @@ class StoreDirectory:
         _check_volume(self._path, self._held.directory_fd, limits)
 
     def remove_all_but(self, identifiers: Collection[int], states: Collection[str]) -> None:
-        """Removes what a process left when it died: files of blocks and states that no record names, and unfinished manifests."""
+        """Removes what a dead process left: unnamed files and unfinished manifests."""
         for name in _own_names(self._held.directory_fd):
             found = _BLOCK.fullmatch(name)
             unnamed = STATE_FILE.fullmatch(name) and name not in states
@@ -257,10 +262,11 @@ class StoreDirectory:
         os.fsync(self._held.directory_fd)
 
     def close(self, remove: bool | None = None) -> None:
-        """Gives the directory back; a second call does nothing. The native store must have been closed.
+        """Gives the directory back, after the native store was closed. A second call does nothing.
 
         Args:
-            remove: Remove our files, and the directory if we made it and nothing else is in it. ``None``: if it is temporary.
+            remove: Remove our files, and the directory if we made it and nothing else is in it.
+                ``None``: if it is temporary.
         """
         if self._finalizer.detach():
             self._held.give_back(remove=self._temporary if remove is None else remove)
@@ -293,8 +299,8 @@ class _Held:
     def let_go(self) -> None:
         """Closes the files of the store in a forked child.
 
-        Their locks would outlive the process that was forked, by as long as a dataloader's worker takes to notice its death: a
-        run that is gone on from at once would find its store busy.
+        Their locks would outlive the process that was forked, by as long as a dataloader's worker
+        takes to notice its death: a run that is gone on from at once would find its store busy.
         """
         root = os.readlink(f"/proc/self/fd/{self.directory_fd}") + os.sep
         for name in os.listdir("/proc/self/fd"):
@@ -323,7 +329,7 @@ def slot_files(names: Iterable[str]) -> list[str]:
 
 
 def remove_store(path: Path) -> None:
-    """Removes the files of a store whose lock the caller holds; the directory, and what is not the store's, stays."""
+    """Removes the files of a store whose lock the caller holds; other files stay."""
     directory_fd = os.open(path, _DIRECTORY)
     try:
         _check_owner(path, directory_fd)
@@ -336,12 +342,13 @@ def remove_store(path: Path) -> None:
 def remove_leftovers(root: Path) -> list[Path]:
     """Removes temporary stores under ``root`` whose process is gone; returns their paths.
 
-    Only directories of this user with a manifest that says *temporary* and that nobody holds; links are not followed.
+    Only directories of this user with a manifest that says *temporary* and that nobody holds; links
+    are not followed.
     """
     removed = []
     for entry in os.scandir(root):
         if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
-            with contextlib.suppress(OSError, ConfigError):  # another user's, in use, or not a store: not ours to remove
+            with contextlib.suppress(OSError, ConfigError):  # another user's, in use, or no store
                 _remove_leftover(Path(entry.path))
                 removed.append(Path(entry.path))
     if removed:
@@ -368,7 +375,7 @@ def _remove_leftover(path: Path) -> None:
         os.close(directory_fd)
 
 
-# ---- what may be used -------------------------------------------------------------------------------------------------------
+# ---- what may be used ----------------------------------------------------------------------------
 
 
 def _make_private(path: Path) -> bool:
@@ -445,7 +452,7 @@ def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> Volume:
     return volume
 
 
-# ---- what goes away ---------------------------------------------------------------------------------------------------------
+# ---- what goes away ------------------------------------------------------------------------------
 
 
 def _own_names(directory_fd: int) -> list[str]:
@@ -453,7 +460,7 @@ def _own_names(directory_fd: int) -> list[str]:
 
 
 def _own_bytes(directory_fd: int) -> int:
-    """Bytes on disk of the store's files, pins included: those that have no name elsewhere, so that they go with the store."""
+    """Bytes on disk of the store's files, pins included, that have no name elsewhere."""
     files: dict[int, os.stat_result] = {}
     names: Counter[int] = Counter()
     for place in (".", *(name for name in os.listdir(directory_fd) if _INSIDE.fullmatch(name))):

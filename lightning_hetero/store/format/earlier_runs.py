@@ -1,4 +1,4 @@
-"""What an earlier run left at a ``disk_path``: a store with a kept step is gone on from or put aside, and never written over."""
+"""Stores of earlier runs at a ``disk_path``: continued or put aside, never overwritten."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ def make_way(path: Path, *, new_run: bool, empty: bool = False) -> None:
 
     Args:
         path: The run's ``disk_path``; it may be missing.
-        new_run: Put a store that has a kept step aside: it is renamed, and a warning names its new path.
-        empty: The new store needs an empty directory, so files of a store without a kept step are removed, too.
+        new_run: Put a store that has a kept step aside: it is renamed, and a warning names its new
+            path.
+        empty: The new store needs an empty directory, so files of a store without a kept step are
+            removed, too.
 
     Raises:
-        ConfigError: A store with a kept step is there and ``new_run`` is false, or it is of another version.
+        ConfigError: A store with a kept step is there and ``new_run`` is false, or it is of another
+            version.
         StoreBusyError: A living process uses it.
         StoreError: It cannot be renamed.
     """
@@ -66,7 +69,7 @@ def refusal(path: Path, kept: str) -> ConfigError:
 
 
 def what_is_kept(store: StoreFiles) -> str:
-    """What would be lost with a store, in words; empty where nothing would. Records that cannot be read count as kept steps."""
+    """What would be lost with a store, in words. Unreadable records count as kept steps."""
     try:
         with ExitStack() as opened:
             kept = last_kept(store, opened)
@@ -104,7 +107,7 @@ def _put_aside(path: Path) -> Path:
 
 
 def bring(source: Path, target: Path) -> None:
-    """Makes the last step of a store that nobody uses the content of ``target``, whose manifest says where it came from.
+    """Copies the last step of an unused store to ``target``, whose manifest names the origin.
 
     Raises:
         ConfigError: ``source`` has no step, or ``target`` is not empty.
@@ -119,7 +122,7 @@ def bring(source: Path, target: Path) -> None:
 
 
 def comes_from(path: Path, source: Path) -> bool:
-    """Whether :func:`bring` has once made the store at ``path`` of the step that ``source`` has now, and ``path`` still keeps one.
+    """Whether :func:`bring` made ``path`` of the present step of ``source``, and it keeps a step.
 
     Raises:
         ConfigError: One of them cannot be read.

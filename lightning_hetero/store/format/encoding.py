@@ -1,13 +1,14 @@
-"""Python values as JSON text: what a commit record holds of a training run. Nothing in it can execute.
+"""Python values as JSON text for commit records. Nothing in it can execute.
 
 [Note: Encoding]
-Numbers, strings, booleans, ``None`` and lists are JSON's own; infinities and NaN are spelled as Python's ``json`` does. A
-dictionary whose keys are strings stays one. Everything else is an object with the one key ``"$"``: ``[kind, ...]``, see
-``_Decoder``. A type that is not listed is refused with the place where it was found.
+Numbers, strings, booleans, ``None`` and lists are JSON's own; infinities and NaN are spelled as
+Python's ``json`` does. A dictionary whose keys are strings stays one. Everything else is an object
+with the one key ``"$"``: ``[kind, ...]``, see ``_Decoder``. A type that is not listed is refused
+with the place where it was found.
 
-The little-endian bytes of tensors, arrays and ``bytes`` are base64 in a text. A value as a file of its own has them behind the
-text, which says ``[first byte, bytes]`` there: 8 bytes with the length of the text, the text, and the bytes, each run of them at a
-multiple of 64.
+The little-endian bytes of tensors, arrays and ``bytes`` are base64 in a text. A value as a file of
+its own has them behind the text, which says ``[first byte, bytes]`` there: 8 bytes with the length
+of the text, the text, and the bytes, each run of them at a multiple of 64.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ALIGN = 64
 
 
 class Encoded:
-    """A value on its way to the disk. It refers to the value's memory, so it is written before that changes.
+    """A value on its way to the disk. It refers to the value's memory: write it before a change.
 
     Args:
         value: The value.
@@ -179,7 +180,7 @@ _MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter", defaul
 
 
 def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> Any:
-    plain = isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__")  # else its bytes are in tensors inside it
+    plain = isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__")  # else: inner tensors
     if plain and value.layout is torch.strided and not value.is_quantized:
         flat = value.detach().to("cpu", copy=False).contiguous().view(-1)
         raw = flat.view(torch.uint8).numpy().data if flat.numel() else b""
@@ -190,7 +191,7 @@ def _encode_leaf(value: Any, where: str, inner: Callable[[Any, Any], Any]) -> An
         return {"$": ["path", str(value)]}
     if isinstance(value, timedelta):
         return {"$": ["seconds", value.total_seconds()]}
-    if isinstance(value, Enum):  # what it stands for: nobody but its class can make the member again
+    if isinstance(value, Enum):  # its value: only its class can make the member
         return inner(value.value, "value")
     if isinstance(value, torch.dtype):
         return {"$": ["dtype", str(value).removeprefix("torch.")]}

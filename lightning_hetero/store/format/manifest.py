@@ -1,9 +1,10 @@
 """The manifest of a store: whose directory it is.
 
 [Note: Manifest]
-``MANIFEST`` is JSON with the format, a uuid that every block chunk and commit record repeats, the blocks, and the process
-that uses the directory. It is written once per use, to a temporary name, synced, and then given its name; its file
-description holds an exclusive ``flock`` as long as the store lives, so the lock ends with the process, however that ends.
+``MANIFEST`` is JSON with the format, a uuid that every block chunk and commit record repeats, the
+blocks, and the process that uses the directory. It is written once per use, to a temporary name,
+synced, and then given its name; its file description holds an exclusive ``flock`` as long as the
+store lives, so the lock ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def write_manifest(
 
 
 def check_same_store(path: Path, manifest: dict[str, Any], geometry: dict[str, Any]) -> None:
-    """Refuses a manifest of other contents. The name of the model's class may be another one: it says nothing of its weights.
+    """Refuses a manifest of other contents. The name of the model's class may differ.
 
     Raises:
         ConfigError: Another version, or another geometry: names the first difference.

@@ -1,10 +1,12 @@
-"""Pins: where only every N-th step is kept, the last one of these has slots of its own until the next one is whole.
+"""Pins: if only every N-th step is kept, the last kept one has slots of its own.
 
 [Note: Pins]
-Blocks on disk are written in every step, to their two slots in turn, so what a step has written is written over two steps later.
-A pin gives it a third slot: it is a snapshot (``snapshots.py``) inside the store, a directory ``kept-`` and the number of its
-record, whose links make the engine take fresh files for what comes after. It is made before the pin before it is removed, so at
-any moment the newest pin is whole. A resume that finds a last record without a step rolls the store back to it.
+Blocks on disk are written in every step, to their two slots in turn, so what a step has written is
+written over two steps later. A pin gives it a third slot: it is a snapshot (``snapshots.py``)
+inside the store, a directory ``kept-`` and the number of its record, whose links make the engine
+take fresh files for what comes after. It is made before the pin before it is removed, so at any
+moment the newest pin is whole. A resume that finds a last record without a step rolls the store
+back to it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def pin(path: Path, number: int, names: Iterable[str]) -> None:
         StoreError: A system call failed; the pin before is still there.
     """
     target = path / f"kept-{number}"
-    if target not in pins(path):  # numbers grow: it is the same step, which a resume has gone back to
+    if target not in pins(path):  # else it is the same step, after a resume
         snapshot(path, target, names)
     unpin(path, but=target)
 
@@ -59,7 +61,7 @@ def unpin(path: Path, *, but: Path | None = None) -> None:
 
 
 def roll_back(path: Path, source: Path) -> None:
-    """Makes a pin the last step of its store, which nobody uses. Until that is done the store's last record has no step.
+    """Makes a pin the last step of its store, which no process uses.
 
     Args:
         path: The store.

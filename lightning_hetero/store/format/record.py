@@ -1,9 +1,10 @@
-"""What a commit record of ours says beside the slots: where every part's arrays are, and the training state that belongs to them.
+"""The user blob of a commit record: where each part's arrays are, and the training state.
 
 [Note: Resumable records]
-A record stands for a step if it has a ``state``: the training loop's, written at the end of the batch that made the step. Moves
-of a part between tiers commit too; the contents do not change, so they repeat the last state. Any other commit (weights were
-loaded, nothing was trained yet, blocks move in the middle of a step) has no state, and says ``why``.
+A record stands for a step if it has a ``state``: the training loop's, written at the end of the
+batch that made the step. Moves of a part between tiers commit too; the contents do not change, so
+they repeat the last state. Any other commit (weights were loaded, nothing was trained yet, blocks
+move in the middle of a step) has no state, and says ``why``.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class StepRecord:
 
     Attributes:
         parts: One entry for each part, in the order of the manifest.
-        state: The training state as text, see ``store.format.encoding``; empty where the record stands for no step.
+        state: The training state as text, see ``store.format.encoding``; empty where the record
+            stands for no step.
         why: Why it does not.
         files: Bytes of each state file that the state names.
         owners: The numbers of each part's optimizers; ``None`` in older stores, which do not say.
@@ -199,7 +201,7 @@ def parse(blob: bytes) -> StepRecord:
 
 
 def files_of(blob: bytes) -> Mapping[str, int]:
-    """Bytes of each state file that a user blob names; none where it is not one of a run that keeps its steps."""
+    """Bytes of each state file that a user blob names; none if the run keeps no steps."""
     try:
         return parse(blob).files
     except ConfigError:
@@ -264,7 +266,7 @@ def check_state(state: Any, path: str | os.PathLike[str], shape: Any) -> None:
 
 
 def _files(tree: Any) -> Iterator[tuple[str, int]]:
-    """The state files that a state names: nothing else in it has the key ``"$"`` and this kind, see ``store.format.encoding``."""
+    """The state files that a state names, see [Note: Encoding] in ``encoding.py``."""
     if isinstance(tree, list):
         for item in tree:
             yield from _files(item)

@@ -1,9 +1,10 @@
-"""Snapshots: a store's last step under another path, by hard links: neither space nor time until it is written over.
+"""Snapshots: a store's last step under another path, by hard links.
 
 [Note: Links]
-A slot is only ever rewritten whole, and the engine gives a slot whose file has another name a fresh file before it writes it. So
-a linked slot stays what it was; a state file is never written over. A snapshot is a store of its own: it has the files that the
-last record names, the ring and the manifest. It appears complete or not at all. On another file system it is a copy.
+A slot is only ever rewritten whole, and the engine gives a slot whose file has another name a fresh
+file before it writes it. So a linked slot stays what it was; a state file is never written over. A
+snapshot is a store of its own: it has the files that the last record names, the ring and the
+manifest. It appears complete or not at all. On another file system it is a copy.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
 
     Args:
         source: The store.
-        target: Where the snapshot goes; missing, or an empty directory. Missing directories above it are made.
+        target: Where the snapshot goes; missing, or an empty directory. Missing directories above
+            it are made.
         names: Names of the slot and state files that the last record names.
-        replace: ``target`` may also be a file, a symbolic link or an earlier snapshot, whose place the new one takes when it is
-            whole. What a symbolic link names stays.
-        origin: Names the record that it was made from; given where it is the beginning of another run's store, and no checkpoint.
+        replace: ``target`` may also be a file, a symbolic link or an earlier snapshot, whose place
+            the new one takes when it is whole. What a symbolic link names stays.
+        origin: Names the record that it was made from; given where it is the beginning of another
+            run's store, and no checkpoint.
 
     Raises:
         ConfigError: ``target`` is there, and not what may be replaced.
         StoreBusyError: A process uses the snapshot that would be replaced.
-        StoreError: A system call failed; nothing is left of the snapshot, and ``target`` is what it was.
+        StoreError: A system call failed; nothing is left of the snapshot, and ``target`` is what it
+            was.
     """
     _check_target(target, replace=replace)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -70,8 +74,8 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
 def check_room(source: Path, target: Path, names: Collection[str], *, leaving: Iterable[Path] = ()) -> None:
     """Refuses a snapshot that the disk would have no room for as soon as the store goes on.
 
-    It takes a ring and a manifest at once. A slot that has another name gets a fresh file before it is written again, and the store
-    has to find room for these.
+    It takes a ring and a manifest at once. A slot that has another name gets a fresh file before it
+    is written again, and the store has to find room for these.
 
     Args:
         source: The store.
@@ -134,7 +138,7 @@ def _put(fresh: Path, target: Path) -> None:
 
 
 def _exchange_names(first: Path, second: Path) -> bool:
-    """Exchanges two names at once, so that a process that dies has either; false where the system cannot.
+    """Exchanges two names atomically; false if the system cannot.
 
     Source: rename(2), ``RENAME_EXCHANGE``.
     """

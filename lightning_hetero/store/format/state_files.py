@@ -1,10 +1,12 @@
 """Files of a store for what of a training state is too large for a commit record.
 
 [Note: State files]
-A record names such a file by the digest of its content and its size: ``state-`` and 32 hexadecimal digits. It is whole, and with
-``durability="power"`` on the disk, before the record that names it is begun; it is never changed, so content that stays the same is
-written once, and a snapshot links it. The files of the last kept step stay until the record of the next one is there; the others
-go before that step's are written. What a process leaves that dies in between no record names, and the next one removes it.
+A record names such a file by the digest of its content and its size: ``state-`` and 32 hexadecimal
+digits. It is whole, and with ``durability="power"`` on the disk, before the record that names it is
+begun; it is never changed, so content that stays the same is written once, and a snapshot links it.
+The files of the last kept step stay until the record of the next one is there; the others go before
+that step's are written. What a process leaves that dies in between no record names, and the next
+one removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_hetero.store.format.encoding import Encoded, unpack
 from lightning_hetero.store.volume import disk_error
 from lightning_hetero.units import KIB, MIB, format_bytes
 
-_ITEM_BYTES, _STATE_BYTES = 64 * KIB, 128 * KIB  # what goes into the record: of one item, and of all; see `commit_ring`
+_ITEM_BYTES, _STATE_BYTES = 64 * KIB, 128 * KIB  # in the record: per item, in all
 _NAME_BYTES = 128  # naming a file takes hardly less
 _CHUNK_BYTES = 4 * MIB
 
@@ -77,7 +79,7 @@ class StateFiles:
         self._named, self._inline_bytes = set(), 0
 
     def put(self, value: Any, where: str) -> str:
-        """A value as the text that goes into the record: all of it, or the name of its file, which is written.
+        """The text of a value for the record: all of it, or the name of its file, which is written.
 
         Args:
             value: The value.
@@ -183,7 +185,7 @@ def _read(directory: Path, name: str, size: int, then: Callable[[memoryview], ob
 
 
 def _chunks(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[memoryview]:
-    """The same bytes in chunks of the size that digests and writes have: a state may be thousands of small tensors."""
+    """The same bytes in chunks of the size of digests and writes."""
     chunk, filled = memoryview(bytearray(min(size, _CHUNK_BYTES))), 0
     for piece in pieces:
         done = 0
@@ -201,8 +203,9 @@ def _chunks(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[memoryv
 class Digest:
     """What a file is called, by its chunks.
 
-    The store's own digest of a chunk would miss one in 2**32 changes of a single word, which is enough for finding damage, and too
-    little for taking one content for another. With a second polynomial beside it no such change is missed.
+    The store's own digest of a chunk would miss one in 2**32 changes of a single word, which is
+    enough for finding damage, and too little for taking one content for another. With a second
+    polynomial beside it no such change is missed.
     """
 
     def __init__(self) -> None:

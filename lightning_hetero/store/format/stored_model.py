@@ -1,4 +1,4 @@
-"""What the last record of a store that nobody uses means for the model: names of its blocks, and its weights one by one."""
+"""The model in the last record of an unused store: names of blocks, weights one by one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StoredWeight:
 
 
 def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
-    """The store, or its newest pin where its last record is that of a step that is not kept, or there is none.
+    """The store, or its newest pin if its last record does not stand for a kept step.
 
     Args:
         store: The store, which stays open as long as the pin.
@@ -88,8 +88,9 @@ def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
 def has_lost_records(store: StoreFiles) -> bool:
     """Whether the store has had commit records of steps, and none of them can be read.
 
-    The ring alone does not say that: it may be missing, blank, or of another size. A process that dies before its first record has
-    written its blocks with step 1 at most, has no state file, and leaves at most that one record torn.
+    The ring alone does not say that: it may be missing, blank, or of another size. A process that
+    dies before its first record has written its blocks with step 1 at most, has no state file, and
+    leaves at most that one record torn.
 
     Raises:
         StoreError: A file cannot be read.

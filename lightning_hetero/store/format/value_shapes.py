@@ -1,6 +1,7 @@
-"""What a decoded value has to look like: a checksum says that bytes are those that were written, not that we have written them.
+"""The shapes of decoded values. A checksum proves that bytes are intact, not who wrote them.
 
-A *shape* is a type (``bool`` is no ``int``), ``None``, or one of the classes here, which are made of shapes.
+A *shape* is a type (``bool`` is no ``int``), ``None``, or one of the classes here, which are made
+of shapes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Either:
 
 
 def fault(value: Any, shape: Any, where: str) -> str:
-    """The first place where a value has another shape, and what is there; empty if it has this one."""
+    """The first place where a value has another shape, and its type; empty if there is none."""
     match shape:
         case ListOf(item):
             rows = [(row, item, f"{where}[{i}]") for i, row in enumerate(value)] if isinstance(value, list | tuple) else None
@@ -74,7 +75,7 @@ def fault(value: Any, shape: Any, where: str) -> str:
 
 
 def like(template: Any) -> Any:
-    """The shape of a value that is there, for another one that has to look like it; keys that are missing do not matter."""
+    """The shape of an existing value, for others that have to look like it; keys may be missing."""
     if isinstance(template, dict):
         return Fields(optional={key: like(value) for key, value in template.items()})
     if isinstance(template, bool | int | float | str):

@@ -1,1 +1,1 @@
-"""Blocks while a model trains: their memory, the engine that moves and updates them, their mirrors."""
+"""Blocks during training: their memory, the engine that updates them, their mirrors."""

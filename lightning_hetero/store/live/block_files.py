@@ -1,6 +1,7 @@
 """The files of a run: their numbers, and the commit records that name them.
 
-A number stays taken until a record is written that no longer names it, since a crash goes back to the last record.
+A number stays taken until a record is written that no longer names it, since a crash goes back to
+the last record.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ class BlockFiles:
     """Block files and commit records in the directory of a run, while it has one.
 
     Args:
-        directory: The directory of the disk tier; ``None`` when nothing lives on disk. It is closed with the files, and removed
-            when they cannot be opened.
+        directory: The directory of the disk tier; ``None`` when nothing lives on disk. It is closed
+            with the files, and removed when they cannot be opened.
         options: The engine's options.
         num_blocks: Largest number of block files.
         user_bytes: Largest user blob of a commit record.
-        resume: The directory's files are those of an earlier run; :attr:`recovered` is its last record.
+        resume: The directory's files are those of an earlier run; :attr:`recovered` is its last
+            record.
 
     Attributes:
         on_disk: There is a directory.
@@ -54,7 +56,7 @@ class BlockFiles:
         self._disk: _Disk | None = None
         self._ids: set[int] = set()
         self._natives: dict[int, NativePart] = {}  # those with files that are open, by number
-        self._closed_ids: set[int] = set()  # closed since the last commit record, which still names them
+        self._closed_ids: set[int] = set()  # closed, but the last record names them
         self._free_ids: set[int] = set()
         if directory is not None:
             with ExitStack() as undo:
@@ -92,7 +94,7 @@ class BlockFiles:
         return self._disk
 
     def attach(self, directory: StoreDirectory) -> None:
-        """From now on blocks may have files; the directory is the run's own, and closed where it cannot be used."""
+        """Gives the run a directory for block files; it is closed if it cannot be used."""
         assert self._disk is None, "one directory at a time"
         with ExitStack() as undo:
             undo.callback(directory.close, remove=True)
@@ -100,7 +102,7 @@ class BlockFiles:
             undo.pop_all()
 
     def detach(self) -> None:
-        """Closes and removes what :meth:`attach` or the constructor opened; no block has files any more."""
+        """Closes and removes the directory, once no block has files any more."""
         disk = self._disk
         if disk is None:
             return
@@ -112,7 +114,7 @@ class BlockFiles:
         self._natives.clear()
 
     def close(self, *, remove: bool | None = None) -> None:
-        """Closes all; ``remove``: the files go too; ``None``: they do if the directory is temporary."""
+        """Closes all. ``remove``: removes the files; ``None``: if they are temporary."""
         self._natives.clear()
         if self._disk is not None:
             self._disk.store.close()
@@ -128,7 +130,7 @@ class BlockFiles:
         """Largest user blob of a record of this store, which an earlier run may have laid out."""
         return self._user_bytes if self._disk is None else self._disk.store.user_bytes
 
-    # ---- blocks -----------------------------------------------------------------------------------------------------------
+    # ---- blocks ----------------------------------------------------------------------------------
 
     def next_id(self) -> int:
         """A number for a block's files: one that no block has, nor a commit record names."""
@@ -136,14 +138,14 @@ class BlockFiles:
         return min(self._free_ids, default=max(self._ids, default=-1) + 1)
 
     def free_id(self, wanted: int) -> int:
-        """``wanted`` if no block of this run has had it: in a new store parts are numbered as the manifest lists them."""
+        """``wanted`` if it is free: in a new store parts have the numbers of the manifest."""
         return wanted if wanted not in self._ids else self.next_id()
 
     def adopt(self, identifiers: Iterable[int], states: Mapping[str, int]) -> None:
-        """Numbers of block files that the last record names, whose blocks are not open yet, and its state files with their bytes.
+        """Takes over the block files and state files that the last record names.
 
-        Numbers in between are free: a run that dies soon after its parts have moved leaves gaps below; without them the record's
-        places would run out.
+        Numbers in between are free: a run that dies soon after its parts have moved leaves gaps
+        below; without them the record's places would run out.
         """
         self._ids.update(identifiers)
         if self._disk is not None:
@@ -153,7 +155,7 @@ class BlockFiles:
             self._disk.states.adopt(states)
 
     def open_part(self, geometry: PartGeometry, address: int) -> NativePart:
-        """A native part over the memory at ``address``, with files if the geometry has sections there."""
+        """A native part over the memory at ``address``, with files if the geometry needs them."""
         self.wait_for_commit()
         store = self._disk.store if self._disk is not None and has_file(geometry) else None
         native = NativePart(store, geometry, address)
@@ -164,7 +166,7 @@ class BlockFiles:
         return native
 
     def close_part(self, native: NativePart) -> None:
-        """Closes a native part and removes its files; everything that was written of it is committed."""
+        """Closes a native part and removes its files. All of its writes are committed."""
         self.wait_for_commit()
         native.discard()
         if self._disk is not None and has_file(native.geometry):
@@ -173,7 +175,7 @@ class BlockFiles:
             self._disk.directory.remove_block(native.geometry.id)
 
     def committed(self) -> list[str]:
-        """Names of the slot files that the last record names, and of the last kept step's state files.
+        """The slot files that the last record names, and the last kept step's state files.
 
         They stay as they are until there is another one.
         """
@@ -182,10 +184,10 @@ class BlockFiles:
         blocks = [f"block-{number:05d}.{'ab'[slot]}" for number, slot in slots.items() if slot is not None]
         return [*blocks, *(() if self._disk is None else self._disk.states.kept)]
 
-    # ---- records ----------------------------------------------------------------------------------------------------------
+    # ---- records ---------------------------------------------------------------------------------
 
     def begin_state(self) -> None:
-        """The state of a step is about to be taken: state files that no record needs any more are removed."""
+        """Before the state of a step is taken: removes state files that no record needs."""
         if self._disk is None:
             return
         if self._disk.states.has_old:
@@ -197,7 +199,7 @@ class BlockFiles:
         if self._disk is None:
             return None
         self.step += 1
-        self._free_ids |= self._closed_ids  # free once this record is there, which `next_id` waits for
+        self._free_ids |= self._closed_ids  # free after this record (next_id waits)
         self._closed_ids = set()
         self.last_commit = engine.commit(self._disk.store, self.step, user, priority=-2)
         return self.last_commit

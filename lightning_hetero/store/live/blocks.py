@@ -1,9 +1,10 @@
 """Blocks at run time: reserved memory at fixed addresses, and what is going on with it.
 
 [Note: Fixed addresses]
-A part's weights have one address for the whole run: reserved address space whose pages come and go. FETCH reads into it,
-RELEASE gives its pages back, an update writes it in place. ``param.data`` is a view made once, so nothing is ever rebound or
-resized, and everything that holds the parameter (autograd, optimizers, user code) goes on holding it.
+A part's weights have one address for the whole run: reserved address space whose pages come and go.
+FETCH reads into it, RELEASE gives its pages back, an update writes it in place. ``param.data`` is a
+view made once, so nothing is ever rebound or resized, and everything that holds the parameter
+(autograd, optimizers, user code) goes on holding it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _shared: set[str] = set()  # the parameter that a warning has named
 def warn_if_shared(param: Tensor, name: str) -> None:
     """Says that a tensor given as ``param.data`` is not trained along, if something else holds it.
 
-    In PyTorch the parameter and the tensor are then one memory, and updates change both. Here the values are copied.
+    In PyTorch the parameter and the tensor are then one memory, and updates change both. Here the
+    values are copied.
     """
     alone = 2  # the parameter, and the storage object that asks
     if not _shared and torch._C._storage_Use_Count(param.untyped_storage()._cdata) > alone:
@@ -79,7 +81,7 @@ class Mirror:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """The parameters of one block that share dtype, trainability and optimizer: one run of memory, one native part.
+    """The parameters of one block with one dtype, trainability and optimizer: one run of memory.
 
     Attributes:
         block: The block it belongs to.
@@ -89,21 +91,26 @@ class Part:
         dtype: Dtype of all of them.
         num_elements: Length of the run in elements, padding included.
         arena: The reserved memory.
-        native: The native part; ``None`` while nothing is offloaded, and for parts that are updated in Python in host memory.
-        last_write: The fetch or update that last wrote the weight memory; compute waits until it is READY.
+        native: The native part; ``None`` while nothing is offloaded, and for parts that are updated
+            in Python in host memory.
+        last_write: The fetch or update that last wrote the weight memory; compute waits until it is
+            READY.
         opened: An update whose state already streams towards the host.
         dirty: The weight memory was changed outside an update; the file has older weights.
         uncommitted: Rewrites of the file since the last commit.
         on_disk: The native part has files.
         stepped: The state is no longer all zeros.
-        fresh: The state is what an optimizer begins with: moments of zeros, and a master equal to 16-bit weights.
-        versions: Sum of the parameters' version counters when the block's use began, or an update in Python ended.
+        fresh: The state is what an optimizer begins with: moments of zeros, and a master equal to
+            16-bit weights.
+        versions: Sum of the parameters' version counters when the block's use began, or an update
+            in Python ended.
         master_versions: The same when the fp32 master was last in step with 16-bit weights.
         patches: Writes (first element, values) that wait to be brought into the file together.
         state_home: Who has the state arrays, if not the engine.
         updated: The latest rewrite by the engine: of memory, or of the file from memory.
         mirrors: Slots on disk for what lives in memory, in a store that keeps every step.
-        mirrored_versions: Sum of the version counters when the mirrors were last written; -1: anything may have changed.
+        mirrored_versions: Sum of the version counters when the mirrors were last written; -1:
+            anything may have changed.
     """
 
     block: Block
@@ -133,7 +140,8 @@ class Part:
         """The native part.
 
         Raises:
-            OffloadedAccessError: There is none: an error has closed the store, or another model took its place.
+            OffloadedAccessError: There is none: an error has closed the store, or another model
+                took its place.
         """
         if self.native is None:
             raise lost((self.names or [self.block.name])[0])
@@ -156,7 +164,7 @@ class Part:
         return tensor_at(self.arena, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
 
     def reclaim(self) -> None:
-        """Brings weights back that somebody moved with ``param.data = ...``: updates write the reserved memory."""
+        """Copies weights back that were moved with ``param.data = ...``."""
         for index, param in enumerate(self.params):
             if param.data_ptr() != self.arena.address + self.offsets[index] * self.dtype.itemsize and param.numel():
                 memory = self.memory(index)
@@ -172,7 +180,7 @@ class Part:
         return flat.as_strided(param.shape, _strides(param))
 
     def flat(self, index: int, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of the parameter's shape as a flat run in the parameter's memory order; no copy where none is needed."""
+        """A tensor as a flat run in the parameter's memory order, copied only if necessary."""
         param = self.params[index]
         if value.dtype != dtype or value.stride() != _strides(param) or value.device.type != "cpu":
             value = torch.empty_strided(param.shape, _strides(param), dtype=dtype).copy_(value)
@@ -219,10 +227,11 @@ class Block:
 
 
 def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Parameter], bool] = lambda _: False) -> list[Block]:
-    """Moves every parameter into reserved memory, block by block; meta parameters get memory without content.
+    """Moves every parameter into reserved memory; meta parameters get memory without content.
 
-    Meta parameters are replaced by new parameters in the modules that hold them, so this comes before the optimizers. Parameters
-    that are ``away`` (offloaded by somebody else) get memory that they do not use yet.
+    Meta parameters are replaced by new parameters in the modules that hold them, so this comes
+    before the optimizers. Parameters that are ``away`` (offloaded by somebody else) get memory that
+    they do not use yet.
     """
     blocks = []
     for index, spec in enumerate(specs):
@@ -253,8 +262,10 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
     Args:
         part: The part; its weights are in memory.
         groups: For each new part, which parameters of the old one it gets.
-        moves: Says of a parameter whether its data is in the part's memory. Other parameters stay where they are.
-        copies: The memory has content. Without content nothing is copied, so the new memory takes no pages.
+        moves: Says of a parameter whether its data is in the part's memory. Other parameters stay
+            where they are.
+        copies: The memory has content. Without content nothing is copied, so the new memory takes
+            no pages.
     """
     parts = []
     for indices in groups:

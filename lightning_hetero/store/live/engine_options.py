@@ -12,15 +12,20 @@ class EngineOptions:
     """How transfers and updates run; the defaults suit most machines.
 
     Attributes:
-        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"`` or ``"pool"``.
+        io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"``
+            or ``"pool"``.
         io_threads: Threads of the pool.
         queue_depth: Transfers in flight.
-        update_threads: Threads that run update kernels; 0 means half of the processors that the process may use.
+        update_threads: Threads that run update kernels; 0 means half of the processors that the
+            process may use.
         staging_bytes: Memory through which state streams; 0 means eight chunks.
-        durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system, ``"none"`` nothing.
+        durability: ``"process"`` survives ``kill -9``, ``"power"`` also a crash of the system,
+            ``"none"`` nothing.
         direct_io: Bypass the page cache.
-        verify_digests: Check the contents of every chunk that is read, also of those that this run wrote.
-        emulated_bytes_per_s: The disk reads so much in a second, and writes as much beside that, if it can; 0: as fast as it is.
+        verify_digests: Check the contents of every chunk that is read, also of those that this run
+            wrote.
+        emulated_bytes_per_s: The disk reads so much in a second, and writes as much beside that, if
+            it can; 0: as fast as it is.
     """
 
     io_backend: str = "auto"
@@ -39,5 +44,5 @@ class EngineOptions:
 
 
 def staging_bytes(options: EngineOptions, chunk_bytes_max: int) -> int:
-    """Bytes of staging that the options ask for; never less than one update needs to make progress."""
+    """Bytes of staging that the options ask for; at least what one update needs."""
     return max(options.staging_bytes or 8 * chunk_bytes_max, 3 * chunk_bytes_max)

@@ -13,7 +13,7 @@ from lightning_hetero.units import KIB, round_up
 NATIVE_DTYPES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 WEIGHTS = -1  # the array number of a block's weights
 
-_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB of fp32 weights and moments: disks were fastest with 2-4 MB at a time
+_CHUNK_ELEMENTS = 256 * KIB  # 3 MiB: disks were fastest with 2 to 4 MB
 _CHUNK_ALIGN = 4096
 
 
@@ -23,8 +23,8 @@ def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, s
     Args:
         part: The part.
         identifier: Number of its files.
-        num_state: fp32 state arrays of a native update rule; 0 for parts that the engine does not update, whose weights
-            it then sees as bytes.
+        num_state: fp32 state arrays of a native update rule; 0 for parts that the engine does not
+            update, whose weights it then sees as bytes.
         weights: Tier of the weights.
         state: Tier of the state arrays.
     """
@@ -50,7 +50,7 @@ def chunk_bytes(geometry: PartGeometry) -> int:
 
 
 def opaque_chunk(num_bytes: int, chunk_bytes_max: int) -> int:
-    """Elements of one chunk of a block of plain bytes, where at most ``chunk_bytes_max`` are staged at once."""
+    """Elements of one chunk of a part of plain bytes, if ``chunk_bytes_max`` may be staged."""
     return min(_CHUNK_ELEMENTS, round_up(num_bytes, _CHUNK_ALIGN), chunk_bytes_max // _CHUNK_ALIGN * _CHUNK_ALIGN)
 
 
@@ -60,7 +60,7 @@ def versions(part: Part) -> int:
 
 
 def has_master(part: Part) -> bool:
-    """Whether the part's weights are 16-bit ones, whose fp32 master is the first array of its state."""
+    """Whether the weights are 16-bit ones with an fp32 master as the first state array."""
     return part.native is not None and part.native.geometry.num_state == 3
 
 

@@ -1,9 +1,10 @@
-"""Mirrors: slots on disk for arrays whose home is memory, so that a committed step is whole whatever the plan.
+"""Mirrors: slots on disk for arrays that live in memory, so that every plan keeps whole steps.
 
 [Note: Mirrors]
-A mirror is a block of plain bytes over the very memory that holds a part's weights, or its state arrays. Committing a step
-writes it from there, without a copy, to the slot that the last record does not name. Until it is written, no update of the part
-may change that memory: the part's next update waits for the ticket. Nothing reads a mirror before a resume.
+A mirror is a native part of plain bytes over the memory of a part's weights, or of its state
+arrays. A commit writes it from there, without a copy, to the slot that the last record does not
+name. Until it is written, no update may change that memory: the part's next update waits for the
+ticket. Only a resume reads mirrors.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def geometry_of_mirror(identifier: int, num_bytes: int) -> PartGeometry:
 
 
 def mirror_bytes(part: Part, home: PartGeometry | None) -> int:
-    """Bytes of memory that a part with this home would have mirrored, heads and both slots left out; written at every step."""
+    """Mirrored bytes of a part with this home, written at every step, without heads."""
     weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
     state = 0 if home is None or home.state_on_disk_file else home.num_state * round_up(4 * home.num_elements, PAGE)
     return weights + state
 
 
 def mirror_files(part: Part, home: PartGeometry | None) -> list[PartGeometry]:
-    """The geometries of the mirrors that a part with this home would have; their numbers mean nothing."""
+    """The geometries of the mirrors of a part with this home; their ids mean nothing."""
     weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
     # The engine moves every array to an offset of its own, and a mirror has whole pages.
     state = 0 if home is None or home.state_on_disk_file else home.num_state * (round_up(4 * home.num_elements, PAGE) + PAGE)
@@ -68,7 +69,7 @@ def entry_of(part: Part, blobs: tuple[BlobEntry, ...] = ()) -> PartEntry:
 
 
 def readers_of(part: Part) -> list[Ticket]:
-    """What still reads the part's weight memory, to bring the last step to the disk: whoever else writes there waits for it."""
+    """The writes to disk that still read the part's weight memory: other writers wait for them."""
     tickets = [mirror.ticket for kind, mirror in part.mirrors.items() if kind == WEIGHTS]
     if part.native is not None and part.native.geometry.weights_on_disk_file:
         tickets.append(part.updated)

@@ -1,8 +1,8 @@
-"""Moves a part between tiers while a model trains: a new native part beside the old one, which goes once the new one is whole.
+"""Moves a part between tiers: a new native part is complete before the old one goes.
 
 [Note: Memory in transit]
-State that comes from memory is written from where it lies. State that comes from a file passes through a buffer; as a file is
-written in one rewrite, it would hold all of the part's state: beyond ``_IN_TRANSIT_BYTES`` it goes in several rewrites instead.
+State in memory is written from where it is. State in a file passes through a buffer. One rewrite
+would need a buffer for all of the part's state, so beyond ``_IN_TRANSIT_BYTES`` there are several.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def move(
 ) -> None:
     """Brings weights and state to where ``geometry`` has them; its ``id`` does not count.
 
-    The weights are in memory before and after; no update of the part is under way or open. Whatever moment the process dies at, the
-    last record names either the old place or the new one, and that one is whole.
+    The weights are in memory before and after; no update of the part is running or open. If the
+    process dies at any moment, the last record names either the old place or the new one, and that
+    one is whole.
 
     Args:
         store: The tiers, with a directory if ``geometry`` has a section in a file.
         part: The part.
         geometry: The new one; ``None``: the engine has nothing to do with the part any more.
-        settle: Called once the part is whole in its new place, before that is committed; returns blocks to close after it.
+        settle: Called once the part is whole in its new place, before that is committed; returns
+            blocks to close after it.
 
     Raises:
         StoreError: A transfer failed, which stops the engine.
@@ -44,7 +46,7 @@ def move(
     with store.unrecorded.moving():
         old = _exchange(store, part, geometry)
         store.barrier(part)
-        gone = [n for n in (*settle(part), old) if n is not None]  # mirrors lie over the old home's memory
+        gone = [n for n in (*settle(part), old) if n is not None]  # mirrors lie over the old memory
         for native in gone:
             native.retire()
         store.commit()
@@ -53,7 +55,7 @@ def move(
 
 
 def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> NativePart | None:
-    """Gives the part its new native part, with everything in it; returns the old one, still open."""
+    """Gives the part its new native part with all content; returns the old one, still open."""
     if part.native is None:
         if geometry is not None:
             open_native(store, part, replace(geometry, id=store.files.next_id()))
@@ -64,7 +66,8 @@ def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> Na
         return detach_native(store, part)
     store.flush(part)
     stepped = part.stepped
-    new = new_native(store, part, replace(geometry, id=store.files.next_id()))  # a full disk refuses it while the old one is whole
+    # A full disk refuses this while the old one is whole.
+    new = new_native(store, part, replace(geometry, id=store.files.next_id()))
     old = detach_native(store, part)
     attach_native(store, part, new)
     if stepped:
@@ -90,7 +93,7 @@ def _copy_state(store: TierStore, old: NativePart, part: Part) -> None:
 
 
 def _rewrites(num_arrays: int, length: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Runs ``(array, first element, elements)`` that together cover all arrays, as many at a time as may be in transit."""
+    """Runs ``(array, first element, elements)`` that cover all arrays, in steps."""
     step = max(1, _IN_TRANSIT_BYTES // (4 * num_arrays))
     for start in range(0, length, step):
         yield [(k, start, min(step, length - start)) for k in range(num_arrays)]

@@ -1,4 +1,4 @@
-"""A part's native part, which has its weights and state: opened, opened from a record, exchanged and closed."""
+"""Opens, exchanges and closes the native part that holds a part's weights and state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hetero.store.raw_memory import zero_pages
 
 
 def open_native(store: TierStore, part: Part, geometry: PartGeometry) -> None:
-    """Opens a native part for the part; what has to be in its file is written there by the next flush."""
+    """Opens a native part for the part; the next flush writes its file."""
     attach_native(store, part, new_native(store, part, geometry))
 
 
@@ -23,7 +23,7 @@ def new_native(store: TierStore, part: Part, geometry: PartGeometry) -> NativePa
 
 
 def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
-    """Opens the part's blocks as a record names them and brings weights, and state whose home is memory, into memory."""
+    """Opens the native parts that a record names, and reads what lives in memory."""
     tickets = []
     if entry.home is not None:
         part.native = store.files.open_part(entry.home, part.arena.address)
@@ -56,12 +56,13 @@ def attach_native(store: TierStore, part: Part, native: NativePart) -> None:
     if not part.params:
         store.blobs.append(part)
     part.on_disk = has_file(native.geometry)
-    # Weights that live on disk, and fp32 masters, have to be written once before the block is complete.
+    # Weights that live on disk, and fp32 masters, have to be written once before the block is
+    # complete.
     part.dirty = bool(native.geometry.weights_on_disk_file) or has_master(part)
 
 
 def detach_native(store: TierStore, part: Part) -> NativePart:
-    """Takes the native part off the part, which has none then; everything of it is written and committed."""
+    """Detaches the native part, after everything of it is written and committed."""
     native = part.require_native()
     store.barrier(part)
     store.commit()
@@ -73,10 +74,10 @@ def detach_native(store: TierStore, part: Part) -> NativePart:
 
 
 def close_native(store: TierStore, part: Part) -> None:
-    """Closes a part's native part and removes its files; the weights are in memory, the state is given up.
+    """Closes a native part, removes its files and drops its state. Its weights are in memory.
 
-    The last record names these files, whether anything was written since or not. So another one comes first, which does not: it
-    stands for no step, and the last step is pinned.
+    The last record names these files, whether anything was written since or not. So another one
+    comes first, which does not: it stands for no step, and the last step is pinned.
     """
     if part.on_disk:
         store.unrecorded.changed = True
@@ -87,7 +88,7 @@ def close_native(store: TierStore, part: Part) -> None:
 
 
 def reset_native(store: TierStore, part: Part) -> None:
-    """Gives up a part's state; the weights are in memory, and are written anew by the next flush."""
+    """Drops a part's state. Its weights are in memory, and the next flush writes them."""
     store.flush(part)
     geometry = part.require_native().geometry
     zeros = zero_pages(geometry.num_elements)

@@ -1,15 +1,16 @@
 """The tiers behind one contract: submits a part's transfers and updates, and commits them.
 
-Host and disk differ only in a block's geometry: which of its arrays have a section in a file. Everything else, updates
-included, goes through the same engine (native/include/hetero/api.h).
+Host and disk differ only in a block's geometry: which of its arrays have a section in a file.
+Everything else, updates included, goes through the same engine (native/include/hetero/api.h).
 
 [Note: Commits]
-A rewrite of a part goes to the slot that the last commit record does not name, the second one before the next record as well; a
-commit makes the newest slots the valid ones. So a step may write a part as often as it likes, and its end alone needs a record.
+A rewrite of a part goes to the slot that the last commit record does not name. So does a second
+rewrite before the next record. A commit makes the newest slots the valid ones. So a step may write
+a part several times, and only its end needs a record.
 
 [Note: Verdicts]
-A speculative update awaits :meth:`TierStore.keep` or :meth:`TierStore.revoke`. Who needs the part as it was, or commits, before
-that revokes it: what was tried too early can always be done again.
+A speculative update awaits :meth:`TierStore.keep` or :meth:`TierStore.revoke`. A read of the old
+part, or a commit, before that revokes it. A revoked update can always be repeated.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class TierStore:
 
     Args:
         options: The engine's options.
-        directory: The directory of the disk tier; ``None`` when nothing lives on disk. It is closed with the store, and removed
-            when the store cannot be opened.
+        directory: The directory of the disk tier; ``None`` when nothing lives on disk. It is closed
+            with the store, and removed when the store cannot be opened.
         num_blocks: Largest number of block files.
         chunk_bytes_max: Largest staged chunk.
         user_bytes: Largest user blob of a commit record.
@@ -74,8 +75,8 @@ class TierStore:
         self.loans = Loans()
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
-        self._opened: dict[Part, Ticket] = {}  # updates that are open but not armed; other work on the part takes them back
-        self._tried: dict[Part, bool] = {}  # parts with a speculative update; whether they had state before
+        self._opened: dict[Part, Ticket] = {}  # not armed; other work on the part cancels them
+        self._tried: dict[Part, bool] = {}  # speculative updates: had the part state before?
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
         self.files = BlockFiles(directory, options, num_blocks=num_blocks, user_bytes=user_bytes, resume=resume)
@@ -94,7 +95,7 @@ class TierStore:
             undo.pop_all()
 
     def resize_staging(self, num_bytes: int) -> None:
-        """Changes the memory that state streams through; nothing may be under way (:meth:`barrier`)."""
+        """Changes the size of the staging memory; no task may be running (:meth:`barrier`)."""
         self.files.wait_for_commit()
         self.staging_bytes = num_bytes
         self.engine.resize_staging(max(num_bytes, 3 * self.chunk_bytes_max))
@@ -117,7 +118,7 @@ class TierStore:
             for block in blocks:
                 if any(part.last_write is not None and _has_failed(part.last_write) for part in block.parts):
                     block.resident = False  # memory holds half of what should have come
-            with suppress(HeteroError):  # closing the engine raises it; the engine closes without what has not begun
+            with suppress(HeteroError):  # closing the engine raises it
                 self.files.wait_for_commit()
             self.engine.close()
         finally:
@@ -145,12 +146,13 @@ class TierStore:
         """Refuses to read or write what is in no memory any more.
 
         Raises:
-            OffloadedAccessError: The store was closed: an error stopped it, or another model took its place.
+            OffloadedAccessError: The store was closed: an error stopped it, or another model took
+                its place.
         """
         if part.native is None:
             raise lost(name)
 
-    # ---- weights --------------------------------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
     def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
         """Brings the part's weights into its memory."""
@@ -169,7 +171,7 @@ class TierStore:
         return self.engine.release(native, priority=priority)
 
     def flush(self, part: Part) -> None:
-        """Brings the file up to date with writes that went around updates: whole weight memory, or collected patches."""
+        """Writes changes outside updates to the file: the weight memory, or collected patches."""
         if not part.dirty and not part.patches:
             return
         master = has_master(part)
@@ -179,19 +181,20 @@ class TierStore:
             ticket = self.rewrite(part, runs, from_memory=weights_on_file(part), state=master)
             if master:
                 part.fresh = is_beginning
-                ticket.wait()  # the part keeps the ticket, and the ticket the copies: without this, those of all parts would stay
+                # A part keeps its ticket, and a ticket its copies: else those of all would live.
+                ticket.wait()
             self.master_is_current(part)
         if part.patches:
             patches, part.patches = part.patches, []
             self._patched.pop(part, None)
             runs = [(WEIGHTS, offset, value) for offset, value in patches]
             runs += [(0, offset, value.float()) for offset, value in patches] if master else []
-            self.rewrite(part, runs, from_memory=False, state=master).wait()  # they may be views of a file that will be closed
+            self.rewrite(part, runs, from_memory=False, state=master).wait()  # may be views of a file
             for _, value in patches:
                 self.on_patched(value)
 
     def refresh_master(self, part: Part) -> None:
-        """16-bit weights that were written to around the updates (a loaded checkpoint, an average) become the master again."""
+        """Makes 16-bit weights that were written outside updates the fp32 master again."""
         if has_master(part) and part.master_versions != versions(part):
             part.dirty = True
             self.flush(part)
@@ -201,14 +204,14 @@ class TierStore:
         part.master_versions = versions(part)
 
     def patch(self, part: Part, index: int, value: Tensor) -> None:
-        """Sets parameter ``index`` of a part whose weights are not in memory; patches of one part are written together."""
+        """Sets parameter ``index`` of a part with weights on disk, with the next flush."""
         part.patches.append((part.offsets[index], value))
         self._patched[part] = self._patched.get(part, 0) + value.nbytes
         if sum(self._patched.values()) > _PATCHES_IN_MEMORY:
             for waiting in list(self._patched):
                 self.flush(waiting)
 
-    # ---- updates --------------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def open_update(
         self, part: Part, *, resident: bool, priority: int, after: Sequence[Ticket] = (), speculative: bool = False
@@ -232,7 +235,7 @@ class TierStore:
         return ticket
 
     def may_speculate(self, part: Part) -> bool:
-        """Whether what the commit record names is what the part holds, so that an update of it can be taken back."""
+        """Whether the commit record has the part's content, so that an update can be revoked."""
         current = not has_master(part) or part.master_versions == versions(part)
         if part.opened is not None:
             return part in self._tried and current
@@ -249,7 +252,7 @@ class TierStore:
         priority: int,
         speculative: bool = False,
     ) -> Ticket:
-        """Hands the gradients of an opened update over; ``keep`` lives until the kernels are done."""
+        """Hands over the gradients of an opened update. ``keep`` is held until it is READY."""
         ticket, part.opened = self._opened.pop(part), None
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
@@ -268,7 +271,7 @@ class TierStore:
         return True
 
     def revoke(self, part: Part) -> None:
-        """Takes the part's speculative update back, if there is one; weights that are in memory come back there.
+        """Revokes the part's speculative update, if there is one; its weights in memory come back.
 
         Its gradients are in use until its ticket is READY, which is soon.
         """
@@ -291,10 +294,10 @@ class TierStore:
             self._tried.pop(part, None)
             self.unrecorded.undo(part)
 
-    # ---- state ----------------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     def begin_read(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> Ticket:
-        """Begins to read runs ``(array, index, flat contiguous tensor)``: parameter ``index``'s values of an array go there.
+        """Begins to read runs ``(array, index, flat tensor)``: parameter ``index``'s values.
 
         What lies in one chunk of the file comes in one transfer.
         """
@@ -306,7 +309,7 @@ class TierStore:
         return self.engine.read(native, patches, keep=[out for _, _, out in runs])
 
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
-        """Overwrites runs ``(array, index, flat values)`` of the state arrays, in one rewrite of the block."""
+        """Overwrites runs ``(array, index, flat values)`` of the state arrays in one rewrite."""
         self.flush(part)
         part.fresh = False
         rows = [(array, part.offsets[index], value) for array, index, value in runs]
@@ -319,10 +322,10 @@ class TierStore:
         part.dirty, part.versions = False, versions(part)
         return self.rewrite(part, [], from_memory=True, state=True)
 
-    # ---- commit ---------------------------------------------------------------------------------------------------------
+    # ---- commit ----------------------------------------------------------------------------------
 
     def barrier(self, part: Part) -> None:
-        """Waits until everything submitted for the part is done: the tasks of one block run in order."""
+        """Waits for all tasks of the part: they run in order."""
         if part.native is not None:
             self.cancel_update(part)
             out = torch.empty(16, dtype=torch.float64)
@@ -335,7 +338,8 @@ class TierStore:
         Args:
             always: Write a record even where no block has changed since the last one.
         """
-        for part in list(self._opened):  # a commit follows every write before it, and nobody knows when these will be armed
+        # A commit waits for every write before it, and these may never be armed.
+        for part in list(self._opened):
             self.cancel_update(part)
         for part in list(self._tried):
             self.revoke(part)
@@ -366,7 +370,7 @@ class TierStore:
         self.unrecorded.changes()
         patches, keep = _patches(part, native, runs), [value for _, _, value in runs]
         part.stepped |= state
-        stamp = self.files.step + 1 if part.stepped else 0  # 0: state reads as zeros, none is written
+        stamp = self.files.step + 1 if part.stepped else 0  # 0: state is zeros, not written
         after = writes_of(part)
         ticket = self.engine.store(
             native, patches, weights_from_memory=from_memory, step=stamp, priority=-1, after=after, keep=keep
@@ -378,7 +382,7 @@ class TierStore:
 
 
 def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:
-    """Runs as the engine takes them. Those of parameters without elements have no address, and are left out."""
+    """Runs as the engine takes them, without those of empty parameters, which have no address."""
     unit = part.dtype.itemsize if native.geometry.weight_dtype == U8 else 1
     return [
         Patch(offset=start * unit, numel=value.numel() * unit, data=value.data_ptr(), array=array)

@@ -1,4 +1,4 @@
-"""What was written since the last record: whether there has to be another one, and whether it still stands for the same step."""
+"""Writes since the last record: whether another one is due, and whether the step is the same."""
 
 from __future__ import annotations
 
