@@ -1,4 +1,4 @@
-"""The same recipe through LightningCLI: everything, the strategy included, comes from a config file.
+"""The same recipe through LightningCLI. A config file sets everything, the strategy included.
 
     python cli.py fit --config configs/finetune_disk.yaml
 

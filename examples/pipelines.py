@@ -1,12 +1,18 @@
-"""A small language model in pipelines of different depth: a group of two devices and one of a single device train it together.
+"""A small language model in pipelines of different depth.
+
+A group of two devices and a group of one device train it together.
 
     torchrun --nproc-per-node=3 pipelines.py fit --config configs/pipelines.yaml
 
-The plan, configs/pipelines_plan.json, is what `lightning-hetero plan-cluster` writes, made by hand for three processes on one
-machine; with `--trainer.strategy.init_args.plan auto` one is made for the ranks that are there. The same module trains with any
-other strategy: `python pipelines.py fit --config configs/pipelines.yaml --trainer.strategy auto --trainer.devices 1`. With
-`--trainer.strategy.init_args.plan null --trainer.strategy.init_args.offload '{0: {plan: disk}}'` every process has all of it, and
-the first one keeps it on disk.
+The plan, configs/pipelines_plan.json, has the form of `lightning-hetero plan-cluster`, but was
+written by hand for three processes on one machine. Variants:
+
+* `--trainer.strategy.init_args.plan auto` makes a plan for the current ranks.
+* `--trainer.strategy auto --trainer.devices 1`, without torchrun, trains the same module with
+  another strategy.
+* `--trainer.strategy.init_args.plan null` with
+  `--trainer.strategy.init_args.offload '{0: {plan: disk}}'` gives every process the whole model;
+  the first one keeps it on disk.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ class LanguageModel(StagedSteps, pl.LightningModule):
 
     Args:
         layers: Blocks.
-        width: Of the hidden states.
+        width: Width of the hidden states.
         length: Bytes of a sample.
         lr: Learning rate.
     """

