@@ -181,7 +181,7 @@ def test_the_protocol_survives_every_crash() -> None:
     assert failures(Protocol(), seed=1) == 0
 
 
-def test_what_is_kept_now_and_then_survives_every_crash() -> None:
+def test_every_nth_step_survives_every_crash() -> None:
     for every in (2, 3):
         assert failures(Protocol(every=every), seed=every) == 0
 

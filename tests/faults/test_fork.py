@@ -113,7 +113,7 @@ def teardown(trainer: pl.Trainer) -> None:
     ("kind", "call"),
     [("disk", stop), ("disk", abandon), ("disk", save), ("disk", step), ("host", teardown), ("device", stop), ("device", step)],
 )
-def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path, plain: Outcome, kind: str, call: Any) -> None:
+def test_a_forked_child_is_refused_and_the_parent_continues(tmp_path: Path, plain: Outcome, kind: str, call: Any) -> None:
     found, got = fit(tmp_path, kind, call)
     assert found == "ForkedProcessError"
     assert_same(got, plain)

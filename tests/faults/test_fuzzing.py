@@ -74,7 +74,7 @@ def test_json_with_any_value_or_none_in_any_place_is_read_or_refused(name: str) 
 @pytest.mark.parametrize(
     "data", [b"[" * 3_000, b'{"a":' * 3_000, b"9" * 5000, b'{"version":' + b"9" * 5000 + b"}", b"\xff\xfe", b""]
 )
-def test_what_is_too_deep_or_too_long_is_refused(name: str, data: bytes) -> None:
+def test_input_that_is_too_deep_or_too_long_is_refused(name: str, data: bytes) -> None:
     if name == "safetensors":
         data = len(data).to_bytes(8, "little") + data
     with pytest.raises(HeteroError):

@@ -26,7 +26,7 @@ def test_a_killed_run_leaves_a_committed_step_and_the_next_one_cleans_up(tmp_pat
     assert max(report["recovered"]) > 1, report
 
 
-def test_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_training_continues_bit_for_bit(tmp_path: Path) -> None:
     """The benchmark in small: kills while training starts, resumes, moves, trains and commits."""
     script = Path(__file__).parents[2] / "benchmarks" / "kill.py"
     seed = random.randrange(10**6)

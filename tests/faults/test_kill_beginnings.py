@@ -65,7 +65,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_command_goes_on_after_a_kill(report: dict[str, Any], case: Case) -> None:
+def test_the_same_command_continues_after_a_kill(report: dict[str, Any], case: Case) -> None:
     found = report[case.name]
     assert found["killed"], "the point was never reached"
     at = {"anew": 0, "snapshot": MORE if case.point == "training" else KEPT}[case.begins]

@@ -53,7 +53,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("plan", ["disk", "host"])
-def test_a_store_is_gone_on_from_while_workers_of_the_killed_run_live(tmp_path: Path, plan: str) -> None:
+def test_a_store_is_resumed_while_workers_of_the_killed_run_live(tmp_path: Path, plan: str) -> None:
     torch.set_num_threads(1)  # no threads of torch before the fork
     store, workers = tmp_path / "store", tmp_path / "worker"
     child = os.fork()

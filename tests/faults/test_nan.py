@@ -80,7 +80,7 @@ PLANS = pytest.mark.parametrize("plan", ["resident", "host", "disk"])
 @PLANS
 @pytest.mark.parametrize("spoil", ["loss", "gradient", "infinity"])
 @pytest.mark.parametrize(("clip", "by"), [(None, None), (0.5, "norm"), (0.5, "value")])
-def test_what_is_not_finite_spreads_as_ever(plan: str, spoil: str, clip: float | None, by: str | None, tmp_path: Path) -> None:
+def test_nan_and_infinity_spread_as_in_torch(plan: str, spoil: str, clip: float | None, by: str | None, tmp_path: Path) -> None:
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": by}
     expected = tensors(*trained("auto", tmp_path, spoil, **options))
     assert any(value.isnan().any() for value in expected.values())

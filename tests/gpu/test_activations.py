@@ -66,7 +66,7 @@ def test_no_policy_changes_a_bit(rules: Any, issue: bool) -> None:
             assert torch.equal(torch.cuda.get_rng_state(), generator)
 
 
-def test_what_is_swapped_leaves_the_device_until_backward() -> None:
+def test_swapped_activations_leave_the_device_until_backward() -> None:
     torch.manual_seed(0)
     net, x = Net().cuda(), torch.randn(64, 64, 32, device="cuda")
     blocks = {f"layers.{i}": layer for i, layer in enumerate(net.layers)}

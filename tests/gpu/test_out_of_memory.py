@@ -30,7 +30,7 @@ def on_host(found: Outcome) -> Outcome:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_wherever_it_happens_the_step_begins_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wherever_it_happens_the_step_is_repeated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, plan, faults = FAULTS[name]
     plain, _, expected = failing(recipe, plan, [], tmp_path, monkeypatch, on=GPU)
     module, strategy, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=GPU)
@@ -60,7 +60,7 @@ def limited() -> Iterator[Any]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_what_torch_can_still_be_given(limited: Any) -> None:
+def test_memory_that_torch_can_still_allocate(limited: Any) -> None:
     limited(4 << 30)
     device, piece = torch.device("cuda", 0), 2 << 20  # as the allocator cuts
     held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
@@ -87,7 +87,7 @@ def test_a_real_lack_of_memory(limited: Any, tmp_path: Path) -> None:
     assert any(row.saved is not Saved.KEEP for row in strategy.plan.blocks)
 
 
-def test_nothing_is_left_to_give_up(limited: Any, tmp_path: Path) -> None:
+def test_no_smaller_plan_is_left(limited: Any, tmp_path: Path) -> None:
     """A batch whose inputs alone are too large."""
 
     class Hopeless(LitModel):

@@ -170,7 +170,7 @@ def test_modules_know_their_device_as_optimizers_are_made(tmp_path: Path) -> Non
     assert_same(trained(recipe, HeteroOffloadStrategy(ON_DEVICE["state on the host"]), tmp_path, module_class=AsksWhere), expected)
 
 
-def test_a_fit_is_validated_saved_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_fit_is_validated_saved_and_resumed(tmp_path: Path) -> None:
     recipe, path = replace(RECIPES["plain"], steps=2, validate=True), tmp_path / "a.ckpt"
     expected = trained(replace(recipe, steps=3), "auto", tmp_path)
     strategy = HeteroOffloadStrategy(ON_DEVICE["weights from the host"])
@@ -225,7 +225,7 @@ def by_lane(spans: Iterable[Span]) -> dict[str, list[str]]:
     return lanes
 
 
-def test_ops_are_those_of_other_lanes_and_have_the_times_of_their_streams(tmp_path: Path) -> None:
+def test_ops_equal_those_of_other_lanes_and_have_the_times_of_their_streams(tmp_path: Path) -> None:
     recipe, plan = RECIPES["plain"], replace(ON_CPU["mixed"], device_cache_bytes=1 << 20)
     ours = HeteroOffloadStrategy(plan, trace=True)
     trained(recipe, ours, tmp_path)

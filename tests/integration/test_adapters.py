@@ -128,7 +128,7 @@ def test_a_missing_base_weight_is_never_random(name: str, kind: Any, directory: 
     assert f"{path}' missing, 'more' unexpected" in str(caught.value)
 
 
-def test_what_is_missing_and_unexpected_is_heard_without_strict_loading(
+def test_a_warning_names_missing_and_unexpected_weights_without_strict_loading(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "model.layers.1.input_layernorm.weight"
@@ -183,7 +183,7 @@ def test_training_goes_as_from_a_model_in_memory(plan: str, directory: Path, tmp
 
 
 @pytest.mark.parametrize("plan", ["resident", "host", "disk"])
-def test_peft_saves_adapters_while_training_goes_on(plan: str, directory: Path, tmp_path: Path) -> None:
+def test_peft_saves_adapters_while_training_continues(plan: str, directory: Path, tmp_path: Path) -> None:
     class Saves(Module):
         def on_train_epoch_end(self) -> None:
             self.model.save_pretrained(tmp_path / "adapter")

@@ -143,7 +143,7 @@ def fits(strategy: Any, folder: Path, shape: Shape = DEEP) -> Outcome:
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["in_memory", "on_disk"])
-def test_the_next_fit_goes_on_with_the_plan(tight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_fit_continues_with_the_plan(tight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = partial(fits, folder=tmp_path)
     budget = least_memory(train) if tight else None
     asked = cheap(monkeypatch, ["disk"])

@@ -46,7 +46,7 @@ def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_step_compares_the_plans_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_step_compares_the_plans_and_names_missing_figures(tmp_path: Path) -> None:
     disk, trace = tmp_path / "disk", tmp_path / "trace.json"
     disk.mkdir()
     peer = [] if DEEPSPEED_INSTALLED else ["--peer", "deepspeed"]
@@ -134,7 +134,7 @@ def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
         check_space(tmp_path, 1 << 60)
 
 
-def test_prediction_goes_on_with_what_was_measured_under_the_same_settings(tmp_path: Path) -> None:
+def test_prediction_continues_with_what_was_measured_under_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     Log(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "disk", {"error": 0.1})
     Log(file, {"rounds": 3, "sizes": (1, 2)}).add("wide", "host", {"error": 0.2})

@@ -20,7 +20,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
 @pytest.mark.parametrize("host_memory", [None, "1GiB"], ids=["free", "given"])
-def test_what_is_free_holds_activations_as_soon_as_they_are_known(host_memory: str | None, tmp_path: Path) -> None:
+def test_the_default_budget_includes_activations_once_they_are_known(host_memory: str | None, tmp_path: Path) -> None:
     """They come on top of a budget that is given."""
     strategy = HeteroOffloadStrategy("zero_infinity", host_memory=host_memory)
     needed: list[int] = []
@@ -113,7 +113,7 @@ def test_the_table_of_a_plan_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert any(" 15 " in line for line in turns)
 
 
-def test_a_range_of_blocks_says_once_what_its_ends_share() -> None:
+def test_a_range_of_blocks_has_the_common_part_of_its_names_once() -> None:
     assert _names(["model.layers.0", "model.layers.1", "model.layers.11"]) == "model.layers.0 … 11"
     assert _names(["model.layers.2", "model.layers.3", "model.norm"]) == "model.layers.2 … norm"
     assert _names(["embedding", "layers.0"]) == "embedding … layers.0"

@@ -256,7 +256,7 @@ def test_unfreezing_during_training(kind: str, factory: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("kind", "factory"), [("host", None), ("disk", None), ("disk", SGD)], ids=["host", "disk", "disk-sgd"])
-def test_unfreezing_goes_on_from_a_checkpoint(kind: str, factory: Any, tmp_path: Path) -> None:
+def test_unfreezing_continues_from_a_checkpoint(kind: str, factory: Any, tmp_path: Path) -> None:
     """The callback gives the optimizer its groups back, and then state is loaded for blocks that had none."""
     recipe = Recipe() if factory is None else Recipe(optimizer=factory)
 
@@ -380,7 +380,7 @@ class GrowingOutOfDeviceMemory(Tunable):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_batch_size_scaler_survives_a_device_that_has_nothing_left_to_give_up(fake: FakeCuda, tmp_path: Path) -> None:
+def test_the_batch_size_scaler_survives_a_device_that_has_no_smaller_plan_left(fake: FakeCuda, tmp_path: Path) -> None:
     outcomes = []
     for strategy, options in (("auto", {}), (HeteroOffloadStrategy("resident"), {"accelerator": StandIn(), "devices": 1})):
         torch.manual_seed(7)

@@ -73,7 +73,7 @@ def test_resuming_equals_not_stopping(writer: str, reader: str, written: Any, un
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_files_hold_what_plain_lightning_writes(kind: str, written: Any) -> None:
+def test_files_equal_those_of_plain_lightning(kind: str, written: Any) -> None:
     assert_same_files(written(kind), written("auto"))
 
 

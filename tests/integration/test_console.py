@@ -64,7 +64,7 @@ def test_where_things_live_is_said_without_any_configuration(namespace: str, tmp
     ],
     ids=["before Lightning", "after Lightning", "a handler of this package's logger"],
 )
-def test_who_configured_logging_gets_each_line_once(before: str, after: str, tmp_path: Path) -> None:
+def test_configured_logging_gets_each_line_once(before: str, after: str, tmp_path: Path) -> None:
     shown = heard(tmp_path, before=before, after=after)
     (line,) = [line for line in shown.splitlines() if "plan 'disk'" in line]
     assert not line.startswith("lightning-hetero: "), "the user's format"

@@ -214,7 +214,7 @@ def test_a_model_that_fits_stays_in_memory(tmp_path: Path, moved: list[nn.Parame
     assert not moved
 
 
-def test_what_was_built_computes_before_it_is_placed(tmp_path: Path, moved: list[nn.Parameter]) -> None:
+def test_a_built_model_computes_before_it_is_placed(tmp_path: Path, moved: list[nn.Parameter]) -> None:
     trainer = quiet_trainer(strategy=HeteroOffloadStrategy(plan="disk"), default_root_dir=tmp_path)
     module, plain = Lit(), Lit()
     with trainer.init_module():

@@ -167,7 +167,7 @@ def test_memory_for_ops_and_for_torch_does_not_mix(fake: FakeCuda, tmp_path: Pat
     assert strategy.memory_report()["device_peak_bytes"] <= refusal.value.needed_bytes
 
 
-def test_a_fit_is_validated_saved_and_gone_on_with(fake: FakeCuda, tmp_path: Path) -> None:
+def test_a_fit_is_validated_saved_and_resumed(fake: FakeCuda, tmp_path: Path) -> None:
     recipe, path = Recipe(shape=SHAPE, steps=2, validate=True, schedule="step"), tmp_path / "a.ckpt"
     for strategy, options in (("auto", {}), (HeteroOffloadStrategy(MIXED), {"accelerator": StandIn(), "devices": 1})):
         torch.manual_seed(7)
@@ -197,7 +197,7 @@ def test_a_fit_is_validated_saved_and_gone_on_with(fake: FakeCuda, tmp_path: Pat
     ],
     ids=["several", "emulated", "verify"],
 )
-def test_what_a_gpu_does_not_do_is_refused_by_name(
+def test_unsupported_features_on_a_gpu_are_refused_by_name(
     options: dict[str, Any], trainer: dict[str, Any], error: type[Exception], text: str, fake: FakeCuda, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=text):
@@ -252,7 +252,7 @@ class Measured(LitModel):
         self.register_buffer("calls", torch.ones(2))
 
 
-def test_what_is_no_parameter_goes_along_with_the_model() -> None:
+def test_buffers_and_metrics_move_with_the_model() -> None:
     module = Measured(Recipe())
     elsewhere = torch.device("meta")
     move_rest(module, elsewhere, "lightning.pytorch")
@@ -260,7 +260,7 @@ def test_what_is_no_parameter_goes_along_with_the_model() -> None:
     assert all(p.device.type == "cpu" for p in module.parameters())
 
 
-def test_what_of_a_gpu_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_memory_that_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free memory and what torch keeps in whole pieces, at most the process's share and the budget; a part is left alone."""
     gib = 1 << 30
     monkeypatch.setattr(cuda_device, "_warm_up", lambda device: None)

@@ -149,9 +149,7 @@ def test_activations_on_the_disk(given: bool, tmp_path: Path, monkeypatch: pytes
     assert not [path for path in left if not given or path.parent != disk]  # what lies there itself is the store, which stays
 
 
-def test_norms_are_computed_on_the_device_only_where_somebody_clips_by_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_are_computed_on_the_device_only_for_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float | None] = []
     begin = HostGradients.__init__
 

@@ -42,7 +42,7 @@ def strategy_of(plan: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("plan", "clips"), [*((name, "sometimes") for name in PLANS), ("disk", "never"), ("disk", "always")])
-def test_clipping_is_exact_whatever_was_tried(plan: str, clips: str, verdicts: Counter[str], tmp_path: Path) -> None:
+def test_clipping_is_exact_after_any_speculation(plan: str, clips: str, verdicts: Counter[str], tmp_path: Path) -> None:
     seen = norms(Recipe(steps=5, shape=SHAPE), tmp_path)
     clip = {"never": 2 * max(seen), "sometimes": sorted(seen)[2], "always": min(seen) / 2}[clips]
     recipe = Recipe(steps=5, shape=SHAPE, clip=clip)
@@ -65,7 +65,7 @@ def test_clipping_is_exact_whatever_was_tried(plan: str, clips: str, verdicts: C
     ids=["fused", "divided", "clips_sometimes", "clips_always", "accumulates"],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
+def test_an_overflow_discards_speculative_updates_and_lowers_the_scale(
     plan: str,
     factory: Any,
     clip: float | None,
@@ -145,7 +145,7 @@ class Interrupted(LitModel):
         return RuntimeError("stopped in backward")
 
 
-def test_what_awaits_its_verdict_when_a_batch_fails_is_taken_back(verdicts: Counter[str], tmp_path: Path) -> None:
+def test_what_awaits_its_verdict_when_a_batch_fails_is_discarded(verdicts: Counter[str], tmp_path: Path) -> None:
     weights = []
     for strategy in ("auto", strategy_of(PLANS["device"], seed=1)):
         torch.manual_seed(7)
@@ -172,7 +172,9 @@ class Curious(LitModel):
 
 @pytest.mark.parametrize("name", ["host", "device", "disk"])
 @pytest.mark.parametrize("beside", [False, True], ids=["on the host", "beside a device"])
-def test_before_the_verdict_weights_are_what_they_were(name: str, beside: bool, verdicts: Counter[str], tmp_path: Path) -> None:
+def test_before_the_verdict_weights_read_as_before_the_update(
+    name: str, beside: bool, verdicts: Counter[str], tmp_path: Path
+) -> None:
     read, recipe = [], Recipe(shape=SHAPE, steps=4, clip=100.0)
     for strategy in ("auto", strategy_of(PLANS[name], seed=1) if beside else HeteroOffloadStrategy(PLANS[name])):
         torch.manual_seed(7)
@@ -194,7 +196,7 @@ class TooLarge(Interrupted):
         return DeviceMemoryError("full", needed_bytes=1, free_bytes=0, largest_gap_bytes=0, capacity_bytes=1)
 
 
-def test_a_step_of_which_nothing_but_tries_has_begun_can_begin_again(verdicts: Counter[str], tmp_path: Path) -> None:
+def test_a_step_of_which_nothing_but_tries_has_begun_can_be_repeated(verdicts: Counter[str], tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(layers=4, counting=False), steps=5, clip=100.0)
     strategy = strategy_of(PLANS["disk"], seed=2)
     got = run(recipe, strategy, tmp_path, module_class=TooLarge)

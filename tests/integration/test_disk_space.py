@@ -210,7 +210,7 @@ class Saves(pl.Callback):
         trainer.save_checkpoint(self.folder / ("last.ckpt" if self.same else f"{trainer.global_step}.ckpt"))
 
 
-def test_a_checkpoint_of_links_is_refused_where_training_would_find_no_room_for_what_it_links(
+def test_a_checkpoint_of_links_that_leaves_no_space_for_training_is_refused(
     tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linking(tmp_path, [], steps=1)

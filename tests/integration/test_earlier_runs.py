@@ -96,9 +96,7 @@ FORGOTTEN: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize("way", FORGOTTEN)
-def test_a_run_that_forgets_ckpt_path_is_refused_and_what_was_kept_stays(
-    way: str, store: Path, plain: Outcome, tmp_path: Path
-) -> None:
+def test_a_run_without_ckpt_path_is_refused_and_kept_steps_stay(way: str, store: Path, plain: Outcome, tmp_path: Path) -> None:
     before = contents(store)
 
     def strategy(**options: Any) -> Any:
@@ -112,7 +110,7 @@ def test_a_run_that_forgets_ckpt_path_is_refused_and_what_was_kept_stays(
 
 
 @pytest.mark.parametrize("way", FORGOTTEN)
-def test_new_run_renames_the_store_whatever_becomes_of_the_run(
+def test_new_run_renames_the_store_even_if_the_run_fails(
     way: str, store: Path, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = contents(store)
@@ -285,7 +283,7 @@ def test_a_store_that_died_before_its_first_step_is_in_nobodys_way(
 
 
 @pytest.mark.parametrize(("lose", "elsewhere"), [*((lose, False) for lose in LOST), (blank, True)])
-def test_a_store_whose_records_are_lost_goes_on_from_its_pin(
+def test_a_store_whose_records_are_lost_continues_from_its_pin(
     lose: Callable[[Path], None], elsewhere: bool, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "store"
@@ -359,7 +357,7 @@ class Renamed(Model):
     """The same model under another name."""
 
 
-def test_a_model_whose_class_has_another_name_goes_on(store: Path, tmp_path: Path) -> None:
+def test_a_model_whose_class_has_another_name_continues(store: Path, tmp_path: Path) -> None:
     trainer = fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path, module=Renamed, ckpt_path=store, max_steps=RECIPE.steps)
     assert trainer.global_step == RECIPE.steps
     recipe = replace(RECIPE, shape=Shape(layers=3))
@@ -398,7 +396,7 @@ def test_another_ckpt_path_than_the_one_that_a_store_was_made_from_is_refused(st
         train(tmp_path, HeteroOffloadStrategy("disk", disk_path=other), RECIPE, store=store)
 
 
-def test_a_snapshot_goes_on_where_an_earlier_run_from_it_has_come_to(
+def test_a_snapshot_continues_where_an_earlier_run_from_it_has_come_to(
     store: Path, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "other"

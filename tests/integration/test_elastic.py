@@ -39,7 +39,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_bit_for_bit_like_plain_light
 
 
 @WHERE
-def test_batches_validations_and_epochs_are_those_of_one_run(where: str, stopped: dict[str, Any]) -> None:
+def test_batches_validations_and_epochs_equal_those_of_one_run(where: str, stopped: dict[str, Any]) -> None:
     notes = {key: value for key, value in stopped[where]["result"]["notes"].items() if key[0] not in ("killed", "told")}
     expected = stopped["plain"]["notes"]
     assert notes.keys() == expected.keys()
@@ -68,7 +68,7 @@ def test_as_many_steps_are_kept_as_asked_for(where: str, stopped: dict[str, Any]
 
 
 @pytest.mark.parametrize("run", elastic_restarts.RUNS)
-def test_wherever_a_run_goes_on_it_sees_what_was_left_of_it(run: str, stopped: dict[str, Any]) -> None:
+def test_wherever_a_run_continues_it_sees_what_was_left_of_it(run: str, stopped: dict[str, Any]) -> None:
     plain, after = stopped["restarts"][run]["plain"], stopped["restarts"][run]["after"]
     assert sorted(after) == list(range(plain["steps"] + 1))
     for step, found in after.items():
@@ -91,7 +91,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
 
 
 @WHERE
-def test_other_ranks_go_on_with_the_shards_of_a_committed_step(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
+def test_other_ranks_continue_with_the_shards_of_a_committed_step(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
     told, went_on = ([rank[where] for rank in shards[world]] for world in (3, 2))
     plain = shards[2][0]["plain"]
     last = elastic_shards.TOLD + 1
@@ -149,14 +149,14 @@ def assert_goes_on(out: Path, run: str, last: int) -> tuple[list[dict[str, Any]]
     return before, after
 
 
-def test_pipelines_go_on_by_another_plan_when_one_rank_is_told_to_leave(pipelines: Path) -> None:
+def test_pipelines_continue_by_another_plan_when_one_rank_is_told_to_leave(pipelines: Path) -> None:
     told, went_on = assert_goes_on(pipelines, "told", elastic_pipelines.EVENT + 1)  # the step that was under way is committed
     assert [rank["end"] for rank in told] == [75, 128 + 15, 75]
     assert all(len(rank["losses"]) == elastic_pipelines.EVENT + 1 for rank in told)
     assert [rank["end"] for rank in went_on] == [0, 0]
 
 
-def test_pipelines_plan_again_when_one_rank_is_killed_and_read_what_they_lack(pipelines: Path) -> None:
+def test_pipelines_plan_again_after_a_kill_and_read_missing_layers(pipelines: Path) -> None:
     """Every rank kept its layers on its node; what the lost one alone had comes from the remote copy."""
     step = elastic_pipelines.EVENT
     left, went_on = assert_goes_on(pipelines, "killed", step)
@@ -171,7 +171,7 @@ def test_pipelines_plan_again_when_one_rank_is_killed_and_read_what_they_lack(pi
     assert sum(rank["bytes"]["memory"] for rank in went_on)
 
 
-def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_both_come_back(tmp_path: Path) -> None:
+def test_ranks_with_tiers_continue_with_others_when_one_is_killed_one_leaves_and_both_come_back(tmp_path: Path) -> None:
     """Rank 0 is killed, whose files stay; nodes come back as other ranks, with other tiers."""
     script = Path(str(elastic_tiers.__file__))
     for name, nodes in elastic_tiers.NODES.items():
@@ -201,7 +201,7 @@ def test_ranks_with_tiers_go_on_with_others_when_one_is_killed_one_leaves_and_bo
 
 @pytest.mark.slow
 @pytest.mark.timeout(2700)
-def test_nodes_are_killed_join_and_leave_while_training_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nodes_are_killed_join_and_leave_while_training_continues(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Batches and pipelines at once: both sleep most of the time."""
     for _ in range(3):  # what else a machine does makes some drills slow; whoever waits for a timeout is slow in each
         runs, in_time = [], True

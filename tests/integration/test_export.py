@@ -126,7 +126,7 @@ def test_weights_come_back_as_a_lightning_checkpoint(tmp_path: Path) -> None:
     assert same(dict(module.state_dict()), dict(expected.state_dict()))
 
 
-def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
+def test_transformers_loads_exported_weights(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     directory = llama.save(tmp_path / "weights", tied=True)
@@ -164,7 +164,7 @@ def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
 
 
-def test_what_would_have_to_be_executed_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_needs_execution_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": torch.ones(2)}, "notes": Namespace(by="anybody")}, tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match="without executing"):
         export_weights(tmp_path / "x.ckpt", tmp_path / "out")

@@ -62,7 +62,7 @@ def test_batches_are_cut_anew_when_speeds_drift(results: tuple[Results, list[Res
     assert [r["rebalanced"]["sizes"][-2] for r in ranks] == [6, 5, 1]
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(results: tuple[Results, list[Results], Results]) -> None:
+def test_a_checkpoint_continues_with_another_number_of_ranks(results: tuple[Results, list[Results], Results]) -> None:
     alone, _, resumed = results
     assert len(resumed["resumed"]["sizes"]) == 8  # two of three epochs
     assert_close(alone["rebalanced"], resumed["resumed"])

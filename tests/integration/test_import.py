@@ -152,7 +152,7 @@ def test_a_missing_and_an_unexpected_tensor_are_refused(directory: Path, tmp_pat
     refused([f"'{NORM}' missing", "'extra' unexpected", "strict_loading"], tmp_path, llama.on_meta(), weights=directory)
 
 
-def test_without_strict_loading_what_is_missing_is_initialized(directory: Path, tmp_path: Path) -> None:
+def test_without_strict_loading_missing_weights_are_initialized(directory: Path, tmp_path: Path) -> None:
     rewritten(directory, lambda t: t.update({"extra": t.pop(NORM)}))
     stored = load_file(directory / "model.safetensors")
     module = llama.on_meta()
@@ -206,7 +206,7 @@ def test_two_modules_that_fit_have_to_be_named(directory: Path, tmp_path: Path) 
     assert all(torch.equal(v, stored[n].float()) for n, v in module.teacher.state_dict().items())
 
 
-def test_what_lies_outside_the_weights_module_is_initialized(directory: Path, tmp_path: Path) -> None:
+def test_modules_outside_the_weights_are_initialized(directory: Path, tmp_path: Path) -> None:
     """Names of the body alone: the head is initialized by the model of Hugging Face that it belongs to."""
     rewritten(directory, lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)] and t.pop("lm_head.weight"))
     stored = load_file(directory / "model.safetensors")
@@ -250,7 +250,7 @@ def test_weights_and_checkpoints_go_to_and_come_from_urls(directory: Path, tmp_p
     assert not list(Path(tempfile.gettempdir()).glob("lightning-hetero-copy-*"))
 
 
-def test_a_store_is_gone_on_from_and_the_files_are_not_read_again(directory: Path, tmp_path: Path) -> None:
+def test_a_store_is_resumed_and_the_files_are_not_read_again(directory: Path, tmp_path: Path) -> None:
     expected = fit(llama.from_directory(directory), "auto", tmp_path)
     store = tmp_path / "store"
     fit(llama.on_meta(), hetero(weights=directory, disk_path=store), tmp_path, steps=2)

@@ -49,7 +49,7 @@ def train(folder: Path, strategy: Any, *, steps: int = 7, at: int = -1, store: P
 
 
 @pytest.mark.parametrize("plan", ["host", MIXED], ids=["host", "mixed"])
-def test_a_run_goes_on_from_the_last_kept_step_again_and_again(plan: Any, tmp_path: Path) -> None:
+def test_a_run_continues_from_the_last_kept_step_again_and_again(plan: Any, tmp_path: Path) -> None:
     """Frozen weights in memory are mirrored once, and have to be in every pin."""
     store = tmp_path / "store"
     expected = train(tmp_path, "auto")
@@ -79,7 +79,7 @@ def test_another_run_at_the_same_path_does_not_find_the_pins_of_the_first(tmp_pa
         train(tmp_path, HeteroOffloadStrategy(plan="host", disk_path=store), store=store)
 
 
-def test_a_pin_can_be_gone_on_from_elsewhere(tmp_path: Path) -> None:
+def test_a_pin_can_be_resumed_elsewhere(tmp_path: Path) -> None:
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy(plan=MIXED, disk_path=store, keep_every=2), at=3)
     (pinned,) = pins(store)
@@ -97,7 +97,7 @@ def test_a_pin_can_be_gone_on_from_elsewhere(tmp_path: Path) -> None:
     assert verify(store, as_json=True), "what a resume needs is checked"
 
 
-def test_what_is_written_to_the_disk_is_that_of_kept_steps(tmp_path: Path) -> None:
+def test_only_kept_steps_write_mirrors(tmp_path: Path) -> None:
     written = []
     for every in (1, 4):
         strategy = HeteroOffloadStrategy(plan="host", disk_path=tmp_path / f"store-{every}", keep_every=every)
@@ -117,7 +117,7 @@ def test_what_is_written_to_the_disk_is_that_of_kept_steps(tmp_path: Path) -> No
         ({"durability": "power"}, "durability='power' is for"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(options: dict[str, Any], match: str) -> None:
+def test_keep_every_without_kept_steps_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         HeteroOffloadStrategy(**options)
 

@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[Path]:
         ("link", -1, "every_n_epochs"), ("link", 0, "every_n_train_steps"),
     ],
 )  # fmt: skip
-def test_the_last_checkpoint_is_that_of_the_last_save(tmp_path: Path, plain: Outcome, last: Any, top: int, often: str) -> None:
+def test_the_last_checkpoint_has_the_last_save(tmp_path: Path, plain: Outcome, last: Any, top: int, often: str) -> None:
     folder = tmp_path / "saves" / "deep"
     saves = ModelCheckpoint(dirpath=folder, filename="{step}", save_last=last, save_top_k=top, **{often: 1})
     fit(tmp_path, [saves])
@@ -73,7 +73,7 @@ def test_the_last_checkpoint_is_that_of_the_last_save(tmp_path: Path, plain: Out
     assert_same(got, after(plain, 2))
 
 
-def test_links_with_changing_names_are_removed_and_what_they_name_stays(tmp_path: Path) -> None:
+def test_links_with_changing_names_are_removed_without_their_targets(tmp_path: Path) -> None:
     saves = ModelCheckpoint(dirpath=tmp_path / "saves", filename="{step}", save_last="link", save_top_k=-1, every_n_train_steps=1)
     saves.CHECKPOINT_NAME_LAST = "last-{step}"
     fit(tmp_path, [saves], steps=3)
@@ -82,7 +82,7 @@ def test_links_with_changing_names_are_removed_and_what_they_name_stays(tmp_path
     ]  # fmt: skip
 
 
-def test_last_finds_it_and_a_later_run_replaces_that_of_an_earlier_one(tmp_path: Path, plain: Outcome) -> None:
+def test_last_finds_a_snapshot_and_a_later_run_replaces_it(tmp_path: Path, plain: Outcome) -> None:
     def saves() -> ModelCheckpoint:
         return ModelCheckpoint(
             dirpath=tmp_path / "saves", save_last=True, save_top_k=0, every_n_train_steps=1, enable_version_counter=False
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_its_batch_could_not_make_is_named(tmp_path: Path, cap
     assert step_of(kept) == before
 
 
-def test_what_a_save_replaces_is_removed_after_the_save(tmp_path: Path) -> None:
+def test_a_replaced_snapshot_is_removed_after_the_save(tmp_path: Path) -> None:
     folder = tmp_path / "saves"
 
     class Fails(pl.Callback):

@@ -116,7 +116,7 @@ def outcome(plan: str, limit_mib: int, folder: Path, group: str = "") -> dict[st
 
 
 @pytest.mark.parametrize("plan", ["auto", "disk", "host"])
-def test_a_run_keeps_to_what_a_small_group_leaves(plan: str, tmp_path: Path) -> None:
+def test_a_run_keeps_to_a_small_control_group(plan: str, tmp_path: Path) -> None:
     found = outcome(plan, ROOMY, tmp_path)
     assert found["peak_mib"] < ROOMY, found
     assert found["steps"] == STEPS or (plan == "host" and "reserve" in found["refused"]), found

@@ -55,7 +55,7 @@ def assert_equal(a: Results, b: Results) -> None:
 
 
 @pytest.mark.parametrize("name", recovery_train.KINDS)
-def test_a_restart_goes_on_bit_for_bit_as_that_of_plain_lightning(name: str, trained: list[Results]) -> None:
+def test_a_restart_continues_bit_for_bit_as_that_of_plain_lightning(name: str, trained: list[Results]) -> None:
     """With FSDP2, plain Lightning reads the very checkpoint: its remote copy is an ordinary one."""
     for rank in trained:
         assert_equal(rank[f"{name} plain"], rank[f"{name} second"])
@@ -82,7 +82,7 @@ def test_every_node_keeps_a_replica(out: Path, trained: list[Results]) -> None:
         ("tiers to ddp", "tiers second"),
     ],
 )
-def test_other_ranks_and_another_strategy_go_on(names: tuple[str, str], trained: list[Results], fewer: list[Results]) -> None:
+def test_other_ranks_and_another_strategy_continue(names: tuple[str, str], trained: list[Results], fewer: list[Results]) -> None:
     assert_equal(fewer[0][names[0]], trained[0][names[1]])
 
 
@@ -98,7 +98,7 @@ def test_tensor_parallelism_grows(trained: list[Results]) -> None:
         assert found["bytes"]["peer"] > 0 == found["bytes"]["remote"]
 
 
-def test_what_is_not_local_comes_from_elsewhere(fewer: list[Results]) -> None:
+def test_missing_pieces_come_from_other_places(fewer: list[Results]) -> None:
     lost, half = fewer[0]["ddp to fsdp"]["bytes"], fewer[0]["fsdp to one"]["bytes"]
     assert [lost[source] for source in ("memory", "disk", "peer")] == [0, 0, 0]
     assert lost["remote"] > 0
@@ -151,7 +151,7 @@ def _weights(trainer: Any) -> dict[str, torch.Tensor]:
     ("namespace", "io", "resume"),
     [(pl, LocalFirst, "last"), (pl, LocalFirst, "newest"), (pytorch_lightning, PytorchLightningLocalFirst, "newest")],
 )
-def test_one_process_goes_on_bit_for_bit(namespace: Any, io: Any, resume: str, tmp_path: Path) -> None:
+def test_one_process_continues_bit_for_bit(namespace: Any, io: Any, resume: str, tmp_path: Path) -> None:
     plain = _weights(_fit(tmp_path / "plain", epochs=4, namespace=namespace))
     first = io(tmp_path / "memory", tmp_path / "disk")
     _fit(tmp_path, first, epochs=2, save_last=True, save_top_k=1, namespace=namespace)
@@ -165,7 +165,7 @@ def test_one_process_goes_on_bit_for_bit(namespace: Any, io: Any, resume: str, t
     assert type(resumed.strategy).__name__ == "SingleDeviceStrategy"
 
 
-def test_processes_that_lightning_starts_go_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_lightning_starts_continue_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     plain = _weights(_fit(tmp_path / "plain", epochs=2, as_distributed=True))
     _fit(tmp_path, LocalFirst(tmp_path / "memory"), epochs=1, as_distributed=True)

@@ -132,7 +132,7 @@ ROWS = st.tuples(*[st.sampled_from([(w, s) for w in (Tier.HOST, Tier.DISK) for s
 
 @examples(4)
 @given(recipe=RECIPES, rows=ROWS, batch=st.integers(0, 2), before=st.booleans(), kept=st.booleans(), device=st.booleans())
-def test_a_save_is_the_step_that_it_was_asked_for_though_training_goes_on(
+def test_a_save_is_the_step_that_it_was_asked_for_though_training_continues(
     recipe: Recipe, rows: Any, batch: int, before: bool, kept: bool, device: bool
 ) -> None:
     """Nothing is written before training has ended, so any later step would show; and saving changes no bit of training."""
@@ -177,7 +177,7 @@ def test_links_and_remote_copies_cannot_have_one_path(tmp_path: Path) -> None:
     ],
     ids=["disk to plain", "plain to mixed", "mixed to device", "device to disk", "momentum"],
 )
-def test_another_plan_or_none_goes_on_bit_for_bit(
+def test_another_plan_or_none_continues_bit_for_bit(
     first: Callable[[], Any], second: Callable[[], Any], recipe: Recipe, tmp_path: Path
 ) -> None:
     expected = fit(tmp_path / "whole", second(), recipe=recipe, epochs=2, saves=False)
@@ -188,7 +188,7 @@ def test_another_plan_or_none_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(("dies_at", "begins"), [("disk", 1), ("remote", 2)])
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_is_whole(dies_at: str, begins: int, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_while_it_saves_continues_from_what_is_whole(dies_at: str, begins: int, tmp_path: Path) -> None:
     """What is on the local disk counts without a remote copy; half of either does not."""
     done = run_script(Path(__file__), str(tmp_path), dies_at, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -241,7 +241,7 @@ class Fails(pl.Callback):
     ],
     ids=["disk", "groups", "sgd", "device-bf16"],
 )
-def test_a_run_with_local_first_goes_on_from_its_store(tmp_path: Path, first: Any, second: Any, recipe: Recipe) -> None:
+def test_a_run_with_local_first_continues_from_its_store(tmp_path: Path, first: Any, second: Any, recipe: Recipe) -> None:
     """What docs/recovery.md recommends after a kill; the saves of the run that went on can then be gone on from, too."""
     local = {"memory": tmp_path / "memory", "disk": tmp_path / "saves"}
 

@@ -221,7 +221,7 @@ def test_a_reset_that_forgets_something_is_refused(tmp_path: Path, forgets: str,
     refused(["Forgetful.reset_parameters()", f"'{name}'", f"{forgets!r} unset"], add, tmp_path)
 
 
-def test_a_model_that_many_users_write_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+def test_a_common_model_without_reset_parameters_is_refused_with_the_reason(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = LitModel(Recipe())
     with pytest.raises(ConfigError, match="has no reset_parameters"):
@@ -273,7 +273,7 @@ def test_validation_reads_a_checkpoint(saved: tuple[Path, Outcome], tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
-def test_a_checkpoint_of_another_model_is_refused_as_ever(saved: tuple[Path, Outcome], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_as_in_lightning(saved: tuple[Path, Outcome], tmp_path: Path) -> None:
     def add(module: Lit) -> None:
         module.layers[0].more = nn.Linear(2, 2)
 

@@ -107,7 +107,7 @@ class Aside(LitModel):
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_parameters_that_nobody_would_update_are_refused(name: str, later: bool, tmp_path: Path) -> None:
+def test_parameters_without_an_update_are_refused(name: str, later: bool, tmp_path: Path) -> None:
     recipe = Recipe(optimizer={**OPTIMIZERS, "AdamW": ADAMW}[name])
     with pytest.raises(ConfigError, match=rf"{name} has 2 parameters .* \(3, 3\).*configure_model"):
         run(recipe, HeteroOffloadStrategy("disk"), tmp_path, module_class=partial(Aside, later=later))

@@ -64,7 +64,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("name", "plan", "share"), [*((name, HOST, 0.6) for name in RECIPES), ("plain", "resident", 0.0)])
-def test_a_step_begins_again_under_a_lesser_plan(
+def test_a_step_is_repeated_under_a_smaller_plan(
     name: str, plan: Any, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe, prepare = RECIPES[name]
@@ -77,7 +77,7 @@ def test_a_step_begins_again_under_a_lesser_plan(
     assert Saved.RECOMPUTE in {row.saved for row in strategy.plan.blocks}
 
 
-def test_nothing_left_to_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_smaller_plan_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(shape=SHAPE)
     monkeypatch.setattr(recovery, "_MOST", 0)
     least, _ = needs(HOST, partial(run, recipe, tmp_path=tmp_path), monkeypatch)
@@ -87,7 +87,7 @@ def test_nothing_left_to_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_wherever_it_happens_the_step_begins_again(
+def test_wherever_it_happens_the_step_is_repeated(
     name: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What torch's allocator raises on the way through a step on streams; logs and metrics are the same too."""
@@ -114,7 +114,7 @@ def test_wherever_it_happens_the_step_begins_again(
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_nothing_left_to_give_up_says_what_was_missing_and_where(
+def test_no_smaller_plan_left_says_what_was_missing_and_where(
     place: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(shape=FOUR)
@@ -133,7 +133,7 @@ class Clips(LitModel):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
 
-def test_what_follows_backward_does_not_begin_again(fake: FakeCuda, tmp_path: Path) -> None:
+def test_a_step_is_not_repeated_after_backward(fake: FakeCuda, tmp_path: Path) -> None:
     with pytest.raises(BatchMemoryError, match=r"in the optimizer's step.*of two steps.*2\.00 MiB.*Use a smaller batch"):
         run(Recipe(shape=FOUR), HeteroOffloadStrategy("resident"), tmp_path, module_class=Clips, **ON_GPU)
 
@@ -153,7 +153,7 @@ def test_a_step_whose_updates_have_begun_is_the_store_s_to_take_back(
 
 
 @pytest.mark.parametrize("lost", [48 << 20, 16 << 20])
-def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_begin_again(
+def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repeated(
     lost: int, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody takes so much of the device before each batch; what is lost by little and little counts too."""

@@ -67,7 +67,7 @@ def test_all_ranks_have_the_same_weights_and_state_wherever_they_keep_them(
 
 
 @pytest.mark.parametrize("scenario", ["gone_on", "resumed"])
-def test_tiers_change_no_bit_and_a_checkpoint_goes_on_with_others(
+def test_tiers_change_no_bit_and_a_checkpoint_continues_with_others(
     scenario: str, groups: tuple[list[Results], list[Results]]
 ) -> None:
     ranks = groups[1]

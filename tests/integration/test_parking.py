@@ -219,7 +219,7 @@ def test_the_files_go_with_the_strategy_and_reading_afterwards_is_refused_by_nam
     assert all("model.blocks." in text and "store has been closed" in text and "checkpoint" in text for text in refusals)
 
 
-def test_files_of_a_parked_model_go_when_nobody_holds_it(tmp_path: Path) -> None:
+def test_files_of_a_parked_model_are_removed_with_its_last_reference(tmp_path: Path) -> None:
     trainer, module = parked("disk", tmp_path)
     assert list(tmp_path.glob("lightning-hetero-*"))
     del trainer, module
@@ -270,7 +270,7 @@ def test_transformers_saves_and_runs_a_model_that_stays_on_disk(shard_size: str,
 
 
 @pytest.mark.parametrize("new_run", [False, True])
-def test_what_the_last_fit_of_a_parked_model_has_kept_is_not_written_over(new_run: bool, plan: Any, tmp_path: Path) -> None:
+def test_kept_steps_of_a_parked_model_are_not_overwritten(new_run: bool, plan: Any, tmp_path: Path) -> None:
     """The store is open, and has the model's weights: the kept step is refused to be lost, gone on from, or linked elsewhere."""
     store, module = tmp_path / "store", module_of(RECIPE)
     budget = smallest(plan, RECIPE, tmp_path)

@@ -97,7 +97,7 @@ def test_validation_is_the_mean_over_all_items_on_all_ranks(alone: Results, rank
 
 
 @pytest.mark.parametrize("name", ["plain-6", "sharded-6", "idle-3"])
-def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path) -> None:
+def test_a_checkpoint_equals_that_of_one_process(name: str, folder: Path) -> None:
     found = load(folder, f"{name}/step=3.ckpt")
     expected = load(folder, f"{'plain' if name == 'plain-6' else 'clipped'}-1/step=3.ckpt")
     assert list(found["state_dict"]) == list(expected["state_dict"])
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 1])
-def test_it_goes_on_with_another_number_of_ranks(world: int, folder: Path, alone: Results) -> None:
+def test_it_continues_with_another_number_of_ranks(world: int, folder: Path, alone: Results) -> None:
     for rank in range(world):
         found = load(folder, f"resumed{world}-rank{rank}.pt")["resumed"]
         assert len(found["losses"]) == 3
@@ -137,7 +137,7 @@ def test_with_local_first_every_rank_saves_its_layers(folder: Path, saved: Resul
 
 
 @pytest.mark.parametrize("name", ["layers", "equal", "shared", "shards"])
-def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Results, saved: Results) -> None:
+def test_layers_continue_where_they_are_needed(name: str, folder: Path, alone: Results, saved: Results) -> None:
     """Pipelines, data parallelism and a stage of two ranks go on from pipelines; one process, from stages of two ranks."""
     world = 1 if name == "shards" else 3
     for rank in range(world):
@@ -155,7 +155,7 @@ def test_layers_go_on_where_they_are_needed(name: str, folder: Path, alone: Resu
 
 
 @pytest.mark.parametrize("name", ["layers", "equal", "shared"])
-def test_what_they_save_in_turn_is_the_checkpoint_of_one_process(name: str, folder: Path) -> None:
+def test_ranks_saving_in_turn_write_the_checkpoint_of_one_process(name: str, folder: Path) -> None:
     dcp_to_torch_save(folder / f"{name}-3" / "step=6.ckpt", folder / f"{name}-3.pt")
     found, expected = load(folder, f"{name}-3.pt"), load(folder, "layers-1/step=6.ckpt")
     assert found["state_dict"].keys() == expected["state_dict"].keys()
@@ -170,7 +170,7 @@ def test_what_they_save_in_turn_is_the_checkpoint_of_one_process(name: str, fold
         assert {**one, "params": len(one["params"])} == {**other, "params": len(other["params"])}
 
 
-def test_ranks_of_a_stage_go_on_with_the_same_random_numbers(folder: Path) -> None:
+def test_ranks_of_a_stage_continue_with_the_same_random_numbers(folder: Path) -> None:
     """A checkpoint of as many ranks has each rank's own."""
     idle, first, second = (load(folder, f"resumed3-rank{rank}.pt")["again"] for rank in range(3))
     assert len(first["losses"]) == 1
@@ -252,7 +252,7 @@ def test_a_plan_is_made_for_the_ranks_that_are_there(folder: Path, alone: Result
         assert_close({n: v for g in alone["plain"]["gradients"][:1] for n, v in g.items()}, rank["gradients"][0])
 
 
-def test_ranks_of_a_node_share_layers_where_that_is_faster(folder: Path, alone: Results) -> None:
+def test_ranks_of_a_node_share_layers_if_that_is_faster(folder: Path, alone: Results) -> None:
     other, *pair = [load(folder, f"resumed3-rank{r}.pt")["together"] for r in range(3)]
     plan = other["plan"]
     assert plan.tensor_parallel == 2
@@ -269,7 +269,7 @@ def test_layers_that_do_not_run_on_shards_are_not_shared(folder: Path) -> None:
         assert load(folder, f"resumed3-rank{rank}.pt")["whole"]["plan"].tensor_parallel == 1
 
 
-def test_where_the_model_fits_every_rank_the_plan_is_data_parallel(folder: Path) -> None:
+def test_if_the_model_fits_every_rank_the_plan_is_data_parallel(folder: Path) -> None:
     for rank in range(3):
         found = load(folder, f"resumed3-rank{rank}.pt")["fits"]
         assert [len(group.stages) for group in found["plan"].groups] == [1] * 3

@@ -97,7 +97,7 @@ def test_the_blocks_seconds_add_up_to_the_steps(profiled: Profiled, tmp_path: Pa
     assert {row.phase for row in strategy.operator_measures()} == {Phase.FORWARD, Phase.BACKWARD}
 
 
-def test_what_follows_backward_is_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_after_backward_is_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = Executor.check_gradients
 
     def slowly(executor: Executor) -> None:
@@ -136,7 +136,7 @@ def test_the_profile_has_the_runtimes_blocks_and_sizes(tmp_path: Path) -> None:
     assert profile.constant_host_bytes > 50e6  # the interpreter and torch
 
 
-def test_static_memory_is_on_the_lowest_tier_where_it_does_not_fit(tmp_path: Path) -> None:
+def test_static_memory_is_on_the_lowest_tier_if_it_does_not_fit(tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(layers=24), steps=2)
     first: list[Plan] = []
 

@@ -133,7 +133,7 @@ class Records(pl.Callback):
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(layers=4, dropout=0.2, odd=True), Shape(layers=4, shared=True)])
 @pytest.mark.parametrize("name", PLANS)
-def test_what_blocks_save_is_the_same_under_any_plan(
+def test_blocks_save_the_same_tensors_under_any_plan(
     name: str, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = BlockPlan(name="model.blocks.*", weights=Tier.HOST, state=Tier.HOST, **PLANS[name])
@@ -245,7 +245,7 @@ def test_a_planned_step_that_does_not_fit_is_recorded_and_planned_anew(tmp_path:
     assert sum(block.activation_bytes for block in grown.blocks) > 3 * saved, "the larger batch was recorded"
 
 
-def test_training_goes_on_with_what_has_fitted_where_there_is_no_plan(
+def test_training_continues_with_what_has_fitted_if_there_is_no_plan(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def planner(*_: Any, **__: Any) -> Plan:

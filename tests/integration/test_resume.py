@@ -62,7 +62,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         "device", "device-host", "disk-device", "devices",
     ],
 )  # fmt: skip
-def test_it_goes_on_bit_for_bit_also_under_another_plan(tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int) -> None:
+def test_it_continues_bit_for_bit_also_under_another_plan(
+    tmp_path: Path, plain: Outcome, first: Any, second: Any, stop: int
+) -> None:
     store = tmp_path / "store"
     before = train(tmp_path, offload(first, store, verify_digests=True), RECIPE, stop=stop)
     got = train(tmp_path, offload(second, store, verify_digests=True), RECIPE, store=store)
@@ -83,7 +85,7 @@ BORROWED = replace(RENEWED[2], name="model.blocks.1", weights=Tier.HOST, state=T
 
 
 @pytest.mark.parametrize(("every", "rows"), [(1, RENEWED), (3, (BORROWED, *RENEWED))], ids=["each", "some"])
-def test_a_device_goes_on_while_a_step_is_kept(
+def test_a_device_continues_while_a_step_is_kept(
     every: int, rows: tuple[BlockPlan, ...], tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights on their way up and transfers to the disk are waited for by others: a record needs what it names to be under way."""
@@ -122,7 +124,7 @@ def test_a_device_goes_on_while_a_step_is_kept(
     assert OpKind.UPLOAD in {op.kind for op in left}
 
 
-def test_it_goes_on_again_and_again(tmp_path: Path, plain: Outcome) -> None:
+def test_it_continues_again_and_again(tmp_path: Path, plain: Outcome) -> None:
     store = tmp_path / "store"
     train(tmp_path, offload("disk", store), RECIPE, stop=2)
     for stop in (3, 4, 5, 8, 10):
@@ -148,7 +150,7 @@ def test_numbers_of_files_are_used_again(tmp_path: Path, plain: Outcome) -> None
 
 
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_steps": -1, "max_epochs": 2}], ids=str)
-def test_it_goes_on_at_every_step_around_the_end_of_an_epoch_without_validation(tmp_path: Path, limits: dict[str, int]) -> None:
+def test_it_continues_at_every_step_around_the_end_of_an_epoch_without_validation(tmp_path: Path, limits: dict[str, int]) -> None:
     recipe, store = Recipe(shape=Shape(layers=1, dropout=0.1)), tmp_path / "store"
     plain = train(tmp_path, "auto", recipe, **limits)
     before: dict[str, Path] = {}
@@ -275,7 +277,7 @@ def test_nothing_is_unpickled(tmp_path: Path, plain: Outcome, monkeypatch: pytes
     assert_same(got, after(plain, len(got.losses)))
 
 
-def test_it_goes_on_with_a_smaller_budget(tmp_path: Path) -> None:
+def test_it_continues_with_a_smaller_budget(tmp_path: Path) -> None:
     recipe = Recipe(steps=4, shape=Shape(layers=6, width=64))
     plain = train(tmp_path, "auto", recipe)
     store = tmp_path / "store"
@@ -301,7 +303,7 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("plan", ["disk", MIXED], ids=["disk", "mixed"])
-def test_a_checkpoint_of_links_stays_what_it_was_and_is_gone_on_from(tmp_path: Path, plain: Outcome, plan: Any) -> None:
+def test_a_checkpoint_of_links_stays_what_it_was_and_is_resumed(tmp_path: Path, plain: Outcome, plan: Any) -> None:
     store, kept, elsewhere = tmp_path / "store", tmp_path / "kept" / "step=5.ckpt", tmp_path / "elsewhere"
 
     class Saves(pl.Callback):
@@ -410,7 +412,7 @@ def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_pa
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_averaging_of_weights_goes_on_within_an_epoch(tmp_path: Path) -> None:
+def test_averaging_of_weights_continues_within_an_epoch(tmp_path: Path) -> None:
     """Its callback makes a scheduler as an epoch begins, which a resume within the epoch does not see begin."""
 
     def fit(strategy: Any, *, stop: int | None = None, store: Path | None = None) -> Outcome | None:

@@ -120,7 +120,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_goes_on_with_the_same_batches(name: str, tmp_path: Path) -> None:
+def test_it_continues_with_the_same_batches(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     plain = fit(tmp_path, case, "auto")
     for number, stops in enumerate(case.stops):
@@ -142,7 +142,7 @@ class Saves(pl.Callback):
 
 @pytest.mark.parametrize("name", ["persistent", "several", "distributed", "a stream", "workers that draw", "a loader with a state"])
 @pytest.mark.parametrize("saved", [2, 8])
-def test_a_run_that_began_in_the_middle_of_an_epoch_goes_on(name: str, saved: int, tmp_path: Path) -> None:
+def test_a_run_that_began_in_the_middle_of_an_epoch_continues(name: str, saved: int, tmp_path: Path) -> None:
     case, checkpoint = CASES[name], tmp_path / "some.ckpt"
     fit(tmp_path, case, "auto", callbacks=[Saves(checkpoint, saved)])
     plain = fit(tmp_path, case, "auto", ckpt_path=checkpoint)

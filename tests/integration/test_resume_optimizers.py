@@ -149,7 +149,7 @@ def test_groups_that_have_changed_places_are_refused(tmp_path: Path) -> None:
     ],
     ids=["numbers", "fused", "foreach"],
 )
-def test_other_numbers_and_ways_of_computing_go_on_with_those_of_the_store(second: Make, tmp_path: Path) -> None:
+def test_other_numbers_and_ways_of_computing_continue_with_those_of_the_store(second: Make, tmp_path: Path) -> None:
     recipe = Recipe(steps=4, optimizer=lambda p: AdamW(p, lr=3e-3, fused=True), shape=SHAPE)
     expected = train(tmp_path, "auto", recipe)
     store = begun(lambda p: AdamW(p, lr=3e-3), tmp_path)

@@ -74,7 +74,7 @@ def test_a_directory_that_is_no_store_is_refused(tmp_path: Path, plan: str, name
         train(tmp_path, offload(plan, tmp_path / "other"), RECIPE, store=tmp_path / "store")
 
 
-def test_what_is_not_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_which_steps_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Coupled(torch.optim.SGD):
         """Not known to update its parameters independently."""
 

@@ -117,7 +117,7 @@ DEVICE_RESIDENT = partial(on_device, "resident")
     ],
     ids=["backbone", "scheduled", "twice", "sgd", "bf16", "devices", "by-hand"],
 )  # fmt: skip
-def test_it_goes_on_where_layers_had_been_unfrozen(
+def test_it_continues_where_layers_had_been_unfrozen(
     make: Callable[[], pl.Callback], recipe: Recipe, plans: tuple[Any, ...], stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
@@ -129,7 +129,7 @@ def test_it_goes_on_where_layers_had_been_unfrozen(
     assert_same(got, after(plain, recipe.steps - stops[-1]))
 
 
-def test_a_checkpoint_of_links_of_such_a_step_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_of_links_of_such_a_step_is_resumed(tmp_path: Path) -> None:
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 8:

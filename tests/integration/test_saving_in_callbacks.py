@@ -73,7 +73,7 @@ def trained(strategy: Any, save: Save, folder: Path, layers: int = 3) -> list[St
 
 @pytest.mark.parametrize("save", [by_safetensors, by_save_model, state_by_torch, model_by_torch, by_copying])
 @pytest.mark.parametrize("kind", ["resident", "host", "disk", "device", "device_resident"])
-def test_what_callbacks_save_is_what_plain_lightning_saves(kind: str, save: Save, tmp_path: Path) -> None:
+def test_callbacks_save_the_same_as_in_plain_lightning(kind: str, save: Save, tmp_path: Path) -> None:
     train = partial(trained, save=save, folder=tmp_path)
     expected, got = train("auto"), train(make_strategy(kind, train))
     assert len(got) == len(expected) == 4

@@ -121,7 +121,7 @@ def go(
 @pytest.mark.parametrize(
     "base", [Several, Turns, of(Several, "AdamW", "Adam"), Automatic], ids=["Several", "Turns", "native", "Automatic"]
 )
-def test_a_resume_goes_on_with_each_optimizers_state(first: str, second: str, base: Any, tmp_path: Path) -> None:
+def test_a_resume_continues_with_each_optimizers_state(first: str, second: str, base: Any, tmp_path: Path) -> None:
     expected = go(tmp_path / "plain", "auto", base)
     store = tmp_path / "store"
     steps = 5 if base in (Automatic, Turns) else 10  # Lightning counts each optimizer's
@@ -236,7 +236,7 @@ def test_an_optimizer_around_another_runs_whole(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "precision", "plan"), [(Around, "bf16-true", "host"), (Blockwise, "32-true", "disk")])
-def test_an_optimizer_around_another_is_refused_where_that_would_be_left_out(
+def test_an_optimizer_around_another_is_refused_if_that_would_be_left_out(
     kind: Any, precision: str, plan: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedError, match=rf"{kind.__name__} runs another optimizer \(SGD\)"):

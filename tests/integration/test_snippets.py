@@ -107,7 +107,7 @@ def test_shell(page: str, trained: Path) -> None:
 # ---- the lists --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_run_is_listed_with_a_reason() -> None:
+def test_snippets_that_do_not_run_are_listed_with_a_reason() -> None:
     assert len(NOT_RUN) <= 10
     listed = {s.name for s in ALL if s.reason}
     assert len(listed) == len(NOT_RUN), "each entry fits one snippet, and none is left over"

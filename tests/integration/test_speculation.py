@@ -38,7 +38,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     [("disk", "never"), ("disk", "sometimes"), ("disk", "always"), (STATE_ON_DISK, "sometimes"), (MIXED, "sometimes")],
     ids=["never", "sometimes", "always", "state", "mixed"],
 )
-def test_clipping_is_exact_whatever_was_tried(
+def test_clipping_is_exact_after_any_speculation(
     plan: Any, clips: str, precision: str, verdicts: Counter[str], tmp_path: Path
 ) -> None:
     recipe = Recipe(steps=5, shape=Shape(layers=4), precision=precision)
@@ -70,7 +70,7 @@ def test_clipping_is_exact_whatever_was_tried(
     ids=["fused", "fused_finite", "divided", "clips_sometimes", "clips_always"],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_an_overflow_takes_back_what_was_tried_and_lowers_the_scale(
+def test_an_overflow_discards_speculative_updates_and_lowers_the_scale(
     plan: Any, factory: Any, clip: float | None, overflows: tuple[int, ...], verdicts: Counter[str], tmp_path: Path
 ) -> None:
     recipe = Recipe(steps=5, optimizer=factory, clip=clip, shape=Shape(layers=3))
@@ -96,7 +96,7 @@ class Rescaling(Overflowing):
 
 
 @pytest.mark.parametrize("plan", ["disk", STATE_ON_DISK], ids=["disk", "state"])
-def test_what_was_tried_with_another_scale_is_taken_back(plan: Any, verdicts: Counter[str], tmp_path: Path) -> None:
+def test_what_was_tried_with_another_scale_is_discarded(plan: Any, verdicts: Counter[str], tmp_path: Path) -> None:
     recipe = Recipe(steps=4, optimizer=fused, shape=Shape(layers=3))
     expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset(), Rescaling)
     got, ours = run_scaled(recipe, HeteroOffloadStrategy(plan=plan), tmp_path, frozenset(), Rescaling)
@@ -124,7 +124,7 @@ class Interrupting(LitModel):
             raise RuntimeError("stopped in backward")
 
 
-def test_what_awaits_its_verdict_when_a_batch_fails_is_taken_back(verdicts: Counter[str], tmp_path: Path) -> None:
+def test_what_awaits_its_verdict_when_a_batch_fails_is_discarded(verdicts: Counter[str], tmp_path: Path) -> None:
     outcomes = []
     for strategy in ("auto", HeteroOffloadStrategy(plan="disk")):
         torch.manual_seed(7)
@@ -139,7 +139,7 @@ def test_what_awaits_its_verdict_when_a_batch_fails_is_taken_back(verdicts: Coun
     assert verdicts["skipped"] > 0
 
 
-def test_what_steps_take_decides_whether_to_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_step_times_decide_about_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Half of the steps clip. By a clock on which discards are cheap they go on trying once that is known, else they wait."""
     tried: list[bool] = []
     begin, verdict = Speculation.begin, Worth.verdict

@@ -66,7 +66,7 @@ def stopped(tmp_path: Path) -> Path:
     return store
 
 
-def test_training_goes_on_bit_for_bit_and_leaves_nothing_behind(stopped: Path, tmp_path: Path, plain: Outcome) -> None:
+def test_training_continues_bit_for_bit_and_leaves_nothing_behind(stopped: Path, tmp_path: Path, plain: Outcome) -> None:
     (stopped / f"state-{'0' * 32}").write_bytes(b"left by a process that died")
     seen: list[set[str]] = []
     got = train(tmp_path, offload(stopped, durability="power"), stopped, begins=lambda _: seen.append(state_files(stopped)))
@@ -109,7 +109,7 @@ def test_a_snapshot_carries_them(links: bool, tmp_path: Path, plain: Outcome, mo
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "link"])
-def test_what_is_wrong_with_one_is_named(stopped: Path, tmp_path: Path, damage: str) -> None:
+def test_the_fault_of_a_state_file_is_named(stopped: Path, tmp_path: Path, damage: str) -> None:
     with StoreFiles(stopped) as files:
         assert files.record is not None
         name, size = max(files.record.states.items(), key=lambda item: item[1])
@@ -138,7 +138,7 @@ def test_they_are_shown_checked_and_exported(stopped: Path, tmp_path: Path) -> N
     assert torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]["trail"].nbytes == 8 * MIB
 
 
-def test_where_there_is_no_room_training_ends_with_the_step_before(
+def test_if_there_is_no_room_training_ends_with_the_step_before(
     tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "store"

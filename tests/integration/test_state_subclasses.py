@@ -125,7 +125,7 @@ def test_a_store_makes_no_class_that_is_not_known_as_safe(tmp_path: Path, monkey
         train(HeteroOffloadStrategy("disk", disk_path=store), CodedDescent, tmp_path, path=store)
 
 
-def test_state_of_a_class_that_hides_what_is_in_it_is_refused_on_disk(tmp_path: Path) -> None:
+def test_state_of_an_opaque_class_is_refused_on_disk(tmp_path: Path) -> None:
     train(HeteroOffloadStrategy("host"), OpaqueDescent, tmp_path)
     with pytest.raises(UnsupportedError, match=r"momentum is a tensor of support\.coded\.Opaque"):
         train(HeteroOffloadStrategy("disk"), OpaqueDescent, tmp_path)

@@ -180,7 +180,7 @@ class Locked(LitModel):
 
 
 @pytest.mark.parametrize(("module_class", "words"), [(Manual, "optimization is manual"), (Locked, "Locked cannot be copied")])
-def test_what_cannot_be_replayed_is_refused(module_class: type[LitModel], words: str, tmp_path: Path) -> None:
+def test_features_that_cannot_be_replayed_are_refused(module_class: type[LitModel], words: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=words):
         run(Recipe(), hetero(), tmp_path, module_class=module_class)
 

@@ -35,6 +35,6 @@ def test_no_plan_of_a_small_model_is_much_faster(part: int) -> None:
         _check(case)
 
 
-def test_the_same_where_the_machine_has_no_rate_for_some_work() -> None:
+def test_the_same_if_the_machine_has_no_rate_for_some_work() -> None:
     for case in NO_RATE:
         _check(case)

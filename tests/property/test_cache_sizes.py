@@ -95,7 +95,7 @@ def plans(draw: st.DrawFn, model: ModelProfile, *, shared: bool) -> Plan:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["device", "shared memory"])
 @given(data=st.data())
-def test_what_fits_the_rooms_fits_the_machine(shared: bool, data: st.DataObject) -> None:
+def test_a_plan_within_its_room_fits_the_machine(shared: bool, data: st.DataObject) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model, shared=shared))
     updates = data.draw(st.sampled_from([u for u in Updates if u is not Updates.NONE]))

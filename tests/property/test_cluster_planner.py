@@ -87,7 +87,7 @@ def test_balancing_finds_the_fastest_cut(convex: bool, data: st.DataObject, num_
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 9))
-def test_equation_1_bounds_what_1f1b_takes(stages: list[int], micro_batches: int) -> None:
+def test_equation_1_bounds_the_time_of_1f1b(stages: list[int], micro_batches: int) -> None:
     played = one_f_one_b_s(stages, micro_batches)
     assert max(micro_batches * max(stages), sum(stages)) - 1e-9 <= played <= pipeline_s(stages, micro_batches) + 1e-9
     if len(set(stages)) == 1 or micro_batches == 1 or stages[-1] == max(stages):

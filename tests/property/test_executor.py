@@ -148,7 +148,7 @@ def test_lanes_see_the_ops_in_the_order_that_the_simulator_predicts(recipe: Reci
 
 @examples(5)
 @given(recipe=RECIPES, plan=PLANS)
-def test_a_kept_step_writes_what_the_simulator_predicts(recipe: Recipe, plan: Plan) -> None:
+def test_a_kept_step_writes_the_predicted_bytes(recipe: Recipe, plan: Plan) -> None:
     got = ran(plan, recipe, kept=True)
     model, sizes = profile(got.model), CacheSizes(host_cache_bytes=0, device_cache_bytes=None, staging_bytes=2**20)
     assert model.kept_every == 1
@@ -228,7 +228,7 @@ def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_d
         assert max(s.end_s for s in stores) <= first
 
 
-def test_every_upload_takes_what_is_predicted_of_the_memory_that_the_weights_lie_in() -> None:
+def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
     """Weights on disk leave pageable memory; counted on the emulated link, which nobody waits for."""
     device = EmulatedDevice(memory="64MiB", h2d_bytes_per_s=4e9, h2d_pageable_bytes_per_s=1e9)
     host = BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU)

@@ -230,7 +230,7 @@ def test_sum_of_squares_is_accurate_and_does_not_depend_on_threads(numel: int, d
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_spreads_as_in_torch(special: float) -> None:
+def test_infinity_and_nan_spread_as_in_torch(special: float) -> None:
     case = Case(33, True, False, 1e-3, (0.9, 0.999), 1e-8, 0.01, 2, 0, 1, 0.0)
     param, grads = _gradients(case)
     grads[0][::5] = special

@@ -127,7 +127,7 @@ def test_steps_follow_each_other(case: Case, steps: list[Updates]) -> None:
 
 
 @given(cases())
-def test_until_the_verdict_nobody_knows_what_it_will_be(case: Case) -> None:
+def test_schedules_are_equal_up_to_the_verdict(case: Case) -> None:
     """The runtime begins with one schedule and goes over to the other."""
     steps = [replace(case.signature, training=True, updates=u) for u in (Updates.SPECULATIVE, Updates.REDONE)]
     kept, redone = (replace(case, signature=step).lower() for step in steps)

@@ -144,7 +144,7 @@ def test_every_order_that_a_schedule_allows_computes_with_the_right_bytes(case: 
 
 
 @given(cases())
-def test_until_the_verdict_nobody_knows_what_it_will_be(case: Case) -> None:
+def test_schedules_are_equal_up_to_the_verdict(case: Case) -> None:
     """The runtime begins with one schedule and goes over to the other."""
     kept, redone = (
         replace(case, signatures=(replace(case.signatures[0], training=True, updates=updates),)).lower()[0]
@@ -164,7 +164,7 @@ def test_lowering_is_deterministic(case: Case) -> None:
 
 
 @given(st.data(), st.integers(0, 2**32))
-def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, seed: int) -> None:
+def test_memory_in_use_never_exceeds_the_plans_needs(data: st.DataObject, seed: int) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model))
     updates = data.draw(st.sampled_from([u for u in Updates if u is not Updates.NONE]))
@@ -191,7 +191,7 @@ def test_what_is_in_memory_never_exceeds_the_plans_needs(data: st.DataObject, se
 
 
 @given(st.data())
-def test_steady_steps_begin_with_what_the_step_before_leaves(data: st.DataObject) -> None:
+def test_steady_steps_begin_with_the_state_of_the_previous_step(data: st.DataObject) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model))
     sizes = CacheSizes(

@@ -70,7 +70,7 @@ def test_no_other_planner_is_faster(model: ModelProfile, hardware: HardwareProfi
 
 @examples(40)
 @given(models(), machines())
-def test_resident_is_chosen_where_nothing_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
+def test_resident_is_chosen_if_nothing_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
     roomy = replace(hardware, device_memory_bytes=10**11, host_memory_bytes=10**11, cpu_update_params_per_s=1e5)
     found = plan(model, roomy, prefer_resident=0.0)
     if hardware.shared_memory:

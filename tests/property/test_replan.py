@@ -120,7 +120,7 @@ def test_plans_change_many_times_with_the_same_few_files(tmp_path: Path) -> None
     assert max(seen) < 20
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_training_could_go_on(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_refused_and_training_could_continue(tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(layers=24), steps=3)
     needed = []
 

@@ -32,7 +32,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
     shares=st.lists(st.integers(0, 2), min_size=5, max_size=9),
     plan=st.one_of(st.sampled_from(["resident", "host", "disk"]), plans()),
 )
-def test_plans_do_not_change_what_several_optimizers_do(
+def test_plans_do_not_change_the_result_of_several_optimizers(
     recipe: Recipe, base: type[Several], names: list[str], shares: list[int], plan: Any
 ) -> None:
     class Shared(base):  # type: ignore[misc,valid-type]

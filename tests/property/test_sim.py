@@ -211,7 +211,7 @@ def _bounds_s(case: Case) -> dict[str, float]:
 
 
 @given(cases())
-def test_a_steady_step_takes_at_least_what_compute_and_every_link_need(case: Case) -> None:
+def test_a_steady_step_takes_at_least_the_time_of_compute_and_of_every_link(case: Case) -> None:
     simulation = case.simulate()
     iteration_s = simulation.prediction.iteration_s
     assert iteration_s >= _compute_s(case) * (1 - NEARLY)
@@ -265,7 +265,7 @@ def _title(case: Case, op: Op) -> str:
 
 
 @given(cases(micro_batches=1))
-def test_ops_begin_after_what_they_wait_for(case: Case) -> None:
+def test_ops_begin_after_their_dependencies(case: Case) -> None:
     """But for the pieces of one update, which overlap."""
     (schedule,) = case.schedules
     simulation = case.simulate()
@@ -308,7 +308,7 @@ def test_anchors_follow_each_other_and_compute_never_does_two_things(case: Case)
 
 
 @given(cases())
-def test_the_waits_of_the_trace_are_those_of_the_prediction_and_are_split_without_rest(case: Case) -> None:
+def test_the_waits_of_the_trace_equal_those_of_the_prediction_and_are_split_without_rest(case: Case) -> None:
     simulation = case.simulate()
     found = stalls(simulation.trace)
     for stall in found:
@@ -322,7 +322,7 @@ def test_the_waits_of_the_trace_are_those_of_the_prediction_and_are_split_withou
 
 
 @given(cases())
-def test_what_an_op_waited_for_had_not_ended_as_it_was_issued(case: Case) -> None:
+def test_the_cause_of_a_wait_had_not_ended_at_issue(case: Case) -> None:
     simulation = case.simulate()
     spans = simulation.trace.spans
     for span in (s for s in spans if s.waited_for and not s.is_wait):

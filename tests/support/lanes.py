@@ -225,7 +225,7 @@ class LanesContract:
     # ---- order ------------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("seed", range(6))
-    def test_programs_give_what_they_give_one_op_after_the_other(self, lanes: Lanes, seed: int) -> None:
+    def test_programs_give_the_results_of_sequential_execution(self, lanes: Lanes, seed: int) -> None:
         program = Program(lanes, seed)
         program.run(40)
         assert program.equal()
@@ -242,7 +242,7 @@ class LanesContract:
         for lane in (*LANES, Lane.COMPUTE):
             assert [o.id for o in ran if o.lane is lane] == [o.id for o in ops if o.lane is lane]
 
-    def test_host_ops_start_after_what_they_wait_for(self, lanes: Lanes, gate: threading.Event) -> None:
+    def test_host_ops_start_after_their_dependencies(self, lanes: Lanes, gate: threading.Event) -> None:
         ran: list[str] = []
         first = lanes.submit(op(0, Lane.CPU), doing(lambda: gate.wait(PATIENCE_S) and ran.append("first")), [])
         second = lanes.submit(op(1, Lane.DISK_WRITE), doing(lambda: ran.append("second")), [first])
@@ -331,7 +331,7 @@ class LanesContract:
     # ---- errors and the end -----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("lane", [*LANES, Lane.COMPUTE])
-    def test_errors_reach_what_depends_on_them_and_nothing_else(self, lanes: Lanes, lane: Lane) -> None:
+    def test_errors_reach_only_dependent_ops(self, lanes: Lanes, lane: Lane) -> None:
         error, ran = ValueError("broken"), []
         broken = lanes.submit(op(0, lane), raising(error), [])
         hit = lanes.submit(op(1, Lane.D2H), doing(lambda: ran.append("hit")), [broken])
@@ -374,7 +374,7 @@ class LanesContract:
             event.wait()
         assert alive[0]() is None
 
-    def test_close_ends_what_has_not_begun(self, lanes: Lanes) -> None:
+    def test_close_cancels_ops_that_have_not_begun(self, lanes: Lanes) -> None:
         if not self.overlaps:
             pytest.skip("ops run when they are submitted")
         ran: list[int] = []

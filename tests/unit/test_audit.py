@@ -167,7 +167,7 @@ def _another_uuid(store: Path) -> None:
         (shutil.rmtree, "cannot be opened"),
     ],
 )
-def test_what_is_no_store_is_refused(spoil: Callable[[Path], object], words: str, store: Path) -> None:
+def test_a_directory_that_is_no_store_is_refused(spoil: Callable[[Path], object], words: str, store: Path) -> None:
     spoil(store)
     with pytest.raises(ConfigError, match=words):
         StoreFiles(store)

@@ -239,24 +239,24 @@ def optimum(k: Costs, method: str) -> float | None:
 
 @given(k=problems())
 @examples(120)
-def test_the_search_finds_what_enumeration_finds(k: Costs) -> None:
+def test_the_search_equals_enumeration(k: Costs) -> None:
     assert optimum(k, "exact") == enumerated(k)
 
 
 @given(k=problems())
 @examples(20)
-def test_the_integer_programme_finds_what_enumeration_finds(k: Costs) -> None:
+def test_the_integer_programme_equals_enumeration(k: Costs) -> None:
     found, expected = optimum(k, "milp"), enumerated(k)
     assert (found is None) == (expected is None)
     if found is not None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_nothing_is_offloaded_where_all_fits() -> None:
+def test_nothing_is_offloaded_if_all_fits() -> None:
     assert search.exact(alike(device_update_s=0.0)) == counts(0, 0, 0)
 
 
-def test_updates_that_the_cpu_hides_are_offloaded_even_where_all_fits() -> None:
+def test_updates_that_the_cpu_hides_are_offloaded_even_if_all_fits() -> None:
     # Equation 5: one CPU update ends 9 s into a backward of 10 s, and spares the device half a second.
     assert search.exact(alike()) == counts(0, 0, 1)
 
@@ -272,7 +272,7 @@ def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     assert formulas.iteration_s(k, found) == pytest.approx(formulas.iteration_s(k, milp), rel=1e-6)
 
 
-def test_weights_that_cost_nothing_to_offload_make_room_for_prefetches_where_any_are_offloaded() -> None:
+def test_weights_that_cost_nothing_to_offload_make_room_for_prefetches_if_any_are_offloaded() -> None:
     k = alike(upload_s=1.5)  # shorter than backward: no waiting
     assert search.relieved(k, counts(0, 2, 4)) == counts(0, 4, 4)
     assert search.relieved(k, counts(0, 0, 4)) == counts(0, 0, 4)
@@ -358,7 +358,7 @@ def test_a_plan_leaves_room_for_one_block_to_come_while_another_is_in_use() -> N
     assert cache >= 2 * 2 * m.blocks[0].num_params
 
 
-def test_all_stays_on_the_device_where_it_fits() -> None:
+def test_all_stays_on_the_device_if_it_fits() -> None:
     plan = autohete.plan(model(4, params=MIB, activation_bytes=MIB), machine(cpu_update_params_per_s=1e6))
     assert plan.decisions == {"checkpoint": 0, "offload_params": 0, "offload_optimizer": 0}
     assert {(b.weights, b.state, b.update) for b in plan.blocks} == {(Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)}
@@ -371,7 +371,7 @@ def test_priority_can_be_switched_and_changes_nothing_else(priority: bool) -> No
     assert plan.decisions == autohete.plan(model(8), machine(device_memory_bytes=24 * GIB)).decisions
 
 
-def test_activations_and_weights_stay_where_the_device_is_the_host() -> None:
+def test_activations_and_weights_stay_if_the_device_is_the_host() -> None:
     # One block's update costs the CPU threads as much as computing it: some updates run during backward, and nothing moves.
     hardware = machine(shared_memory=True, device_update_params_per_s=3e9, link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0)
     plan = autohete.plan(model(8), hardware)

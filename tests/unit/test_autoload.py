@@ -102,7 +102,7 @@ def test_fabric_is_refused_by_name(report: dict[str, Any]) -> None:
     assert "Use Trainer(" in report["fabric"]
 
 
-def test_loaders_stay_what_they_were(report: dict[str, Any]) -> None:
+def test_loaders_are_not_replaced(report: dict[str, Any]) -> None:
     assert (report["loader"], report["source"], report["same"]) == ("SourceFileLoader", True, True)
 
 

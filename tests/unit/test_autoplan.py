@@ -160,7 +160,7 @@ def test_small_differences_and_those_that_rates_do_not_explain_correct_nothing(m
         assert driver.made == 1
 
 
-def test_the_disk_is_measured_only_for_who_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_measured_only_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch, [plan()])
     driver.steps(10)
     assert [how["disk"] for how in driver.asked] == [False]
@@ -251,7 +251,7 @@ def test_a_request_while_profiling_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert driver.made == 1
 
 
-def test_prediction_errors_are_relative_to_what_is_measured() -> None:
+def test_prediction_errors_are_relative_to_measurements() -> None:
     error = PredictionError()
     assert error.compute() == {}
     error.update(plan(1.0), 2.0, 0)
@@ -302,7 +302,7 @@ def _loops() -> Any:
 
 @pytest.mark.parametrize("scale", [0.05, 0.4, 1.0, 2.5, 30.0])
 @pytest.mark.parametrize("name", ["disk", "host"])
-def test_rates_are_corrected_to_what_steps_take(name: str, scale: float) -> None:
+def test_rates_are_corrected_to_step_times(name: str, scale: float) -> None:
     blocks = tuple(
         BlockProfile(
             name=f"b{i}",

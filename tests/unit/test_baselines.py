@@ -51,7 +51,7 @@ def test_all_baselines_are_planners_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
-def test_a_baseline_with_room_is_judged_and_says_what_it_does(name: str) -> None:
+def test_a_baseline_that_fits_is_simulated_with_its_decisions(name: str) -> None:
     plan = BASELINES[name](MODEL, ROOMY)
     assert plan.name == name
     assert plan.predicted is not None
@@ -119,7 +119,7 @@ def test_zero_infinity_prefers_the_host_and_takes_the_disk_where_it_must() -> No
         ("zero_infinity", "disk", {"host_memory_bytes": 500 * MB, "disk_capacity_bytes": 10 * MB}),
     ],
 )
-def test_what_does_not_fit_is_refused_with_tier_and_shortfall(name: str, tier: str, changes: dict[str, int]) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_tier_and_shortfall(name: str, tier: str, changes: dict[str, int]) -> None:
     machine = replace(ROOMY, **changes)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"Cheapest remedy|To make it fit") as refused:
         BASELINES[name](MODEL, machine)
@@ -130,13 +130,13 @@ def test_what_does_not_fit_is_refused_with_tier_and_shortfall(name: str, tier: s
 
 
 @pytest.mark.parametrize("name", sorted(set(BASELINES) - {"full_recompute"}))
-def test_where_the_device_is_the_host_activations_stay(name: str) -> None:
+def test_if_the_device_is_the_host_activations_stay(name: str) -> None:
     plan = BASELINES[name](MODEL, CPU)
     assert {(b.saved, b.boundary) for b in plan.blocks} == {(Saved.KEEP, Saved.KEEP)}
     assert plan.micro_batches == 1
 
 
-def test_where_the_device_is_the_host_nothing_can_be_recomputed() -> None:
+def test_if_the_device_is_the_host_nothing_can_be_recomputed() -> None:
     with pytest.raises(PlanError, match="'resident', 'host' or 'disk'"):
         BASELINES["full_recompute"](MODEL, CPU)
 

@@ -93,7 +93,7 @@ def test_a_resident_plan_needs_everything_on_the_device() -> None:
     assert _host(_plan(RESIDENT)) == {Purpose.CONSTANT: 2000}
 
 
-def test_gradients_pile_up_as_activations_go_where_updates_follow_backward() -> None:
+def test_gradients_pile_up_as_activations_go_if_updates_follow_backward() -> None:
     # At the last block 407 + 20, at the first 107 + 80: the sum is largest at the last.
     after = _device(_plan(RESIDENT), Updates.AFTER_VERDICT)
     assert (after[Purpose.ACTIVATIONS], after[Purpose.GRADIENTS]) == (407, 20)
@@ -144,7 +144,7 @@ def test_files_have_two_slots() -> None:
     assert needs.disk == {Purpose.WEIGHTS: 2 * 4 * 20, Purpose.STATE: 2 * 4 * 120, Purpose.ACTIVATIONS: 0, Purpose.MIRRORS: 0}
 
 
-def test_where_the_device_is_the_host_there_is_one_pool() -> None:
+def test_if_the_device_is_the_host_there_is_one_pool() -> None:
     needs = needs_of(_plan(ON_HOST, gradient_depth=2), _model(), shared_memory=True)
     assert needs.device == {}
     assert {k: v for k, v in needs.host.items() if v} == {
@@ -159,7 +159,7 @@ def test_where_the_device_is_the_host_there_is_one_pool() -> None:
 # ---- rooms ------------------------------------------------------------------------------------------------------------------
 
 
-def test_caches_get_what_is_left_up_to_all_weights_from_below() -> None:
+def test_caches_get_the_remaining_memory_up_to_all_lower_weights() -> None:
     model, staging = _model(), least_staging(_model())
     plan = _plan(ON_DISK, prefetch_depth=1, gradient_depth=1)
     assert cache_sizes(plan, model, _machine()) == CacheSizes(
@@ -209,7 +209,7 @@ def test_shared_memory_has_no_device_cache() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_tier_and_shortfall(
+def test_a_plan_that_does_not_fit_is_refused_by_tier_and_shortfall(
     rule: BlockPlan, machine: dict[str, object], tier: str, short: int, words: str
 ) -> None:
     with pytest.raises(PlanError, match=rf"plan 'p'.*'box'.*remedy: .*({words})") as caught:
@@ -236,7 +236,7 @@ def test_the_least_staging_is_the_engines(elements: int, chunk: int) -> None:
     assert least_staging(_model(num_params=elements)) == engine
 
 
-def test_state_is_read_ahead_into_a_quarter_of_what_is_left() -> None:
+def test_state_is_read_ahead_into_a_quarter_of_the_rest() -> None:
     assert read_ahead(400, 1000) == 100
     assert read_ahead(400, 10) == 10
     assert read_ahead(2**40, 2**40) == 512 * MIB

@@ -92,12 +92,12 @@ def test_measured_times_that_fall_are_planned_with(seconds: tuple[float, ...]) -
     assert sum(g.micro_batches for g in found.groups) == 6
 
 
-def test_a_pipeline_takes_what_equation_1_says() -> None:
+def test_the_time_of_a_pipeline_follows_equation_1() -> None:
     assert pipeline_s([1.0, 3.0, 2.0], 4) == 1 + 3 + 2 + 3 * 3
     assert pipeline_s([2.0], 5) == 10
 
 
-def test_a_slow_early_stage_goes_on_while_later_ones_compute() -> None:
+def test_a_slow_early_stage_continues_while_later_ones_compute() -> None:
     # stage 0: F0 0-2, F1 2-4, B0 5-9, B1 9-13; stage 1: F0 2-3, B0 3-5, F1 5-6, B1 6-8
     assert one_f_one_b_s([6.0, 3.0], 2) == pytest.approx(13)
     assert pipeline_s([6.0, 3.0], 2) == 6 + 3 + 6
@@ -133,7 +133,7 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert most_layers(work, 10**6, Place(stage=0, depth=1)) == -1
 
 
-def test_what_a_profile_leaves_whole_is_neither_shared_nor_faster() -> None:
+def test_work_that_a_profile_does_not_shard_is_neither_shared_nor_faster() -> None:
     shared = Sharding(
         num_params=600_000, num_trainable_params=600_000, forward_flop=2e11, activation_bytes=20 * 10**6, traffic_bytes=10**6
     )
@@ -289,7 +289,7 @@ def mixed_model(*params: int) -> ModelProfile:
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("params", [(10**6, 9 * 10**6) * 3, (9 * 10**6,) * 2 + (10**6,) * 6], ids=["in turn", "at the front"])
-def test_layers_of_unequal_size_take_what_they_have(planner: str, params: tuple[int, ...]) -> None:
+def test_layers_of_unequal_size_take_their_own_memory_and_time(planner: str, params: tuple[int, ...]) -> None:
     model = mixed_model(*params)
     memory = 7 * 10**8  # two devices hold the model; if all layers were as the largest, they would not
     own = small_cluster((2, 1.0), memory=memory)
@@ -308,7 +308,7 @@ def test_layers_of_unequal_size_take_what_they_have(planner: str, params: tuple[
     assert begin == len(layers)
 
 
-def test_measured_times_are_shared_out_by_flop_where_layers_differ() -> None:
+def test_measured_times_are_shared_out_by_flop_if_layers_differ() -> None:
     own = small_cluster((2, 1.0))
     own = replace(
         own, devices=tuple(replace(d, layer_times=(LayerTimes(tensor_parallel=1, seconds=(2.0, 4.0)),)) for d in own.devices)
@@ -341,7 +341,7 @@ def test_more_stages_than_layers_are_no_remedy() -> None:
     ("nodes", "options"),
     [([(3, 1.0)], {"planner": "megatron", "tensor_parallel": [2], "micro_batches": 4}), ([(3, 1.0)], {"planner": "whale"})],
 )
-def test_what_only_a_baseline_cannot_do_is_said(nodes: list[tuple[int, float]], options: dict[str, Any]) -> None:
+def test_a_refusal_of_only_a_baseline_is_reported(nodes: list[tuple[int, float]], options: dict[str, Any]) -> None:
     model, machines = small_model(1), small_cluster(*nodes)
     settings = {"micro_batches": 2, "tensor_parallel": [1]} | options
     with pytest.raises(

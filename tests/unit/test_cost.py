@@ -89,7 +89,7 @@ def test_contention_slows_each_kind_by_the_product_over_the_other_kinds() -> Non
     assert rates.speed(Work.H2D, [Work.DISK_READ]) == 20.0
 
 
-def test_copies_both_ways_slow_each_other_beside_what_else_slows_them() -> None:
+def test_copies_both_ways_slow_each_other_beside_other_work() -> None:
     rates = Rates(replace(MACHINE, contention={"copy|copy": 2.0, "copy|update": 1.25}))
     assert rates.speed(Work.H2D, [Work.H2D]) == rates.speed(Work.H2D, []) == 20.0
     assert rates.speed(Work.H2D, [Work.H2D, Work.D2H]) == 20.0 / 2
@@ -97,7 +97,7 @@ def test_copies_both_ways_slow_each_other_beside_what_else_slows_them() -> None:
     assert rates.speed(Work.DISK_READ, [Work.DISK_READ, Work.DISK_WRITE]) == rates.speed(Work.DISK_READ, [])
 
 
-def test_what_was_measured_beside_all_the_others_counts_but_never_as_faster_than_beside_one() -> None:
+def test_contention_beside_all_others_is_never_less_than_beside_one() -> None:
     beside = [Work.CPU_UPDATE, Work.DISK_READ]
     for together, expected in ((2.5, 2.5), (1.2, 2.0)):
         factors = {"compute|update": 2.0, "compute|disk": 1.5, "compute|disk+update": together}
@@ -117,7 +117,7 @@ def _plan(weights: Tier = Tier.DISK, state: Tier = Tier.DISK) -> Plan:
         (Tier.DISK, Tier.HOST, 4, 10 * 4),
     ],
 )
-def test_an_update_writes_what_lives_on_disk(weights: Tier, state: Tier, itemsize: int, expected: int) -> None:
+def test_an_update_writes_arrays_on_disk(weights: Tier, state: Tier, itemsize: int, expected: int) -> None:
     plan, model = _plan(weights, state), _model(itemsize)
     assert stored_bytes(BLOCK, plan.blocks[0], model) == expected
     amount = amount_of(_op(OpKind.STORE, Lane.DISK_WRITE, num_bytes=1), plan, model, shared_memory=False)
@@ -167,7 +167,7 @@ def test_in_a_collective_a_device_sends_all_but_its_own_share(world_size: int, s
     assert amount.units == pytest.approx(sent)
 
 
-def test_backward_takes_longer_by_what_it_computes_again() -> None:
+def test_backward_takes_longer_by_its_recomputation() -> None:
     assert backward_s(BLOCK, BlockPlan(name="b")) == 2.0
     assert backward_s(BLOCK, BlockPlan(name="b", saved=Saved.RECOMPUTE)) == 3.0
     kept = BlockPlan(name="b", saved=Saved.RECOMPUTE, operators={"mlp": Saved.KEEP})

@@ -116,7 +116,7 @@ def test_the_ratio_balances_both_sides_of_equation_1() -> None:
         assert cpu == pytest.approx((rates.state_words + k * rates.weight_words) / rates.link + 1 / rates.device)
 
 
-def test_where_the_link_cannot_follow_the_cpu_no_update_goes_to_the_device() -> None:
+def test_if_the_link_cannot_follow_the_cpu_no_update_goes_to_the_device() -> None:
     # 1 / 8e9 + 1 / 8e9 - 1 / (2 * 2e9) = 0, and less with a slower link
     even = UpdateRates(cpu=8e9, device=100e9, downcast=8e9, link=2e9)
     assert update_ratio(even) == update_ratio(replace(even, link=1e9)) == math.inf
@@ -124,7 +124,7 @@ def test_where_the_link_cannot_follow_the_cpu_no_update_goes_to_the_device() -> 
     assert strides(math.inf) == (None,)
 
 
-def test_what_the_machine_cannot_do_decides_alone() -> None:
+def test_work_that_the_machine_cannot_do_decides_alone() -> None:
     assert update_ratio(replace(V100, link=0.0)) == update_ratio(replace(V100, device=0.0)) == math.inf
     assert update_ratio(replace(V100, cpu=0.0)) == update_ratio(replace(V100, downcast=0.0)) == 0.0
     assert strides(0.0) == (1,)
@@ -135,7 +135,7 @@ def test_whole_ratios_have_two_strides() -> None:
     assert strides(0.4) == (1, 2)
 
 
-def test_rates_are_those_of_one_rank() -> None:
+def test_rates_equal_those_of_one_rank() -> None:
     model = _model(1)
     assert update_rates(model, _hardware()) == V100
     shared = update_rates(model, _hardware(world_size=4))
@@ -181,7 +181,7 @@ def _lanes(plan: Plan) -> tuple[UpdateLane, ...]:
     return tuple(b.update for b in plan.blocks)
 
 
-def test_the_plan_is_what_its_decisions_say() -> None:
+def test_the_plan_follows_its_decisions() -> None:
     model = _model()
     plan = deep_optimizer_states.plan(model, _hardware())
     decided = plan.decisions
@@ -270,7 +270,7 @@ def test_a_stride_of_the_paper_that_is_slower_than_none_is_not_taken() -> None:
     assert "simulated step" in paper["reason"]
 
 
-def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:
+def test_activations_are_recomputed_only_if_they_do_not_fit() -> None:
     model = _model(8, batch=8)  # 4.4 GiB of weights and gradients, 18 GiB of activations
     kept, recomputed = (deep_optimizer_states.plan(model, _hardware(device_memory_bytes=size * GIB)) for size in (32, 16))
     assert {b.saved for b in kept.blocks} == {Saved.KEEP}
@@ -298,7 +298,7 @@ def test_the_objective_adds_the_update_phase_to_compute() -> None:
     assert plan.objective_s == pytest.approx(compute + phase)
 
 
-def test_the_objective_of_several_devices_is_that_of_one_rank() -> None:
+def test_the_objective_of_several_devices_counts_one_rank() -> None:
     model = _model()
     compute = sum(b.forward_s + b.backward_s for b in model.blocks)
 
@@ -329,7 +329,7 @@ def test_a_plan_for_shared_memory_moves_nothing_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(("tier", "gib"), [("device", 4), ("host", 8)])
-def test_what_does_not_fit_is_refused_with_tier_shortfall_and_remedy(tier: str, gib: int) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_tier_shortfall_and_remedy(tier: str, gib: int) -> None:
     with pytest.raises(PlanError, match=r"keeps all weights and gradients on the device.* A planner that") as caught:
         deep_optimizer_states.plan(_model(), _hardware(**{f"{tier}_memory_bytes": gib * GIB}))
     assert caught.value.tier == tier

@@ -232,7 +232,7 @@ def scale_infinite(params: list[nn.Parameter]) -> Tensor:
 @pytest.mark.parametrize(
     "act", [clip_2, clip_inf, clip_foreach, clip_value, clip_value_foreach, zero, average, scale, scale_infinite]
 )
-def test_what_is_done_to_gradients_on_the_host_has_the_bits_of_plain_torch(
+def test_operations_on_gradients_on_the_host_have_the_bits_of_plain_torch(
     net: World, lanes: EmulatedLanes, act: Callable[[list[nn.Parameter]], Tensor], norm_type: float | None, batches: int
 ) -> None:
     side = net.on(lanes, RESIDENT, norm_type=norm_type)
@@ -274,7 +274,7 @@ def make_copy(root: nn.Module) -> nn.Module:
     return copy
 
 
-def test_a_loss_scaler_finds_what_it_looks_for(net: World, lanes: EmulatedLanes) -> None:
+def test_a_loss_scaler_finds_overflows(net: World, lanes: EmulatedLanes) -> None:
     side = net.on(lanes, RESIDENT)
     optimizer = torch.optim.SGD(net.root.parameters(), lr=0.1)
     give_gradients(net.root.parameters(), 1)
@@ -304,7 +304,7 @@ def test_dropped_gradients_are_dropped_and_new_ones_taken(net: World, lanes: Emu
     assert torch.equal(got["2.weight"], _gradient_of(1, "2.weight"))
 
 
-def test_gradients_that_nobody_was_shown_are_kept(net: World, lanes: EmulatedLanes) -> None:
+def test_gradients_without_a_reader_are_kept(net: World, lanes: EmulatedLanes) -> None:
     side = net.on(lanes, RESIDENT)
     give_gradients(net.root.parameters(), 1)
     leave(net, lanes, side)

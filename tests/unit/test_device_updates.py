@@ -228,7 +228,7 @@ def test_gradients_that_are_converted_a_chunk_at_a_time_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_updates_on_the_device_are_those_of_the_reference(dtype: torch.dtype) -> None:
+def test_updates_on_the_device_equal_those_of_the_reference(dtype: torch.dtype) -> None:
     case = Case(shapes=((5, 7), (11,)), dtype=dtype, steps=1)
     plain = Layer(case)
     factory = partial(torch.optim.AdamW, lr=case.lr, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay, fused=True)

@@ -140,7 +140,7 @@ def test_a_device_that_is_too_small_names_the_block(net: World) -> None:
         net.on(lanes, RESIDENT)
 
 
-def test_binding_what_was_not_uploaded_is_refused(net: World, lanes: EmulatedLanes) -> None:
+def test_binding_weights_that_were_not_uploaded_is_refused(net: World, lanes: EmulatedLanes) -> None:
     side = net.on(lanes, BELOW)
     with pytest.raises(OffloadedAccessError, match="without an UPLOAD"):
         side.weights.bind(net.blocks[0])
@@ -156,7 +156,7 @@ def source(net: World, side: DeviceSide, name: str) -> WeightSource:
     return WeightSource(net.store, part, part.names.index(name), lambda _: None, side.weights)
 
 
-def test_what_user_code_writes_on_the_device_is_read_and_brought_back(net: World, lanes: EmulatedLanes) -> None:
+def test_user_writes_on_the_device_are_read_and_copied_back(net: World, lanes: EmulatedLanes) -> None:
     side, linear = net.on(lanes, BELOW), net.root.linear
     block = next(b for b in net.blocks if b.name == "linear")
     bring(lanes, side, block)

@@ -81,3 +81,12 @@ def test_markdown_is_wrapped_at_100_columns(page: Path) -> None:
             text = re.sub(r"^\s*([-*]|\d+\.) ", "", line)
             words = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda m: m[0].replace(" ", "_"), text).split()
             assert len(line) <= 100 or len(words) == 1, f"line {number} has {len(line)} columns: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """Names with a folder, such as `lowering/lower.py`, are below the root, the package or the native library."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for name in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", prose):
+        if not name.startswith((".", "configs/")):
+            assert any((ROOT / place / name).exists() for place in ("", "lightning_hetero", "native")), name

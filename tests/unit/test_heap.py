@@ -40,7 +40,7 @@ def make_hole() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("coming", "kept"), [(0, True), (32 * MIB, True), (128 * MIB, False)])
-def test_free_pages_go_back_where_what_comes_may_not_find_room(heap: Heap, coming: int, kept: bool) -> None:
+def test_free_pages_go_back_if_the_next_allocation_may_not_fit(heap: Heap, coming: int, kept: bool) -> None:
     above = make_hole()
     before = resident_bytes()
     heap.check(coming)
@@ -48,7 +48,7 @@ def test_free_pages_go_back_where_what_comes_may_not_find_room(heap: Heap, comin
     del above
 
 
-def test_what_the_engine_brings_while_forward_runs_is_no_activation(heap: Heap) -> None:
+def test_weights_fetched_during_forward_are_no_activations(heap: Heap) -> None:
     heap.forward_begins()
     staging = mmap.mmap(-1, 256 * MIB)
     for _ in range(256):

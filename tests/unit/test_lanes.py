@@ -96,7 +96,7 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def test_what_has_not_arrived_is_nan(slow: EmulatedLanes) -> None:
+def test_data_in_transfer_is_nan(slow: EmulatedLanes) -> None:
     weights = slow.memory().take(400, "weights").view(torch.float32)
     assert weights.isnan().all()
     weights.zero_()  # what an earlier use has left
@@ -249,7 +249,7 @@ def test_pageable_memory_is_not_faster_than_page_locked_memory() -> None:
         EmulatedDevice(memory=MEMORY_BYTES, h2d_bytes_per_s=1.0, h2d_pageable_bytes_per_s=2.0)
 
 
-def test_what_is_taken_and_what_torch_allocates_make_the_peak() -> None:
+def test_the_peak_has_reserved_and_allocated_memory() -> None:
     arena = Arena(4096, torch.device("cpu"), poison=False)
     memory = arena.take(1000, "weights")
     arena.reserve(700, "activations")

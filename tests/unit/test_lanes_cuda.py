@@ -83,7 +83,7 @@ def test_the_host_does_not_wait_for_streams_between_lanes(lanes: CudaLanes, fake
     assert back.eq(2).all()
 
 
-def test_what_a_copy_uses_lives_until_the_stream_is_through(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_memory_of_a_copy_lives_until_the_stream_has_passed(lanes: CudaLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[0])
     source = torch.ones(8)
     alive = weakref.ref(source)
@@ -98,7 +98,7 @@ def test_what_a_copy_uses_lives_until_the_stream_is_through(lanes: CudaLanes, fa
     assert alive() is None
 
 
-def test_an_op_that_fails_keeps_what_it_has_given_to_the_stream(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_a_failed_op_keeps_its_memory_on_the_stream(lanes: CudaLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[0])
     alive: list[weakref.ref[torch.Tensor]] = []
 
@@ -215,9 +215,7 @@ def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake:
         lanes.memory().take(1, "more")
 
 
-def test_a_device_without_so_much_in_one_piece_says_what_was_to_be_set_aside(
-    lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_a_large_free_piece_names_the_reservation(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def full(size: int, **options: Any) -> Any:
@@ -245,7 +243,7 @@ class Allocator:
         self.now, self.peak = 100, max(self.peak, peak)
 
 
-def test_the_peak_is_that_of_the_lanes_and_not_of_the_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_counts_the_lanes_and_not_the_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reach(9000)  # before the fit
     lanes = CudaLanes("meta", memory_bytes=512, staging_bytes=1024, cuda=fake)

@@ -104,7 +104,7 @@ def gpt(blocks: int = 4, *, hidden: int = 2048, tokens: int = 16 * 1024, flop_pe
 
 
 @pytest.mark.parametrize(("swapped", "spilled"), [(0.0, 0.0), (50.0, 0.0), (80.0, 30.0)])
-def test_what_exceeds_host_memory_spills(swapped: float, spilled: float) -> None:
+def test_activations_beyond_host_memory_spill(swapped: float, spilled: float) -> None:
     assert formulas.spilled_bytes(swapped, 50.0) == spilled
 
 
@@ -119,7 +119,7 @@ def test_what_exceeds_host_memory_spills(swapped: float, spilled: float) -> None
         (replace(Q, disk_duplex=True, forward_flop=1.0, host_bytes=0.0), 80.0, 20.0),  # reads beside writes
     ],
 )
-def test_forward_is_the_slowest_of_what_overlaps(quantities: Quantities, swapped: float, seconds: float) -> None:
+def test_forward_is_the_slowest_of_its_overlapping_parts(quantities: Quantities, swapped: float, seconds: float) -> None:
     assert formulas.forward_s(quantities, swapped) == pytest.approx(seconds)
 
 
@@ -135,7 +135,7 @@ def test_forward_is_the_slowest_of_what_overlaps(quantities: Quantities, swapped
         (replace(Q, disk_duplex=True), 0.0, 0.0, 35.0),
     ],
 )
-def test_backward_is_the_slowest_of_what_overlaps(
+def test_backward_is_the_slowest_of_its_overlapping_parts(
     quantities: Quantities, swapped: float, recomputed: float, seconds: float
 ) -> None:
     assert formulas.backward_s(quantities, swapped, recomputed) == pytest.approx(seconds)
@@ -289,7 +289,7 @@ def test_walk_and_convex_programme_agree_within_one_layer(problem: tuple[Quantit
 
 
 @given(problem=problems(), at=st.lists(st.floats(0, 1), min_size=3, max_size=3))
-def test_iteration_time_is_convex_in_what_is_swapped(problem: tuple[Quantities, tuple[Layer, ...]], at: list[float]) -> None:
+def test_iteration_time_is_convex_in_the_swapped_bytes(problem: tuple[Quantities, tuple[Layer, ...]], at: list[float]) -> None:
     q, layers = problem
     least, most = q.swapped_first_bytes, swapped_bytes(q, layers, len(layers))
     low, middle, high = sorted(least + share * (most - least) for share in at)
@@ -301,7 +301,7 @@ def test_iteration_time_is_convex_in_what_is_swapped(problem: tuple[Quantities, 
 # ---- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_keeps_weights_and_state_on_disk_and_says_what_it_swaps() -> None:
+def test_a_plan_keeps_weights_and_state_on_disk_and_reports_its_swaps() -> None:
     model, hardware = gpt(4), machine(disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
     plan = lohan.plan(model, hardware)
     swapped = set(plan.decisions["swapped_operators"])
@@ -352,7 +352,7 @@ def test_by_default_a_is_all_that_leaves_the_device(case: int) -> None:
     assert (left == q.boundary_bytes) == (case == 1)  # where the disk is the limit: the inputs, once
 
 
-def test_what_host_memory_cannot_hold_goes_to_disk_first_blocks_first() -> None:
+def test_activations_beyond_host_memory_go_to_disk_first_blocks_first() -> None:
     model = gpt(24, tokens=32 * 1024)
     hardware = machine(host_memory_bytes=8 * GIB, disk_read_bytes_per_s=300e9, disk_write_bytes_per_s=300e9)
     plan = lohan.plan(model, hardware)
@@ -363,7 +363,7 @@ def test_what_host_memory_cannot_hold_goes_to_disk_first_blocks_first() -> None:
     assert split[0].to_host <= split[-1].to_host
 
 
-def test_less_is_swapped_where_the_device_cannot_hold_what_is_on_its_way() -> None:
+def test_less_is_swapped_if_the_device_cannot_hold_tensors_in_transfer() -> None:
     model = gpt(12, hidden=5120, tokens=64 * 1024)
     large, small = (lohan.plan(model, machine(device_memory_bytes=gib * GIB)) for gib in (80, 18))
     assert small.decisions["swapped_bytes"] < large.decisions["swapped_bytes"]
@@ -417,7 +417,7 @@ def test_weights_that_have_no_anchor_stay_on_the_device() -> None:
     assert [(b.weights, b.state) for b in plan.blocks] == [(Tier.DEVICE, Tier.DISK), (Tier.DISK, Tier.DISK), (Tier.DISK, Tier.DISK)]
 
 
-def test_nothing_is_swapped_where_the_device_is_the_host() -> None:
+def test_nothing_is_swapped_if_the_device_is_the_host() -> None:
     model = gpt(3)
     hardware = machine(shared_memory=True)
     plan = lohan.plan(model, hardware)

@@ -262,12 +262,12 @@ def test_without_priority_the_first_forward_waits_for_all_of_the_last_step() -> 
         (BlockPlan(name="layers.0", operators={"mlp": Saved.SWAP_DISK}), r"operators\['mlp'\]='swap_disk'"),
     ],
 )
-def test_activations_that_do_not_stay_are_refused_where_the_device_is_the_host(rule: BlockPlan, knob: str) -> None:
+def test_activations_that_do_not_stay_are_refused_if_the_device_is_the_host(rule: BlockPlan, knob: str) -> None:
     with pytest.raises(ConfigError, match=rf"plan 'm': block 'layers\.0' has {knob}.*own CPU"):
         _lower(Plan(name="m", blocks=(rule,)), _model(1), _signature((0,)))
 
 
-def test_split_batches_are_refused_where_the_device_is_the_host() -> None:
+def test_split_batches_are_refused_if_the_device_is_the_host() -> None:
     plan = Plan(name="m", blocks=(BlockPlan(name="layers.0"),), micro_batches=2)
     with pytest.raises(ConfigError, match=r"micro_batches=2.*accumulate_grad_batches"):
         _lower(plan, _model(1), _signature((0,)))
@@ -285,7 +285,7 @@ def _verdicts(*, capacity: int) -> list[list[str]]:
     return [[f"{op.kind.value} {op.block} {op.payload.value}" for op in s.ops if op.at == 6] for s in steps]
 
 
-def test_a_verdict_that_keeps_issues_what_is_left() -> None:
+def test_a_keeping_verdict_issues_the_remaining_updates() -> None:
     kept, _ = _verdicts(capacity=3)
     assert kept == ["UPDATE 0 state", "STORE 0 state", "UPDATE 1 state", "COMMIT -1 -"]
 
@@ -306,14 +306,14 @@ def _speculating(updates: Updates) -> tuple[Plan, ModelShape, Schedule]:
     return disk(model), model, _lower(disk(model), model, _signature((0, 1), updates), capacity=2)
 
 
-def test_what_was_discarded_is_updated_again() -> None:
+def test_discarded_updates_are_repeated() -> None:
     plan, model, kept = _speculating(Updates.SPECULATIVE)
     broken = replace(kept, signature=replace(kept.signature, updates=Updates.REDONE))
     with pytest.raises(ScheduleError, match=r"rule 'update'.*block 1 .*discarded by the verdict and not updated again"):
         check(broken, plan, model, capacity_bytes=2 * MIB)
 
 
-def test_what_was_kept_is_not_updated_again() -> None:
+def test_kept_updates_are_not_repeated() -> None:
     plan, model, redone = _speculating(Updates.REDONE)
     broken = replace(redone, signature=replace(redone.signature, updates=Updates.SPECULATIVE))
     with pytest.raises(ScheduleError, match=r"rule 'resident'.*block 1 .*or are in memory"):
@@ -334,7 +334,7 @@ def test_an_update_that_is_done_again_finds_the_old_weights() -> None:
         check(replace(redone, ops=tuple(ops)), plan, model, capacity_bytes=2 * MIB)
 
 
-def test_a_block_that_cannot_be_taken_back_waits_for_the_verdict() -> None:
+def test_a_block_that_cannot_be_discarded_waits_for_the_verdict() -> None:
     model = _model(1, 1)
     schedule = _lower(host(model), model, _signature((0, 1), Updates.SPECULATIVE))
     assert {str(schedule.anchors[op.at]) for op in schedule.ops} == {"V"}

@@ -119,7 +119,7 @@ def test_disk_to_host_to_device_is_a_pipeline() -> None:
     assert fetch.id in upload.after
 
 
-def test_at_the_turn_the_device_keeps_what_it_needs_again() -> None:
+def test_at_the_turn_the_device_keeps_weights_that_it_needs_again() -> None:
     schedule = _steady(_plan(ON_HOST, num_blocks=6, prefetch_depth=1), device=3 * UNIT)
     assert _ops(schedule, OpKind.UPLOAD)[6:] == [("B:3", "UPLOAD:2"), ("B:2", "UPLOAD:1"), ("B:1", "UPLOAD:0")]
 
@@ -253,7 +253,7 @@ def test_device_and_cpu_updates_alternate_in_forward_order() -> None:
     assert not [op for op in schedule.ops if op.kind is OpKind.GRAD and op.block in (1, 3)]  # they stay on the device
 
 
-def test_state_comes_during_backward_where_updates_do() -> None:
+def test_state_comes_during_backward_if_updates_do() -> None:
     schedule = _steady(_plan(VISITOR, num_blocks=3))
     assert [row for row in _ops(schedule, OpKind.SWAP_IN, OpKind.UPDATE) if row[0] != "V"] == [
         ("B:2", "SWAP_IN:2"),
@@ -367,7 +367,7 @@ def test_state_on_the_device_is_not_for_the_cpu() -> None:
         _steps(_plan(replace(RENEWED, state=Tier.DEVICE), num_blocks=1))
 
 
-def test_a_schedule_for_a_device_is_refused_where_there_is_none() -> None:
+def test_a_schedule_for_a_device_is_refused_without_one() -> None:
     plan = _plan(ON_HOST, num_blocks=2)
     schedule = _steady(plan)
     with pytest.raises(ScheduleError, match="does not run: UPLOAD weights on lane 'h2d'"):

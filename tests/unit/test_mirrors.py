@@ -42,7 +42,7 @@ STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),
 
 @pytest.mark.parametrize("updates", [Updates.IN_BACKWARD, Updates.AFTER_VERDICT, Updates.SPECULATIVE, Updates.REDONE])
 @pytest.mark.parametrize(("plan", "size"), [("host", 12), ("resident", 12), ("state", 4), ("disk", 0)])
-def test_a_kept_step_writes_what_lives_in_memory_before_its_record(plan: str, size: int, updates: Updates) -> None:
+def test_a_kept_step_writes_mirrors_before_its_record(plan: str, size: int, updates: Updates) -> None:
     shape = KEPT.shape()
     made = {"host": host(shape), "resident": resident(shape), "disk": disk(shape)}.get(plan, STATE_ON_DISK)
     resolved = made.resolve(b.name for b in shape.blocks)
@@ -134,7 +134,7 @@ def test_a_disk_without_room_for_them_is_named() -> None:
     assert 'durability="none"' in str(refusal.value)
 
 
-def test_auto_chooses_by_what_keeping_costs() -> None:
+def test_auto_considers_the_cost_of_keeping() -> None:
     """Updates during backward wait for the mirrors of the step before; those after it leave them all of forward and backward."""
     free, kept = (PLANNERS["holistic"](model, OWN_CPU) for model in (FREE, KEPT))
     seconds = {

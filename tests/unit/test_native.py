@@ -272,7 +272,7 @@ def test_an_update_in_ram_has_the_bits_of_the_kernel(engine: _native.Engine, are
         assert 0 < times.submitted_ns <= times.started_ns <= times.ready_ns <= times.done_ns
 
 
-def test_an_update_that_awaits_its_verdict_is_taken_back_or_kept(engine: _native.Engine, arena: _native.Arena) -> None:
+def test_an_update_that_awaits_its_verdict_is_discarded_or_kept(engine: _native.Engine, arena: _native.Arena) -> None:
     weights, grad = torch.randn(NUMEL), torch.randn(NUMEL)
     segment = _native.Segment(0, NUMEL, grad.data_ptr(), _native.F32, 0)
     with _native.NativePart(None, _geometry(**IN_RAM), arena.address, keep=arena) as block:
@@ -389,7 +389,7 @@ def test_patches_outside_their_block_are_refused(engine: _native.Engine, arena: 
         engine.read(block, [_native.Patch(*patch)])
 
 
-def test_waiting_stops_at_the_timeout_and_the_task_goes_on(engine: _native.Engine, arena: _native.Arena) -> None:
+def test_waiting_stops_at_the_timeout_and_the_task_continues(engine: _native.Engine, arena: _native.Arena) -> None:
     with _native.NativePart(None, _geometry(**IN_RAM), arena.address) as block:
         ticket = engine.open_update(block, weights_resident=True)
         with pytest.raises(TimeoutError, match="goes on"):

@@ -150,7 +150,7 @@ def faults(header: str) -> list[str]:
     return found
 
 
-def test_structures_prototypes_and_codes_are_those_of_the_header() -> None:
+def test_structures_prototypes_and_codes_equal_those_of_the_header() -> None:
     assert faults(HEADER) == []
 
 

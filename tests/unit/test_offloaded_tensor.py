@@ -60,7 +60,7 @@ def test_metadata_repr_detach_and_views_do_not_read() -> None:
         lambda t: torch.from_dlpack(t),
     ],
 )
-def test_reads_give_what_the_ordinary_tensor_gives(function: object) -> None:
+def test_reads_equal_those_of_an_ordinary_tensor(function: object) -> None:
     assert callable(function)
     tensor, _ = lazy(matrix())
     result = function(tensor)
@@ -174,7 +174,7 @@ def test_storage_access_is_refused_and_names_the_way() -> None:
         tensor.untyped_storage()
 
 
-def test_an_address_is_that_of_a_copy_that_is_brought_up_to_date() -> None:
+def test_an_address_is_of_an_up_to_date_copy() -> None:
     tensor, source = lazy(matrix())
     address = tensor.data_ptr()
     there = (ctypes.c_float * tensor.numel()).from_address(address)
@@ -255,7 +255,7 @@ def test_materialize_passes_ordinary_tensors() -> None:
 ELSEWHERE = torch.device("meta")
 
 
-def test_a_handle_reports_its_device_and_so_does_what_is_made_of_it() -> None:
+def test_handles_and_tensors_made_from_them_report_the_device() -> None:
     source = CountingSource(matrix())
     tensor = OffloadedTensor(source, device=ELSEWHERE)
     derived = [tensor, tensor.detach(), tensor.data, tensor.t(), tensor[0], *tensor.split(2)]
@@ -300,7 +300,7 @@ def save(value: object) -> io.BytesIO:
     return file
 
 
-def test_writes_reach_the_source_as_cpu_tensors_whatever_the_device() -> None:
+def test_writes_reach_the_source_as_cpu_tensors_on_any_device() -> None:
     source = CountingSource(matrix())
     tensor = OffloadedTensor(source, device=ELSEWHERE)
     tensor.copy_(torch.full((4,), 2.0, dtype=torch.float64))

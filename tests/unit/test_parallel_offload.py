@@ -70,7 +70,7 @@ def test_configurations_may_name_ranks_and_nodes() -> None:
     assert placed(strategy, 2, names).options.host_memory == 4 << 30
 
 
-def test_ranks_of_one_node_share_what_it_has(tmp_path: Path) -> None:
+def test_ranks_of_one_node_share_its_resources(tmp_path: Path) -> None:
     strategy = HeteroParallelStrategy(offload={"plan": "disk", "disk_path": tmp_path})
     first, second = (placed(strategy, rank, ("node", "node")).options for rank in range(2))
     assert (first.disk_path, second.disk_path) == (tmp_path / "rank-0", tmp_path / "rank-1")

@@ -49,7 +49,7 @@ def _model(name: str, *, batch: int = 1, sequence: int = 1024) -> ModelProfile:
         ("smollm2-360m", 361_821_120),
     ],
 )
-def test_parameters_are_those_of_the_published_model(name: str, num_params: int) -> None:
+def test_parameters_equal_those_of_the_published_model(name: str, num_params: int) -> None:
     assert _model(name).num_params == num_params
 
 
@@ -179,7 +179,7 @@ def test_parameters_of_a_block_are_torchs() -> None:
     assert _first_layer(_llama()).num_params == norms + sum(p.numel() for p in _LlamaBlock().parameters())
 
 
-def test_a_16_bit_block_with_dropout_saves_what_korthikanti_count() -> None:
+def test_a_16_bit_block_with_dropout_saves_korthikantis_bytes() -> None:
     """Equation 1 of Korthikanti et al. 2022: s·b·h·(34 + 5·a·s/h)."""
     squares = 5 * HEADS * SEQUENCE * TOKENS
     assert _first_layer(_gpt(), itemsize=2).activation_bytes == 34 * TOKENS * HIDDEN
@@ -237,7 +237,7 @@ def test_a_head_in_chunks_keeps_nothing_of_the_vocabularys_size() -> None:
     assert chunked.transient_bytes == (2 + 8) * 16 * 50257
 
 
-def test_generic_models_are_those_of_the_table() -> None:
+def test_generic_models_equal_those_of_the_table() -> None:
     made = presets.gpt(12, 768, 12, positions=1024, batch=4, sequence=512, hardware=HARDWARE, name="gpt2")
     assert made == _model("gpt2", batch=4, sequence=512)
     made = presets.llama(32, 4096, 32, intermediate=14336, kv_heads=8, batch=1, sequence=1024, hardware=HARDWARE, name="mistral-7b")
@@ -251,7 +251,7 @@ def test_a_model_by_its_dimensions_as_text() -> None:
     assert _model("llama:layers=2,hidden=64,heads=4,kv_heads=2,tied=true").blocks[-1].num_params == 64
 
 
-def test_fp32_doubles_what_16_bit_saves_of_hidden_states() -> None:
+def test_fp32_doubles_the_saved_hidden_states_of_16_bit() -> None:
     narrow = presets.gpt(1, 64, 4, batch=1, sequence=8, hardware=HARDWARE, dropout=False)
     wide = presets.gpt(1, 64, 4, batch=1, sequence=8, hardware=HARDWARE, dropout=False, itemsize=4)
     assert wide.blocks[1].activation_bytes == 2 * narrow.blocks[1].activation_bytes
@@ -406,12 +406,12 @@ def test_unknown_names_are_refused_with_near_and_known_ones(call: Callable[[], o
         (lambda: presets.gpt(1, 64, 4, batch=1, sequence=8, hardware=HARDWARE, itemsize=8), "itemsize=8"),
     ],
 )
-def test_what_cannot_be_is_refused(call: Callable[[], object], message: str) -> None:
+def test_impossible_dimensions_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
 
 
-def test_llamas_default_width_is_that_of_the_published_models() -> None:
+def test_llamas_default_width_equals_the_published_models() -> None:
     for hidden, wide in {4096: 11008, 5120: 13824, 6656: 17920, 8192: 22016}.items():
         heads = hidden // 128
         made = presets.llama(1, hidden, heads, batch=1, sequence=8, hardware=HARDWARE).blocks[1]

@@ -66,7 +66,7 @@ def test_time_outside_blocks_belongs_to_the_next_one_and_the_loss_to_the_last_on
     assert sum(s.seconds for s in rows) == pytest.approx((6 - 1) + (10 - 7))
 
 
-def test_blocks_inside_each_other_leave_the_outer_one_what_is_between() -> None:
+def test_compute_between_inner_blocks_belongs_to_the_outer_one() -> None:
     line = Timeline(Ticks())
     with line.during(F_):
         line.forward_begins(block(0), ())
@@ -225,7 +225,7 @@ def test_saved_bytes_are_those_that_saved_tensors_hooks_see(recompute: bool, tok
     assert sum(memory.activation_bytes) == sum(observed.made[n].num_bytes for n in observed.saved)
 
 
-def test_flop_are_those_of_torchs_counter(tokens: Tensor) -> None:
+def test_flop_equal_those_of_torchs_counter(tokens: Tensor) -> None:
     torch.manual_seed(1)
     net = Net()
     with FlopCounterMode(display=False) as counter:
@@ -272,7 +272,7 @@ def test_operators_of_equal_blocks_have_equal_names_flop_and_bytes(tokens: Tenso
     assert by_name["qkv"].bytes == 4 * positions * 3 * width  # q, k and v are views of one storage
 
 
-def test_the_boundary_of_a_block_is_what_it_gets(tokens: Tensor) -> None:
+def test_the_boundary_of_a_block_is_its_input(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
     memory = RecordedMemory(observed, len(blocks))
@@ -287,7 +287,7 @@ def test_the_boundary_of_a_block_is_what_it_gets(tokens: Tensor) -> None:
         )
 
 
-def test_what_a_block_needs_beside_what_it_saves(tokens: Tensor) -> None:
+def test_the_temporary_memory_of_a_block(tokens: Tensor) -> None:
     """The largest: backward of the first linear of the MLP holds the gradient of its output and of its input."""
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
@@ -325,7 +325,7 @@ def test_protrain_s_walk_over_a_recorded_backward_finds_its_peak(tokens: Tensor)
     assert ModelProfile.from_json(model.to_json()) == model
 
 
-def test_every_operator_is_measured_with_what_lies_before_it(tokens: Tensor) -> None:
+def test_every_operator_is_measured_with_the_gap_before_it(tokens: Tensor) -> None:
     torch.manual_seed(1)
     observed, _ = observe(Net(), tokens)
     rows = measures(observed)
@@ -421,7 +421,7 @@ def test_malloc_is_believed_where_operators_show_far_less() -> None:
         assert [b.activation_bytes for b in profile.blocks] == [expected]
 
 
-def test_the_heap_meter_sees_what_malloc_gives_out() -> None:
+def test_the_heap_meter_sees_mallocs_allocations() -> None:
     meter = heap_meter()
     before = meter()
     kept = torch.empty(16 * 2**20, dtype=torch.uint8)
@@ -429,7 +429,7 @@ def test_the_heap_meter_sees_what_malloc_gives_out() -> None:
     assert heap_size() >= meter()
 
 
-def test_malloc_keeps_what_the_heap_has_grown_by_beyond_all_storages_at_once() -> None:
+def test_kept_memory_is_heap_growth_beyond_the_peak_of_storages() -> None:
     weight = nn.Parameter(torch.ones(256, 256))
     recorder = OperatorRecorder(Addresses([]), lambda: 0.0)
     handle = weight.register_post_accumulate_grad_hook(recorder.is_gradient)

@@ -40,7 +40,7 @@ def _anchors(recorder: Recorder, *names: str) -> None:
     recorder.leave()
 
 
-def test_what_lies_between_two_stays_is_the_compute_of_the_first_ones_anchor() -> None:
+def test_time_between_two_stops_is_compute_of_the_first_anchor() -> None:
     recorder, clock = _recorder()
     _anchors(recorder, "F a", "F b")
     clock.passed = clock.at
@@ -71,7 +71,7 @@ def test_the_compute_of_an_anchor_ends_once() -> None:
     assert [s.name for s in recorder.trace().spans] == ["wait F a", "F a"]
 
 
-def test_what_is_off_asks_no_clock_but_counts_the_time_in_the_runtime() -> None:
+def test_a_recorder_that_is_off_only_counts_the_runtimes_time() -> None:
     recorder = Recorder(enabled=False)
     recorder.now = pytest.fail  # type: ignore[assignment]
     with recorder.waiting("F a"):
@@ -91,7 +91,7 @@ def test_only_the_latest_steps_are_kept() -> None:
     assert steps == set(range(4, 20))
 
 
-def test_an_op_of_the_engine_knows_when_it_was_issued_and_what_it_waited_for() -> None:
+def test_an_op_of_the_engine_has_its_issue_time_and_its_cause_of_waiting() -> None:
     recorder = Recorder(enabled=True)
     times: Any = dict.fromkeys(("ready_ns", "bytes_read", "bytes_written"), 0)
     later = 10**18

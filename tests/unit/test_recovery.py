@@ -142,7 +142,7 @@ def test_without_local_tiers_everything_is_remote(tmp_path: Path) -> None:
     assert checkpoints.bytes_read == {"peer": 0, "remote": sum(needed(layer_map, 2).values())}
 
 
-def test_what_is_nowhere_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_pieces_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
     layer_map = saved(folders, tmp_path / "c.ckpt", 4)
     for root in (*folders.values(), tmp_path / "c.ckpt"):
         flip(root / layer_map.save / "norm.0.distcp", 100)
@@ -190,7 +190,7 @@ def test_layers_are_named_as_modules() -> None:
     assert layer_of("state_dict.weight") == "model"
 
 
-def test_transfers_are_spread_over_those_who_can_send() -> None:
+def test_transfers_are_spread_over_all_senders() -> None:
     files = {n: {"bytes": 100, "crc32": [0], "ranks": [0]} for n in "ab"}
     fields = {"save": "s", "step": 1, "order": 1.0, "path": "p", "ranks": 3, "piece_bytes": 100}
     layer_map = LayerMap.decode(_encoded({**fields, "files": files, "starts": {}, "metadata_crc32": 0, "version": 1}))
@@ -227,7 +227,7 @@ def test_the_newest_complete_save_is_found(folders: dict[str, Path], tmp_path: P
         make(folders).load(tmp_path / "run" / "2.ckpt")
 
 
-def test_a_run_that_went_back_goes_on_from_what_it_saved_since(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_that_went_back_continues_from_what_it_saved_since(folders: dict[str, Path], tmp_path: Path) -> None:
     saved(folders, tmp_path / "run" / "{}.ckpt", *range(1, 6), keep=9)
     went_back = make(folders)
     went_back.load(tmp_path / "run" / "1.ckpt")
@@ -306,7 +306,7 @@ def test_removing_removes_it_everywhere(folders: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_what_is_saved_is_the_state_as_save_was_called(copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_saved_state_is_that_of_the_call(copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the copy, the very same test finds the next step's values."""
     go_on, write = threading.Event(), LayerWriter.write_data
 

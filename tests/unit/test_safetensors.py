@@ -79,7 +79,7 @@ def test_values_are_converted_as_copy_does(memory: Tensor, tmp_path: Path, monke
     assert torch.equal(memory, torch.empty_like(memory).copy_(value))
 
 
-def test_shards_hold_what_they_may_and_an_index_finds_it(tmp_path: Path) -> None:
+def test_shards_keep_to_their_size_and_an_index_finds_tensors(tmp_path: Path) -> None:
     named = {f"t{i}": torch.full((10,), float(i)) for i in range(7)} | {"large": torch.ones(50)}
     read: list[str] = []
     files = write_directory(tmp_path / "out", to_write(named, read), max_shard_bytes=100)
@@ -199,7 +199,7 @@ def two_files(folder: Path) -> None:
         (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "c.safetensors"}}'), "not a complete safetensors file"),
     ],
 )
-def test_a_directory_says_what_it_lacks(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_the_error_of_a_directory_names_missing_files(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
     make(folder)

@@ -113,7 +113,7 @@ def test_writing_writes_all_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_we_write_is_valid(name: str) -> None:
+def test_written_files_are_valid(name: str) -> None:
     _validator(name).validate(json.loads(EXAMPLES[name]))
     READERS[name](EXAMPLES[name])
 

@@ -33,7 +33,7 @@ DISK = Plan(name="disk", blocks=(BlockPlan(name="*", weights=Tier.DISK, state=Ti
 STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
 
 
-def test_what_is_kept_overlaps_backward_and_what_is_discarded_costs_more_than_waiting() -> None:
+def test_kept_updates_overlap_backward_and_discarded_ones_cost_more_than_waiting() -> None:
     worth = speculation(DISK, MODEL, OWN_CPU)
     unclipped = simulation(DISK, MODEL, OWN_CPU).prediction.iteration_s
     assert worth.kept_s < worth.waiting_s < worth.redone_s
@@ -42,14 +42,14 @@ def test_what_is_kept_overlaps_backward_and_what_is_discarded_costs_more_than_wa
     assert worth.expected_s(worth.break_even) == pytest.approx(worth.waiting_s)
 
 
-def test_where_nothing_is_on_disk_there_is_nothing_to_speculate_with() -> None:
+def test_if_nothing_is_on_disk_there_is_nothing_to_speculate_with() -> None:
     worth = speculation(Plan(name="host", blocks=(BlockPlan(name="*"),)), MODEL, OWN_CPU)
     assert worth.kept_s == worth.redone_s == worth.waiting_s
     assert worth.break_even == 0
 
 
 @pytest.mark.parametrize("weights", [*Tier])
-def test_beside_a_device_too_what_is_kept_overlaps_backward(weights: Tier) -> None:
+def test_kept_updates_overlap_backward_beside_a_device_too(weights: Tier) -> None:
     machine = replace(ROOMY, disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
     plan = Plan(name="state", blocks=(BlockPlan(name="*", weights=weights, state=Tier.DISK),))
     worth = speculation(plan, MODEL, machine)
@@ -57,7 +57,7 @@ def test_beside_a_device_too_what_is_kept_overlaps_backward(weights: Tier) -> No
     assert 0 < worth.break_even < 1
 
 
-def test_gradients_of_what_was_tried_stay_on_the_host_until_the_verdict() -> None:
+def test_gradients_of_speculative_updates_stay_on_the_host_until_the_verdict() -> None:
     plan = DISK.resolve(b.name for b in MODEL.blocks)
     tries, one = (Updates.SPECULATIVE, Updates.REDONE), PARAMS * 4
     every = (Updates.IN_BACKWARD, Updates.AFTER_VERDICT, *tries)

@@ -48,7 +48,7 @@ def test_a_wait_is_split_along_the_chain_of_those_to_blame() -> None:
     )  # fmt: skip
 
 
-def test_what_goes_by_before_the_first_op_is_issued_is_nobodys_fault() -> None:
+def test_time_before_the_first_op_is_blamed_on_no_op() -> None:
     spans = with_reasons([_op("FETCH b", "disk_read", 5, 8, issued_s=5), _wait("F b", 4, 8, "FETCH b")])
     (stall,) = stalls(Trace(spans=spans))
     assert stall.chain == (("FETCH b", 3.0), ("", 1.0))

@@ -105,7 +105,7 @@ def test_taking_over_is_said_and_removes_only_names_of_ours(root: Path, caplog: 
     assert sorted(os.listdir(path)) == ["block-0.c", "notes.txt"]
 
 
-def test_close_with_remove_takes_away_what_it_made(root: Path) -> None:
+def test_close_with_remove_removes_its_own_files(root: Path) -> None:
     made = _open(root / "made", root)
     (made.path / "block-00003.b").touch()
     made.close(remove=True)
@@ -153,7 +153,7 @@ def test_a_temporary_directory_can_be_kept(root: Path) -> None:
     assert (store.path / "MANIFEST").exists()
 
 
-def test_a_temporary_directory_that_nobody_closes_goes_with_its_process(root: Path) -> None:
+def test_an_unclosed_temporary_directory_is_removed_with_its_process(root: Path) -> None:
     script = CHILD.replace("sys.stdin.read()", "")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     arguments = [sys.executable, "-c", script, "-", str(root), repr(MODEL)]

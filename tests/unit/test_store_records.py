@@ -103,7 +103,7 @@ def test_a_transposed_tensor_comes_back_with_its_values() -> None:
     assert torch.equal(loads(dumps(value, "value")), value)
 
 
-def test_what_has_no_safe_form_is_refused_by_place_and_type() -> None:
+def test_objects_without_a_safe_form_are_refused_by_place_and_type() -> None:
     with pytest.raises(ConfigError, match=r"callbacks\['a'\]\[1\] is a torch.nn.modules.linear.Identity"):
         dumps({"a": [1, torch.nn.Identity()]}, "callbacks")
     endless: list[Any] = []

@@ -153,7 +153,7 @@ class AheadSource(MeteredSource):
         return wait
 
 
-def test_what_comes_next_is_read_ahead_in_the_memory_of_the_largest_tensor(tmp_path: Path) -> None:
+def test_the_next_tensors_are_read_ahead_in_the_memory_of_the_largest(tmp_path: Path) -> None:
     sizes = [100, 300, 50, 900, 400, 1000, 0, 20, 30, 40, 500, 600, 10]
     sources = [AheadSource(torch.full((size,), float(i))) for i, size in enumerate(sizes)]
     tensors = {str(i): OffloadedTensor(source) for i, source in enumerate(sources)} | {"here": torch.ones(2)}

@@ -56,7 +56,7 @@ def test_the_faster_way_is_found(times: StepSeconds, rate: float) -> None:
     assert tries > 0.9 if times.expected_s(rate) < times.waiting_s else tries < 0.15
 
 
-def test_what_was_given_holds_until_enough_is_measured() -> None:
+def test_given_seconds_hold_until_enough_is_measured() -> None:
     for given, tries in ((0.25, False), (0.6, True)):
         machine = Machine(GPT2_ON_DISK, 0.0, given=given)
         machine.worth.discard_rate = 0.5
@@ -74,7 +74,7 @@ def test_without_discards_no_step_waits() -> None:
     assert all(machine.tried)
 
 
-def test_what_was_measured_while_the_disk_was_cold_is_measured_again() -> None:
+def test_measurements_on_a_cold_disk_are_repeated() -> None:
     """Trying took ten times as long at first."""
     machine = Machine(StepSeconds(kept_s=10.0, redone_s=12.0, waiting_s=1.21), 0.5)
     machine.run(50)
@@ -96,7 +96,7 @@ def test_another_plan_is_measured_anew() -> None:
     assert machine.worth.break_even == 0.25
 
 
-def test_what_is_fixed_is_not_learned() -> None:
+def test_a_fixed_choice_is_not_learned() -> None:
     checks: list[tuple[float, Callable[[bool], bool]]] = [(1.0, lambda tried: tried), (-1.0, lambda tried: not tried)]
     for fixed, expected in checks:
         machine = Machine(DEAR if fixed > 0 else GPT2_ON_DISK, 0.5)

@@ -68,7 +68,7 @@ def test_a_plan_for_another_machine_is_refused_as_fit_begins(
     assert_usable(module, root, plain)
 
 
-def test_without_a_budget_what_a_control_group_leaves_is_one(root: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_is_the_rest_of_the_control_group(root: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_hetero.runtime.options.available_memory_bytes", lambda: 1000)
     module = new_module()
     refused(OutOfMemoryBudgetError, ["plan 'disk' needs", "are free", "Free memory"], root, module)

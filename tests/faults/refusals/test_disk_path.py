@@ -184,7 +184,7 @@ class Watching(LitModel):
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("umask", [0o000, 0o277])
-def test_files_are_private_whatever_the_umask(root: Path, own: bool, umask: int) -> None:
+def test_files_are_private_under_any_umask(root: Path, own: bool, umask: int) -> None:
     torch.manual_seed(7)
     module = Watching(Recipe(steps=2))
     module.root = root

@@ -60,7 +60,7 @@ def test_a_block_that_is_used_twice(x: Tensor, rules: Any) -> None:
         assert_same(layer, driver, lambda: layer(layer(x)).square().mean())
 
 
-def test_names_go_on_where_a_block_is_used_twice(x: Tensor) -> None:
+def test_names_continue_where_a_block_is_used_twice(x: Tensor) -> None:
     block = Block(lambda block, x: x.exp().sin())
     x.requires_grad_()
     profile = profiled(block, {"b": block}, lambda: block(block(x)).sum())

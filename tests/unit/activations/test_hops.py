@@ -82,7 +82,7 @@ def test_files_of_other_batches_are_lent_again_and_those_that_no_batch_needs_go(
     assert names() == set()
 
 
-def test_the_disk_is_refused_where_there_is_none(x: Tensor) -> None:
+def test_the_disk_is_refused_without_one(x: Tensor) -> None:
     net = Net()
     with driving(net.blocks(), rule(DISK)) as driver:
         driver.begin()
@@ -134,7 +134,7 @@ def test_an_error_of_a_lane_reaches_backward(x: Tensor) -> None:
             driver.lanes.drain()
 
 
-def test_a_copy_that_nobody_waits_for_shows(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_a_wait_is_detected(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Poison: memory that is given up before its bytes have left, as a schedule without the edge would."""
     net = Net()
     expected = plain(net, lambda: net(x))
@@ -167,7 +167,7 @@ def test_ops_name_hops() -> None:
         assert driver.blocks["b"].swap(op).done()  # reality has overtaken it
 
 
-def test_what_is_held_is_what_is_needed(x: Tensor) -> None:
+def test_held_tensors_are_the_needed_ones(x: Tensor) -> None:
     """A recomputed use keeps its arguments no longer than until it has been recomputed."""
     block = Block(lambda block, x: block.linear(x.sin()).sin(), linear=nn.Linear(32, 32))
     with driving({"b": block}, rule(RECOMPUTE)) as driver:

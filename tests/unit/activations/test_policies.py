@@ -55,7 +55,7 @@ def test_operators_of_a_profile_are_found_again(x: Tensor) -> None:
         assert head == 0
 
 
-def test_what_moves_is_what_the_plan_adds_up(x: Tensor) -> None:
+def test_moved_bytes_equal_the_plans_sums(x: Tensor) -> None:
     net = Net()
     profile = profiled(net, net.blocks(), lambda: net(x))
     for rules in (
@@ -73,7 +73,7 @@ def test_what_moves_is_what_the_plan_adds_up(x: Tensor) -> None:
                 assert expected - small <= driver.moved(block.name) <= expected
 
 
-def test_what_left_tensor_by_tensor_comes_back_in_one_copy_a_block(x: Tensor) -> None:
+def test_tensors_leave_one_by_one_and_return_in_one_copy_per_block(x: Tensor) -> None:
     """Batched swap-in (ProTrain, figure 1, G): the link is not asked for many small transfers in backward."""
     net = Net()
 
@@ -100,7 +100,7 @@ def test_what_left_tensor_by_tensor_comes_back_in_one_copy_a_block(x: Tensor) ->
         net.zero_grad()
 
 
-def test_what_leaves_is_not_on_the_device_between_forward_and_backward(x: Tensor) -> None:
+def test_swapped_tensors_are_not_on_the_device_between_forward_and_backward(x: Tensor) -> None:
     """Bytes of storages alive at the end of forward: blocks' inputs, q, k and v, or what plain forward leaves."""
     net = Net(layers=3)
     hidden = x.numel() * 4
@@ -129,7 +129,7 @@ def test_what_leaves_is_not_on_the_device_between_forward_and_backward(x: Tensor
     assert left(rule(KEEP, KEEP, qkv=HOST)) == everything - 3 * 3 * hidden
 
 
-def test_a_recomputation_ends_where_nothing_is_missing_and_spares_what_is_there(x: Tensor) -> None:
+def test_a_recomputation_ends_if_nothing_is_missing_and_spares_what_is_there(x: Tensor) -> None:
     net = Net(layers=1, make=lambda: Layer(dropout=0.0))
 
     def repeated(rules: Callable[[str], BlockPlan]) -> list[str]:

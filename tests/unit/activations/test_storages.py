@@ -36,7 +36,7 @@ def _views(block: Block, x: Tensor) -> Tensor:
     return y[:48].sin() * y.t()[:48].square() * y[:, :32].exp().sum()
 
 
-def test_a_storage_moves_once_however_often_and_in_whatever_views_it_is_saved() -> None:
+def test_a_storage_moves_once_for_all_its_saved_views() -> None:
     block = Block(_views)
     x = torch.randn(64, 64, requires_grad=True)
     expected = torch.autograd.grad(block(x).sum(), x)[0]
@@ -66,7 +66,7 @@ def test_an_input_that_all_blocks_share_stays(x: Tensor, lanes: Callable[[], Lan
         assert_same(net, driver, lambda: net(x, mask))
 
 
-def test_what_a_block_returns_is_swapped_by_the_block_that_takes_it() -> None:
+def test_a_blocks_output_is_swapped_by_the_next_block() -> None:
     blocks = {name: nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for name in "ab"}
     net = nn.Sequential(OrderedDict(blocks))
     x = torch.randn(32, 64)

@@ -78,7 +78,7 @@ def alone():
 """
 
 
-def test_a_profile_of_the_users_layers_says_what_tensor_parallelism_shares(tmp_path: Path) -> None:
+def test_a_profile_of_layers_says_which_weights_tensor_parallelism_divides(tmp_path: Path) -> None:
     """60 columns: ranks of a stage are two or four, and eight neither by default nor on request."""
     module, out = tmp_path / "train.py", tmp_path / "model.json"
     module.write_text(MODULE)
@@ -145,7 +145,7 @@ def test_a_cluster_file_is_remembered_with_the_plan_and_prices_are_shown(tmp_pat
     assert "without left (2x a100-80)" in invoke("explain", moved / "plan.json").stdout
 
 
-def test_explain_says_what_binds_and_what_other_clusters_bring(plan_file: Path) -> None:
+def test_explain_shows_the_binding_stage_and_other_clusters(plan_file: Path) -> None:
     plan = ClusterPlan.load(plan_file)
     got = parsed("explain", plan_file)
     binding = got["binding"]
@@ -173,7 +173,7 @@ def test_explain_tries_the_degrees_that_the_plan_was_made_with(tmp_path: Path) -
     assert what_ifs["without node1 (1x h800)"] == pytest.approx(made["iteration_s"])
 
 
-def test_explain_of_a_plan_without_origin_says_what_is_missing(tmp_path: Path, plan_file: Path) -> None:
+def test_explain_of_a_plan_without_origin_names_the_missing_options(tmp_path: Path, plan_file: Path) -> None:
     data = json.loads(plan_file.read_text())
     del data["origin"]
     (bare := tmp_path / "bare.json").write_text(json.dumps(data))

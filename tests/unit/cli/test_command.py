@@ -50,7 +50,7 @@ def test_the_module_runs_as_the_command() -> None:
     assert "Exit codes: 0 success" in run.stdout
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_equals_the_packages() -> None:
     assert invoke("--version").stdout == f"lightning-hetero {__version__}\n"
 
 

@@ -19,7 +19,7 @@ from lightning_hetero.planners import PLANNERS
 from lightning_hetero.units import GIB, MIB
 
 
-def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
+def test_explain_shows_placement_reasons_and_alternatives(plan_file: Path) -> None:
     from lightning_hetero.planners import PLANNERS
 
     got = parsed("explain", plan_file)
@@ -47,7 +47,7 @@ def test_explain_says_what_is_where_why_and_what_else(plan_file: Path) -> None:
         assert words in text
 
 
-def test_a_plan_is_kept_where_the_planner_finds_nothing_better() -> None:
+def test_a_plan_is_kept_if_the_planner_finds_nothing_better() -> None:
     roomy = replace(HARDWARE, device_memory_bytes=8 * GIB)
     plan = PLANNERS["full_recompute"](MODEL, roomy)
     quicker = replace(roomy, device_update_params_per_s=2 * roomy.device_update_params_per_s)
@@ -74,7 +74,7 @@ def test_a_plan_of_a_person_is_compared_with_the_default_planners(tmp_path: Path
     assert kept["iteration_s"] < got["predicted"]["iteration_s"]  # one block less is computed twice
 
 
-def test_what_does_not_fit_says_how_much_is_missing(profiles: list[str]) -> None:
+def test_an_alternative_that_does_not_fit_says_how_much_is_missing(profiles: list[str]) -> None:
     rule = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.HOST, saved=Saved.RECOMPUTE)
     plan = Plan(name="mine", blocks=(rule,)).resolve(b.name for b in MODEL.blocks)
     tight = replace(HARDWARE, device_memory_bytes=_least_device_memory(plan))
@@ -119,7 +119,7 @@ def test_the_slowest_resource_binds() -> None:
     assert reasons.influences(plan, slow, HARDWARE)[0].resource == "compute"
 
 
-def test_groups_put_together_what_is_placed_alike() -> None:
+def test_groups_have_blocks_of_equal_placement() -> None:
     names = ["embed", *(f"layers.{i}" for i in range(6))]
     other = BlockPlan(name="layers.3", state=Tier.DISK)
     plan = Plan(name="mine", blocks=(other, BlockPlan(name="*"))).resolve(names)

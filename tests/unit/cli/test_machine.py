@@ -71,7 +71,7 @@ def test_doctor_finds_nothing_wrong_with_a_good_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "problem"), [("/dev/shm", "host memory"), ("/nowhere", "cannot be looked at")])
-def test_doctor_names_what_is_wrong_with_a_place(path: str, problem: str) -> None:
+def test_doctor_names_the_problem_of_a_path(path: str, problem: str) -> None:
     got = parsed("doctor", "--path", path, code=1)
     assert any(problem in text and path in text for text in got["problems"])
     assert "problem" in invoke("doctor", "--path", path, code=1).stdout

@@ -85,7 +85,7 @@ def test_all_planners_stand_side_by_side_and_those_without_a_plan_say_why(profil
     assert "no plan" in text
 
 
-def test_a_narrow_screen_compares_what_fits_it(profiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_screen_gets_a_narrow_comparison(profiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(
         "lightning_hetero.planners.PLANNERS", {name: PLANNERS[name] for name in ("resident", "host", "zero_infinity")}
@@ -167,7 +167,7 @@ def test_a_plan_remembers_its_origin_relative_to_its_file(plan_file: Path, tmp_p
     assert request.profiles() == (MODEL, HARDWARE)
 
 
-def test_options_replace_what_the_plan_remembers() -> None:
+def test_options_replace_those_in_the_plan() -> None:
     kept = Request(preset_model="gpt2", batch=8, sequence=512, device="rtx4090", host_memory="64GiB", disk="980pro")
     assert Request().or_else(kept) == kept
     assert Request(batch=16).or_else(kept) == replace(kept, batch=16)

@@ -68,7 +68,7 @@ def test_a_plan_that_no_longer_fits_exits_2(plan_file: Path, profiles: list[str]
     assert got["shortfall_bytes"] > 0
 
 
-def test_a_picture_shows_the_steady_step_with_what_crosses_its_ends() -> None:
+def test_a_picture_shows_the_steady_step_with_ops_across_its_ends() -> None:
     """Updates outlast backward: what the step finds at its begin is what it leaves at its end."""
     hardware = replace(HARDWARE, cpu_update_params_per_s=4e8)
     plan = planning.planners("zero_infinity")["zero_infinity"](MODEL, hardware)
@@ -86,7 +86,7 @@ def test_a_picture_shows_the_steady_step_with_what_crosses_its_ends() -> None:
     assert found == left
 
 
-def test_the_longest_waits_of_a_step_are_named_with_what_was_done_meanwhile() -> None:
+def test_the_longest_waits_of_a_step_are_listed_with_their_ops() -> None:
     hardware = replace(HARDWARE, cpu_update_params_per_s=4e8)
     plan = planning.planners("zero_infinity")["zero_infinity"](MODEL, hardware)
     simulated = simulation(plan, MODEL, hardware, keep_trace=True)

@@ -113,7 +113,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_nothing_known_exits_2(command: str, make: Any, words: str, tmp_path: Path) -> None:
+def test_an_unknown_kind_exits_2(command: str, make: Any, words: str, tmp_path: Path) -> None:
     make(tmp_path / "x")
     if command == "verify" and words == "format":
         assert words in parsed(command, tmp_path / "x", code=1)["faults"][0]
@@ -125,7 +125,7 @@ def test_what_is_nothing_known_exits_2(command: str, make: Any, words: str, tmp_
 # ---- verify -----------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_has_no_faults(trained: Path, tmp_path: Path) -> None:
+def test_a_complete_file_has_no_faults(trained: Path, tmp_path: Path) -> None:
     assert parsed("verify", trained / "store") == {
         "kind": "store", "path": str(trained / "store"), "faults": [], "notes": [],
         "checked": parsed("verify", trained / "store")["checked"],

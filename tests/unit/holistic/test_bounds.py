@@ -61,7 +61,7 @@ def test_uses_of_a_block_on_disk_whose_activations_leave() -> None:
     assert dict(zip(Quantity, taken, strict=True)) == pytest.approx(expected)
 
 
-def test_uses_where_the_device_is_the_host_move_nothing() -> None:
+def test_uses_if_the_device_is_the_host_move_nothing() -> None:
     taken = uses(MODEL.blocks[1], BlockPlan(name="b"), MODEL, OWN_CPU)
     copies = (
         Quantity.FRESH,
@@ -94,7 +94,7 @@ def test_a_slow_link_bounds_by_the_weights_that_pass_it() -> None:
     assert cached == pytest.approx((2 * 7 - 3) * 0.2)
 
 
-def test_updates_bound_what_follows_forward() -> None:
+def test_updates_bound_the_time_after_forward() -> None:
     slow = replace(ROOMY, cpu_update_params_per_s=1e8)  # 0.1 s a block, 0.7 s all; compute takes 0.21 s
     nothing_waits = _bound_s(BlockPlan(name="*"), slow)
     # All updates follow the last block's backward and come before its next forward: its compute, 0.03 s, is beside none of them.
@@ -147,12 +147,12 @@ def test_placements_are_those_that_the_machine_can_do() -> None:
     assert [weights for weights, _, _ in placements(frozen, ROOMY)] == [Tier.DEVICE, Tier.HOST, Tier.DISK]
 
 
-def test_the_bound_of_a_machine_that_has_no_choice_is_that_of_its_plan() -> None:
+def test_the_bound_of_a_machine_without_choice_equals_its_plan() -> None:
     alone = replace(ROOMY, link_h2d_bytes_per_s=0.0, disk_capacity_bytes=0)
     assert Relaxation(MODEL, alone).bound_s() == pytest.approx(7 * 0.031)
 
 
-def test_the_bound_recomputes_just_what_memory_asks_for() -> None:
+def test_the_bound_recomputes_only_as_memory_requires() -> None:
     # 980 MB of weights and state leave 520 MB, 25 MB of them for one block's transients and gradients: 205 MB of 700 MB must go. Of
     # each block 50 MB cost a fifth of its forward.
     alone = replace(ROOMY, device_memory_bytes=1500 * MB, link_h2d_bytes_per_s=0.0, disk_capacity_bytes=0)

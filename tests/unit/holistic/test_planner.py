@@ -30,7 +30,7 @@ SLOW_CPU = replace(ROOMY, name="slow cpu", cpu_update_params_per_s=1e7)
 # ---- the planner ------------------------------------------------------------------------------------------------------------
 
 
-def test_everything_stays_on_the_device_where_it_fits() -> None:
+def test_everything_stays_on_the_device_if_it_fits() -> None:
     found = plan(MODEL, SLOW_CPU)
     assert found.name == "holistic"
     assert {(b.weights, b.state, b.update, b.saved) for b in found.blocks} == {(*DEVICE, Saved.KEEP)}
@@ -48,7 +48,7 @@ def test_resident_may_be_preferred_though_something_is_a_little_faster() -> None
     assert fastest.objective_s < preferred.objective_s < 1.1 * fastest.objective_s
 
 
-def test_where_the_device_is_the_host_resident_is_preferred_unless_told_otherwise() -> None:
+def test_if_the_device_is_the_host_resident_is_preferred_unless_told_otherwise() -> None:
     close = replace(OWN_CPU, cpu_update_params_per_s=1e10, host_dram_bytes_per_s=1e12)  # updates take 7 ms, compute 210 ms
     assert plan(MODEL, close).decisions["start"] == "resident"
     assert plan(MODEL, close, prefer_resident=0.0).decisions["start"] != "resident"
@@ -96,7 +96,7 @@ def test_no_other_planner_is_faster_and_none_beats_the_bound(hardware: HardwareP
 
 
 @pytest.mark.parametrize("hardware", [ROOMY, TIGHT, replace(OWN_CPU, host_memory_bytes=2 * GB)])
-def test_where_updates_wait_for_all_gradients_every_planner_predicts_that(hardware: HardwareProfile) -> None:
+def test_if_updates_wait_for_all_gradients_every_planner_predicts_that(hardware: HardwareProfile) -> None:
     ours = plan(MODEL, hardware, prefer_resident=0.0, updates=Updates.AFTER_VERDICT)
     assert ours.predicted is not None
     waiting = 0
@@ -112,7 +112,7 @@ def test_where_updates_wait_for_all_gradients_every_planner_predicts_that(hardwa
     assert waiting >= 2  # of plans whose updates overlap backward otherwise
 
 
-def test_the_joint_space_beats_all_of_its_parts_where_memory_is_short() -> None:
+def test_the_joint_space_beats_all_of_its_parts_if_memory_is_short() -> None:
     ours = plan(model_of(20), TIGHT)
     others = []
     for name, planner in PLANNERS.items():
@@ -167,7 +167,7 @@ def test_a_plan_without_time_is_still_the_best_of_the_others() -> None:
     assert found.predicted.iteration_s <= PLANNERS["host"](MODEL, TIGHT).predicted.iteration_s
 
 
-def test_where_the_device_is_the_host_activations_stay() -> None:
+def test_if_the_device_is_the_host_activations_stay() -> None:
     found = plan(MODEL, replace(OWN_CPU, host_memory_bytes=1300 * MB))
     assert {(b.saved, b.boundary, tuple(b.operators)) for b in found.blocks} == {(Saved.KEEP, Saved.KEEP, ())}
     assert found.micro_batches == 1
@@ -195,7 +195,7 @@ def test_a_split_batch_has_the_same_work_in_all() -> None:
     assert split(MODEL, 1) is MODEL
 
 
-def test_a_batch_is_split_where_only_that_fits() -> None:
+def test_a_batch_is_split_if_only_that_fits() -> None:
     tight = replace(ROOMY, device_memory_bytes=130 * MB, disk_capacity_bytes=0)  # one block saves 100 MB, its weights pass beside
     with pytest.raises(PlanError, match="micro_batches"):
         plan(MODEL, tight)
@@ -204,7 +204,7 @@ def test_a_batch_is_split_where_only_that_fits() -> None:
     assert found.decisions["micro_batches"] == found.micro_batches
 
 
-def test_a_batch_stays_whole_where_splitting_does_not_help() -> None:
+def test_a_batch_stays_whole_if_splitting_does_not_help() -> None:
     assert plan(MODEL, SLOW_CPU, micro_batches=(1, 2)).micro_batches == 1
 
 
@@ -223,7 +223,7 @@ def test_the_hosts_own_cpu_splits_no_batch() -> None:
 # ---- nothing fits -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_names_the_tightest_tier_and_what_it_lacks() -> None:
+def test_an_error_names_the_tightest_tier_and_its_shortage() -> None:
     machine = replace(TIGHT, device_memory_bytes=300 * MB, host_memory_bytes=300 * MB, disk_capacity_bytes=800 * MB)
     with pytest.raises(PlanError, match=r"lacks .* Cheapest remedy: .* more disk; else .* more host memory; else ") as refused:
         plan(MODEL, machine)
@@ -233,7 +233,7 @@ def test_an_error_names_the_tightest_tier_and_what_it_lacks() -> None:
     assert plan(MODEL, replace(machine, **{key: getattr(machine, key) + short})).predicted is not None  # type: ignore[arg-type]
 
 
-def test_an_error_proposes_a_disk_where_there_is_none() -> None:
+def test_an_error_proposes_a_disk_without_one() -> None:
     machine = replace(
         TIGHT, host_memory_bytes=300 * MB, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0
     )

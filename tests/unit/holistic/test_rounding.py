@@ -51,7 +51,7 @@ def test_the_first_block_is_rounded_towards_the_device() -> None:
     assert rounded(_shares(relaxation, 0.1), relaxation.segments, grouped=False)[0][None] == CPU
 
 
-def test_a_rule_says_what_becomes_of_everything() -> None:
+def test_a_rule_covers_every_saved_tensor() -> None:
     block = MODEL.blocks[1]
     found = rule(block, {None: CPU, "cheap": Saved.RECOMPUTE, "dear": Saved.SWAP_HOST, INPUT: Saved.SWAP_DISK})
     assert (found.weights, found.state, found.update) == CPU
@@ -60,14 +60,14 @@ def test_a_rule_says_what_becomes_of_everything() -> None:
     assert found == BlockPlan(name=block.name, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_DISK, operators={"dear": Saved.SWAP_HOST})
 
 
-def test_a_rule_does_not_recompute_what_no_operator_accounts_for() -> None:
+def test_a_rule_does_not_recompute_bytes_without_an_operator() -> None:
     block = replace(MODEL.blocks[1], forward_flop=200.0)  # half of it belongs to no operator
     found = rule(block, {None: CPU, "cheap": Saved.RECOMPUTE, "dear": Saved.RECOMPUTE})
     assert found.saved is Saved.KEEP
     assert found.operators == {"cheap": Saved.RECOMPUTE, "dear": Saved.RECOMPUTE}
 
 
-def test_demotion_frees_what_is_asked_for_and_never_fills_the_device() -> None:
+def test_demotion_frees_the_requested_memory_and_never_fills_the_device() -> None:
     relaxation = Relaxation(model_of(20), ROOMY)
     relaxed = _shares(relaxation, 0.5)
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -79,7 +79,7 @@ def test_demotion_frees_what_is_asked_for_and_never_fills_the_device() -> None:
         assert after[Tier.DEVICE] <= before[Tier.DEVICE]
 
 
-def test_what_a_full_tier_loses_goes_to_no_other_that_was_full() -> None:
+def test_demotion_never_moves_data_to_a_full_tier() -> None:
     relaxation = Relaxation(model_of(20), ROOMY)
     relaxed = _shares(relaxation, 0.0)
     chosen = rounded(relaxed, relaxation.segments, grouped=True)

@@ -80,13 +80,13 @@ def _rewrite(change: Callable[[dict[str, Any]], object]) -> None:
         "empty",
     ],
 )
-def test_what_cannot_be_trusted_is_not_used(change: Callable[[dict[str, Any]], object]) -> None:
+def test_an_untrusted_profile_is_not_used(change: Callable[[dict[str, Any]], object]) -> None:
     cache.save(MACHINE, PROFILE)
     _rewrite(change)
     assert cache.load(MACHINE) is None
 
 
-def test_what_was_measured_on_a_busy_machine_counts_for_a_while() -> None:
+def test_a_profile_of_a_busy_machine_is_valid_for_an_hour() -> None:
     cache.save(MACHINE, PROFILE, busy=True)
     assert cache.load(MACHINE) == PROFILE
     _rewrite(lambda data: data.update(measured_s=time.time() - cache.BUSY_STALE_S - 60))

@@ -94,7 +94,7 @@ def test_threads_keep_to_the_affinity_and_to_a_groups_quota(
     assert available_cores(proc=_proc(tmp_path, line), cgroups=_files(tmp_path / "groups", files)) == cores
 
 
-def test_update_threads_are_half_of_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_threads_are_half_of_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("lightning_hetero.store.live.engine_options.available_cores", lambda: 6)
     assert EngineOptions().threads() == 3

@@ -27,7 +27,7 @@ def test_compute_counts_the_flop_of_its_block() -> None:
     assert load.flop == counter.get_total_flops()
 
 
-def test_compute_runs_whatever_modes_the_caller_is_in() -> None:
+def test_compute_runs_in_any_mode_of_the_caller() -> None:
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         load = loads.Compute(torch.device("cpu"), dtype=torch.float32, hidden=64, tokens=32, cache_bytes=0)
         load.step()

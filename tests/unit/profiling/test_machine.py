@@ -96,7 +96,7 @@ def test_random_numbers_are_left_alone(once: _Once) -> None:
     assert torch.equal(once.random_before, once.random_after)
 
 
-def test_what_was_measured_is_used_again(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_profile_is_used_again(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object) -> HardwareProfile:
         raise AssertionError("measured again")
 
@@ -110,7 +110,7 @@ def test_what_was_measured_is_used_again(measured: HardwareProfile, once: _Once,
         measure(once.path, device="cpu", seconds=QUICK_S, update_threads=7)
 
 
-def test_the_disk_is_left_alone_where_nobody_needs_it(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_not_measured_without_need(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*_: object) -> None:
         raise AssertionError("the disk is used")
 
@@ -147,7 +147,7 @@ def test_a_busy_machine_is_said_and_measured_again_after_an_hour(
     assert json.loads(file.read_text())["busy"] is busy
 
 
-def test_capacities_are_those_of_this_moment(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacities_equal_those_of_this_moment(measured: HardwareProfile, once: _Once, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 12345)
     again = measure(once.path, device="cpu")
     assert (again.host_memory_bytes, again.device_memory_bytes) == (12345, 12345)
@@ -210,7 +210,7 @@ def test_copies_that_halve_each_other_have_a_contention_of_two() -> None:
         ({"device": "abacus"}, r"device='abacus'; allowed here: None, 'cpu'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_a_measurement_that_cannot_work_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(**arguments)
 

@@ -82,13 +82,13 @@ def test_loads_with_torchs_threads_run_where_they_are_measured(clock: _Clock) ->
     assert (front.settled, back.settled) == (1, 1)
 
 
-def test_what_a_load_raises_ends_the_others_and_is_raised(clock: _Clock) -> None:
+def test_an_error_of_a_load_ends_the_others_and_is_raised(clock: _Clock) -> None:
     healthy, broken = _Sleeper(clock, "healthy", 0.01, foreground=True), _Sleeper(clock, "broken", 0.01, fails_at=3)
     with pytest.raises(OSError, match="broken"):
         rates([healthy, broken], 1e9)  # more steps than anybody waits for
 
 
-def test_what_runs_alone_runs_once_before_it_counts(clock: _Clock) -> None:
+def test_a_load_alone_runs_once_before_it_counts(clock: _Clock) -> None:
     load = _Sleeper(clock, "a", 0.005, foreground=True)
     results = rounds([[load]], seconds=1.0, repetitions=3)
     assert load.settled == 1 + len(results) >= 3

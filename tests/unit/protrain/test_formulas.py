@@ -48,7 +48,7 @@ def test_the_chunk_size_of_least_waste_is_chosen() -> None:
     st.integers(1, 9),
     st.integers(0, 60),
 )
-def test_the_chunk_size_is_that_of_the_whole_grid(sizes: list[int], interval: int, span: int) -> None:
+def test_the_chunk_size_equals_that_of_the_whole_grid(sizes: list[int], interval: int, span: int) -> None:
     start = -(-max(sizes) // interval) * interval
     grid = range(start, start + min(span, max(sizes)) + 1, interval)
     assert best_chunk_params(sizes, interval=interval, span=span) == min(grid, key=lambda p: wasted_params(sizes, p))
@@ -144,7 +144,7 @@ def test_equation_2_takes_the_slower_of_device_and_cpu() -> None:
     assert iteration_s(slow, recompute, persistent=1, buffers=1) == 13.0 + 60.0
 
 
-def test_a_chunk_costs_what_its_blocks_cost_and_each_device_copies_its_shard() -> None:
+def test_a_chunk_costs_as_much_as_its_blocks_and_each_device_copies_its_shard() -> None:
     model = model_of(block_of(), block_of(num_trainable_params=4), block_of())
     hardware = hardware_of(world_size=4, collective_bytes_per_s=16.0)
     times = space_with(model, hardware, 16).times(0)

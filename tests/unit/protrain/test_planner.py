@@ -83,7 +83,7 @@ _HARDWARE = st.builds(
 
 @examples(120)
 @given(st.lists(_BLOCKS, min_size=1, max_size=6), _HARDWARE)
-def test_the_pruned_search_finds_what_brute_force_finds(blocks: list[BlockProfile], hardware: HardwareProfile) -> None:
+def test_the_pruned_search_equals_brute_force(blocks: list[BlockProfile], hardware: HardwareProfile) -> None:
     model = model_of(*blocks)
     space = space_with(model, hardware, best_chunk_params([b.num_params for b in blocks], interval=8, span=64))
     assert search(space) == _brute_force(space)
@@ -155,7 +155,7 @@ def _decided(plan: Plan) -> dict[str, int]:
     return dict(plan.decisions)
 
 
-def test_the_plan_is_what_its_decisions_say() -> None:
+def test_the_plan_follows_its_decisions() -> None:
     model = _gpt()
     plan = protrain.plan(model, _gpu())
     decided = _decided(plan)
@@ -226,7 +226,7 @@ def test_a_plan_for_shared_memory_keeps_activations_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(("tier", "gib"), [("device", 2), ("host", 8)])
-def test_what_does_not_fit_is_refused_with_tier_shortfall_and_remedy(tier: str, gib: int) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_tier_shortfall_and_remedy(tier: str, gib: int) -> None:
     model, key = _gpt(), f"{tier}_memory_bytes"
     with pytest.raises(PlanError, match=rf"the {tier} needs at least .* missing\. Cheapest remedy: ") as caught:
         protrain.plan(model, _gpu(**{key: gib * GIB}))

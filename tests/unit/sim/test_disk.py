@@ -120,7 +120,7 @@ def test_nothing_is_computed_that_may_not_be_written_yet() -> None:
     assert updates[1] == commits[0]
 
 
-def test_weights_that_compute_waits_for_overtake_what_the_disk_has_not_been_handed() -> None:
+def test_weights_that_compute_waits_for_overtake_queued_transfers() -> None:
     """Block 1 has 12 chunks of state to read, a second each; of the 8 that are with the disk 2 are done as block 0 is fetched."""
     model = model_of(DISK_PARAMS, 12 * 2**18, itemsize=2)
     plan = plan_of(ON_DISK, replace(ON_DISK, weights=Tier.HOST))

@@ -49,7 +49,7 @@ def test_both_directions_of_the_link_run_at_full_speed_unless_memory_is_too_slow
     assert _rates(replace(MACHINE, host_dram_bytes_per_s=12.0), Work.H2D, Work.D2H) == {Work.H2D: 6, Work.D2H: 6}
 
 
-def test_an_update_slows_down_by_what_copies_and_the_disk_take_of_memory() -> None:
+def test_copies_and_disk_slow_an_update_by_their_memory_traffic() -> None:
     # 3 parameters a second are 84 bytes a second; 100 less 10 and 10 and 4 are left.
     rates = _rates(MACHINE, Work.CPU_UPDATE, Work.H2D, Work.D2H, Work.DISK_READ)
     assert rates == pytest.approx({Work.CPU_UPDATE: 76, Work.H2D: 10, Work.D2H: 10, Work.DISK_READ: 4})

@@ -37,7 +37,7 @@ def _changes(simulation: Simulation, tier: str) -> list[tuple[float, int]]:
     return rows[:1] + [now for before, now in pairwise(rows) if now[1] != before[1]]
 
 
-def test_device_memory_is_what_lives_there_and_what_compute_holds() -> None:
+def test_device_memory_has_resident_data_and_memory_of_compute() -> None:
     sizes = {"activation_bytes": 100, "boundary_bytes": 10, "transient_bytes": 7}
     model = replace(model_of(10, 10, itemsize=2, **sizes), constant_device_bytes=1000, constant_host_bytes=500)
     schedule = schedule_of(2, [update_op(0, 4, Lane.COMPUTE), update_op(1, 4, Lane.COMPUTE)])

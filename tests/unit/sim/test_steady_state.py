@@ -81,7 +81,7 @@ def test_the_same_plan_always_gives_the_same_simulation() -> None:
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_that_needs_what_the_machine_cannot_do_is_refused() -> None:
+def test_a_plan_that_needs_impossible_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="cpu_update_params_per_s=0"):
         simulated(HOST_STEP, plan_of(ON_HOST, ON_HOST), model_of(10, 20), replace(GPU, cpu_update_params_per_s=0.0))
 

@@ -127,7 +127,7 @@ def test_work_slows_down_only_while_the_other_kind_runs() -> None:
     assert simulation.prediction.iteration_s == pytest.approx(7.6)
 
 
-def test_gradients_are_copied_lowest_block_first_where_the_plan_says_so() -> None:
+def test_gradients_are_copied_lowest_block_first_if_the_plan_says_so() -> None:
     ops = [
         make_op(OpKind.GRAD, 2, Lane.D2H, 4, Payload.GRADIENTS, num_bytes=50),
         make_op(OpKind.GRAD, 1, Lane.D2H, 5, Payload.GRADIENTS, num_bytes=10),
@@ -198,7 +198,7 @@ def test_one_device_alone_reduces_nothing() -> None:
     assert "net" not in simulation.busy
 
 
-def test_backward_takes_longer_by_what_it_recomputes() -> None:
+def test_recomputation_lengthens_backward() -> None:
     plan = plan_of(replace(RESIDENT, saved=Saved.RECOMPUTE), RESIDENT)
     assert simulated(schedule_of(2), plan, model_of(1, 1)).prediction.iteration_s == 2 + 2 + 3
 
