@@ -18,7 +18,8 @@ def _plan(name: str, *profiles: Any, **options: Any) -> Plan:
     return plan
 
 
-# Each takes (ModelProfile, HardwareProfile, **options). Modules that search are imported when they are asked.
+# Each takes (ModelProfile, HardwareProfile, **options). Modules that search are imported when they
+# are asked.
 PLANNERS: dict[str, Callable[..., Plan]] = {**BASELINES, **{name: partial(_plan, name) for name in _SEARCHING}}
 
 __all__ = ["BASELINES", "BUILTIN_PLANS", "PLANNERS", "disk", "host", "resident"]

@@ -1,8 +1,9 @@
-"""The plans that need no search: the resident one, the two plain offloads, and those that the papers compare with.
+"""Plans without a search: resident, host, disk, and those that the papers compare with.
 
-Each is a function of the blocks alone, so the strategy may use it before anything is measured. :data:`BASELINES` are planners made
-of them: of a system's variants the first one that fits the machine, evaluated by the simulator. Variants come in the order in which
-a user would turn the switches: activations stay on the device as long as they fit, then all are recomputed.
+Each is a function of the blocks alone, so the strategy may use it before anything is measured.
+:data:`BASELINES` are planners made of them: of a system's variants the first one that fits the
+machine, evaluated by the simulator. Variants come in the order in which a user would turn the
+switches: activations stay on the device as long as they fit, then all are recomputed.
 
 The papers give no formula for these systems, so ``objective_s`` is the simulator's iteration.
 """
@@ -23,7 +24,7 @@ from lightning_hetero.planners.evaluation import evaluated
 
 
 def resident(model: ModelShape) -> Plan:
-    """Nothing is offloaded: weights and state on the device, updates after backward, as without the strategy."""
+    """Nothing is offloaded: weights and state on the device, updates after backward."""
     rows = (BlockPlan(name=b.name, weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE) for b in model.blocks)
     return Plan(name="resident", blocks=tuple(rows))
 
@@ -34,7 +35,7 @@ def host(model: ModelShape) -> Plan:
 
 
 def disk(model: ModelShape) -> Plan:
-    """State on disk, and the weights of repeated blocks too; the others' (embeddings, head, tied) stay in host memory."""
+    """State and repeated blocks' weights on disk; other weights stay in host memory."""
     rows = (
         BlockPlan(name=b.name, weights=Tier.HOST if b.pinned else Tier.DISK, state=Tier.DISK if b.state_bytes else Tier.HOST)
         for b in model.blocks
@@ -48,7 +49,7 @@ def full_recompute(model: ModelShape) -> Plan:
 
 
 def zero_offload(model: ModelShape) -> Plan:
-    """ZeRO-Offload: weights on the device; gradients leave it during backward; CPU updates after it, then new weights go up.
+    """ZeRO-Offload: weights on the device, gradients and updates on the CPU after backward.
 
     Without its one-step delayed update, which would train on stale weights.
 
@@ -59,13 +60,14 @@ def zero_offload(model: ModelShape) -> Plan:
 
 
 def zero_infinity(model: ModelShape, tier: Tier = Tier.DISK) -> Plan:
-    """ZeRO-Infinity: weights and state below the device, only block inputs saved, all updates after backward.
+    """ZeRO-Infinity: weights and state below the device, only inputs saved, updates after backward.
 
     Inputs wait in host memory, everything else is recomputed.
 
     Args:
         model: The blocks.
-        tier: Where weights and state live, ``HOST`` or ``DISK``; weights used outside repeated blocks stay in host memory.
+        tier: Where weights and state live, ``HOST`` or ``DISK``; weights used outside repeated
+            blocks stay in host memory.
 
     Source: Rajbhandari et al. (SC 2021), as LoHan section V-A runs it.
     """
@@ -93,7 +95,7 @@ def _after_backward(plan: Plan) -> Plan:
     return replace(plan, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
 
 
-# ---- planners ---------------------------------------------------------------------------------------------------------------
+# ---- planners ------------------------------------------------------------------------------------
 
 
 def _keep_or_recompute(place: Callable[[ModelShape], Plan], model: ModelShape, shared_memory: bool) -> tuple[Plan, ...]:
@@ -133,8 +135,9 @@ def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan
 def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updates: Updates = Updates.IN_BACKWARD) -> Plan:
     """The first of a baseline's variants that fits the machine.
 
-    ``decisions`` name the tiers of ``weights`` and ``state`` of most blocks, the lane of the ``update``, whether updates overlap
-    with backward, and what becomes of ``activations`` and block ``inputs``.
+    ``decisions`` name the tiers of ``weights`` and ``state`` of most blocks, the lane of the
+    ``update``, whether updates overlap with backward, and what becomes of ``activations`` and block
+    ``inputs``.
 
     Args:
         model: The model.

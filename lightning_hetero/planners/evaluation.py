@@ -1,4 +1,4 @@
-"""Evaluates a plan for a machine: lowers it as the runtime does, checks its schedules, and simulates them."""
+"""Evaluates a plan for a machine: lowers it as the runtime does, checks it, simulates it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def simulation(
         prove: Prove the schedules' invariants first.
 
     Raises:
-        PlanError: A tier is too small for the plan; ``RateError`` where the machine has no rate for work that it needs.
+        PlanError: A tier is too small for the plan; ``RateError`` where the machine has no rate for
+            work that it needs.
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering, found by ``prove``.
     """
@@ -55,7 +56,8 @@ def speculation(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> S
         hardware: The machine's profile.
 
     Raises:
-        PlanError: A tier is too small for it; speculation takes spare memory for weights that no file has.
+        PlanError: A tier is too small for it; speculation takes spare memory for weights that no
+            file has.
         ConfigError: The plan does not fit the model.
     """
     waiting, kept, redone = (
@@ -66,7 +68,7 @@ def speculation(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> S
 
 
 def proved(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
-    """The resolved plan, after every invariant of its schedules has been proved; it is not simulated.
+    """The resolved plan, after the check of its schedules, without a simulation.
 
     Raises:
         PlanError: A tier is too small for it.
@@ -93,10 +95,11 @@ def _check(plan: Plan, model: ModelProfile, space: CacheSizes, schedules: Sequen
 
 
 def evaluated(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
-    """The resolved plan with its prediction, after every invariant of its schedules has been proved.
+    """The resolved plan with its prediction, after the check of its schedules.
 
     Raises:
-        PlanError: A tier is too small for it; ``RateError`` where the machine has no rate for work that it needs.
+        PlanError: A tier is too small for it; ``RateError`` where the machine has no rate for work
+            that it needs.
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering.
     """
@@ -106,9 +109,10 @@ def evaluated(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, upd
 
 
 def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:
-    """Adds the optimum of the paper's own equations to a plan that differs from it, and why it was not taken.
+    """Adds the optimum of the paper's equations to another plan, and why it was not taken.
 
-    ``decisions["paper_optimum"]`` then has the optimum's ``objective_s``, its decisions, and the ``reason``.
+    ``decisions["paper_optimum"]`` then has the optimum's ``objective_s``, its decisions, and the
+    ``reason``.
 
     Args:
         found: The plan.

@@ -10,8 +10,8 @@ from lightning_hetero.ir.model import ModelProfile
 def split(model: ModelProfile, parts: int) -> ModelProfile:
     """The profile of one of ``parts`` equal micro-batches.
 
-    Times, FLOP and activations shrink by ``parts`` [assumed: small micro-batches compute less efficiently, which only another
-    profile could tell]; constants and parameters stay.
+    Times, FLOP and activations shrink by ``parts`` [assumed: small micro-batches compute less
+    efficiently, which only another profile could tell]; constants and parameters stay.
     """
     if parts == 1:
         return model

@@ -1,17 +1,20 @@
-"""AutoHete's formulas: what three counts cost in time and memory, each equation a function of its own.
+"""AutoHete's formulas: time and memory of three counts, one function for each equation.
 
-Equation numbers and sections are those of "AutoHete: An Automatic and Efficient Heterogeneous Training System for LLMs". What the
-paper leaves open is marked [inferred] and discussed in docs/planners/autohete.md.
+Equation numbers and sections are those of "AutoHete: An Automatic and Efficient Heterogeneous
+Training System for LLMs". What the paper leaves open is marked [inferred] and discussed in
+docs/planners/autohete.md.
 
 [Note: Which blocks]
-Checkpointing goes to the first ``c`` blocks (insight 1), the CPU optimizer to the last ``o`` (insight 2). Only a block whose
-optimizer runs on the CPU can have its weights offloaded (``p <= o``), so these are the first ``p`` of the last ``o`` [inferred].
-Blocks that are both checkpointed and parameter-offloaded are then ``v = min(p, max(0, c - (L - o)))``: a function of all three
+Checkpointing goes to the first ``c`` blocks (insight 1), the CPU optimizer to the last ``o``
+(insight 2). Only a block whose optimizer runs on the CPU can have its weights offloaded (``p <=
+o``), so these are the first ``p`` of the last ``o`` [inferred]. Blocks that are both checkpointed
+and parameter-offloaded are then ``v = min(p, max(0, c - (L - o)))``: a function of all three
 counts, as the paper says it is (docs/adr/0006-autohete-blocks-in-both-sets.md).
 
 [Note: Blocks that differ]
-Where the paper multiplies a count by a block's figure, the sum over those blocks stands here. Where it adds one more block's memory
-(``L - c + 1``), the largest block's stands; where it adds one block's time (``t_fp``, ``t_bp + t_d2h``), the last block's.
+Where the paper multiplies a count by a block's figure, the sum over those blocks stands here. Where
+it adds one more block's memory (``L - c + 1``), the largest block's stands; where it adds one
+block's time (``t_fp``, ``t_bp + t_d2h``), the last block's.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from lightning_hetero.ir.model import ModelProfile
 
 
 class PerBlock:
-    """One figure per block in the order of forward, and the sum over any run of blocks in constant time.
+    """One figure per block in forward order, with sums over runs of blocks in constant time.
 
     Args:
         values: The figures.
@@ -79,7 +82,8 @@ class Costs:
         constant_host_bytes: M_cc.
         device_memory_bytes: M_gpu.
         host_memory_bytes: M_cpu.
-        least_offloaded: Fewest blocks that the CPU must update: all that are trained, where the device cannot.
+        least_offloaded: Fewest blocks that the CPU must update: all that are trained, where the
+            device cannot.
         most_offloaded: Most blocks that the CPU can update: none, where it or the link cannot.
     """
 
@@ -119,10 +123,10 @@ class Costs:
 
 
 def costs(model: ModelProfile, hardware: HardwareProfile) -> Costs:
-    """The formulas' symbols from the profiles. Where the device is the host, copies take no time."""
+    """The formulas' symbols from the profiles. If the device is the host, copies take no time."""
     shape, shared = model.shape(), hardware.shared_memory
 
-    def seconds(amounts: Iterable[int], rate: float) -> PerBlock:  # what a rate of 0 cannot do is excluded by the counts' bounds
+    def seconds(amounts: Iterable[int], rate: float) -> PerBlock:  # rate 0: excluded by the counts' bounds
         return PerBlock(amount / rate if rate else 0.0 for amount in amounts)
 
     trained = [b.num_trainable_params for b in shape.blocks]
@@ -151,7 +155,8 @@ def costs(model: ModelProfile, hardware: HardwareProfile) -> Costs:
 def device_bytes(k: Costs, n: Counts) -> int:
     """Peak device memory, which is where forward turns into backward, bytes.
 
-    ``2 M_a' c + 2 M_a (L - c + 1) + 2 M_p (L - p + 1) + 12 M_p (L - o) + M_gc``; see [Note: Blocks that differ]. Source: eq. 1.
+    ``2 M_a' c + 2 M_a (L - c + 1) + 2 M_p (L - p + 1) + 12 M_p (L - o) + M_gc``; see [Note: Blocks
+    that differ]. Source: eq. 1.
     """
     last, first_offloaded = k.num_blocks, k.num_blocks - n.offload_optimizer
     activations = k.boundary_bytes.sum(0, n.checkpoint) + k.activation_bytes.sum(n.checkpoint, last) + k.activation_bytes.largest
@@ -161,13 +166,19 @@ def device_bytes(k: Costs, n: Counts) -> int:
 
 
 def host_bytes(k: Costs, offload_optimizer: int) -> int:
-    """Host memory: ``14 M_p o + M_cc``, bytes; weights and gradients of a block share their place. Source: eq. 2."""
+    """Host memory: ``14 M_p o + M_cc``, bytes. Source: eq. 2.
+
+    Weights and gradients of a block share their place.
+    """
     first, last = k.num_blocks - offload_optimizer, k.num_blocks
     return int(k.weight_bytes.sum(first, last) + k.state_bytes.sum(first, last)) + k.constant_host_bytes
 
 
 def forward_s(k: Costs, offload_optimizer: int) -> float:
-    """Seconds of forward: ``max(t_fp L, t_h2d o + t_fp)``; every block that the CPU updates is uploaded once. Source: eq. 3."""
+    """Seconds of forward: ``max(t_fp L, t_h2d o + t_fp)``. Source: eq. 3.
+
+    Every block that the CPU updates is uploaded once.
+    """
     last = k.num_blocks
     return max(k.forward_s.sum(0, last), k.upload_s.sum(last - offload_optimizer, last) + k.forward_s[last - 1])
 

@@ -1,4 +1,4 @@
-"""AutoHete: how many blocks to recompute, to offload the weights of, and to update on the CPU: an integer programme of three.
+"""AutoHete: the numbers of blocks to recompute, to offload and to update on the CPU.
 
 Source: "AutoHete: An Automatic and Efficient Heterogeneous Training System for LLMs". The formulas
 are in ``formulas.py``, the search is in ``search.py``. What the paper leaves open is marked
@@ -34,21 +34,24 @@ def plan(
     priority: bool = True,
     updates: Updates = Updates.IN_BACKWARD,
 ) -> Plan:
-    """AutoHete's plan: the fastest counts by eqs. 1 to 6, backward prefetches as early as device memory allows.
+    """AutoHete's plan: the fastest counts by eqs. 1 to 6, with the earliest prefetches.
 
-    ``decisions`` has ``checkpoint``, ``offload_params`` and ``offload_optimizer``. Where the device is the host there is nothing to
-    offload and activations stay: the first two are 0, and the third is how many blocks the CPU threads update during backward.
+    ``decisions`` has ``checkpoint``, ``offload_params`` and ``offload_optimizer``. Where the device
+    is the host there is nothing to offload and activations stay: the first two are 0, and the third
+    is how many blocks the CPU threads update during backward.
 
-    The counts are the optimum by the formulas if it fits this runtime too, which holds a few things more (gradients, a second
-    block's weights while one is fetched ahead); else they are the optimum with less memory, and
-    ``decisions["paper_optimum"]`` says what the optimum was and why it was not taken.
+    The counts are the optimum by the formulas if it fits this runtime too, which holds a few things
+    more (gradients, a second block's weights while one is fetched ahead); else they are the optimum
+    with less memory, and ``decisions["paper_optimum"]`` says what the optimum was and why it was
+    not taken.
 
     Args:
         model: The model.
         hardware: The machine.
-        method: ``"exact"`` searches all counts; ``"milp"`` solves the programme with cvxpy. They agree on the time.
-        priority: Earlier blocks' gradients and updates first; the next forward begins once its first blocks are updated
-            (section 3.3).
+        method: ``"exact"`` searches all counts; ``"milp"`` solves the programme with cvxpy. They
+            agree on the time.
+        priority: Earlier blocks' gradients and updates first; the next forward begins once its
+            first blocks are updated (section 3.3).
         updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
@@ -68,7 +71,7 @@ def plan(
     if hardware.shared_memory:
         return evaluated(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
     refusal = first_refusal = optimum = None
-    for slots in (2, 1):  # weights on their way: one block's while another's are in use, or if that does not fit no prefetches
+    for slots in (2, 1):  # with prefetches, or without if they do not fit
         tight = k
         for _ in range(_EVALUATIONS):
             counts = METHODS[method](tight)
@@ -84,7 +87,8 @@ def plan(
                 if error.tier not in (Tier.DEVICE, Tier.HOST):
                     raise
                 refusal, first_refusal = error, first_refusal or error
-            # The runtime needs more than the formulas know of: search for counts that need that much less by the formulas.
+            # The runtime needs more than the formulas know of: search for counts that need that
+            # much less by the formulas.
             missing = max(refusal.shortfall_bytes, 1)
             if refusal.tier == Tier.DEVICE:
                 tight = replace(tight, device_memory_bytes=device_bytes(k, counts) - missing)
@@ -94,14 +98,14 @@ def plan(
 
 
 def _check_slots(plan: Plan, slots: int, model: ModelProfile, hardware: HardwareProfile) -> None:
-    """Refuses a plan that leaves the device less than that many of its largest offloaded blocks' weights."""
+    """Refuses a plan that leaves less device memory than ``slots`` of its largest blocks."""
     sizes = [b.weight_bytes for b, row in zip(model.shape().blocks, plan.blocks, strict=True) if row.weights is Tier.HOST]
     if sizes:
         cache_sizes(replace(plan, device_cache_bytes=slots * max(sizes)), model, hardware)
 
 
 def _in_place(k: Costs) -> Counts:
-    """The fastest counts where the device is the host: memory is one, so that nothing but the lane of updates is left to choose."""
+    """The fastest counts if the device is the host: only the lane of updates can be chosen."""
     candidates = range(k.least_offloaded, min(k.num_blocks, k.most_offloaded) + 1)
     return min(
         (Counts(checkpoint=0, offload_params=0, offload_optimizer=o) for o in candidates),
@@ -128,7 +132,7 @@ def _emit(model: ModelProfile, k: Costs, n: Counts, *, priority: bool) -> Plan:
         name="autohete",
         blocks=tuple(rows),
         prefetch_depth=prefetch_depth(k, n),
-        gradient_depth=min(DEEPEST, max(1, n.offload_optimizer)),  # eq. 2: every such block has a place for its gradients
+        gradient_depth=min(DEEPEST, max(1, n.offload_optimizer)),  # eq. 2: a place for each
         priority=priority,
         objective_s=iteration_s(k, n),
         decisions={

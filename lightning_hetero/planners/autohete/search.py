@@ -17,11 +17,12 @@ DEEPEST = 1024  # what Plan.prefetch_depth allows
 
 
 def exact(k: Costs) -> Counts | None:
-    """The counts of least T_iter that fit, by a search that leaves nothing out; ``None`` if nothing fits.
+    """The counts of least T_iter that fit, by an exact search; ``None`` if nothing fits.
 
-    One more checkpointed block never makes a step faster: its recomputation costs ``t_fp``, and hides at most as much waiting.
-    So for each ``o`` and ``p`` the fewest checkpointed blocks that fit are best, and they become fewer as ``p`` grows: all pairs
-    take time quadratic in L. Of equally fast counts the ones that offload least win.
+    One more checkpointed block never makes a step faster: its recomputation costs ``t_fp``, and
+    hides at most as much waiting. So for each ``o`` and ``p`` the fewest checkpointed blocks that
+    fit are best, and they become fewer as ``p`` grows: all pairs take time quadratic in L. Of
+    equally fast counts the ones that offload least win.
     """
     best: tuple[float, Counts] | None = None
     for o in range(k.least_offloaded, min(k.num_blocks, k.most_offloaded) + 1):
@@ -44,9 +45,10 @@ def exact(k: Costs) -> Counts | None:
 
 
 def relieved(k: Costs, n: Counts) -> Counts:
-    """The counts with the weights of further blocks offloaded, for as long as that costs no time by eq. 6.
+    """The counts with weights of more blocks offloaded, as long as eq. 6 gives the same time.
 
-    Where weights are offloaded at all, memory that is free on the device serves to prefetch them; the formulas see no difference.
+    Where weights are offloaded at all, memory that is free on the device serves to prefetch them;
+    the formulas see no difference.
     """
     while n.offload_params and n.offload_params < n.offload_optimizer:
         more = replace(n, offload_params=n.offload_params + 1)
@@ -59,8 +61,9 @@ def relieved(k: Costs, n: Counts) -> Counts:
 def milp(k: Costs) -> Counts | None:
     """The same optimum as an integer programme in cvxpy, solved by HiGHS; ``None`` if nothing fits.
 
-    The paper's switches C, P, O of each block, ordered by insights 1 and 2 and ``P <= O``; its counts are their sums. Blocks in
-    both C and P shorten the wait, so that a continuous V below both of them takes their product's value.
+    The paper's switches C, P, O of each block, ordered by insights 1 and 2 and ``P <= O``; its
+    counts are their sums. Blocks in both C and P shorten the wait, so that a continuous V below
+    both of them takes their product's value.
 
     Source: section 3.2.1 (switches), eqs. 1 to 6.
     """
@@ -108,16 +111,18 @@ METHODS = {"exact": exact, "milp": milp}
 
 
 def prefetch_leads(k: Costs, n: Counts) -> tuple[int, ...]:
-    """How many blocks ahead backward can launch each prefetch of offloaded weights, in the order of backward.
+    """How many blocks ahead backward can launch each prefetch, in the order of backward.
 
-    Memory over backward, as eq. 1 counts it: when a block's backward ends, its activations and its offloaded weights are free.
-    Every prefetch starts one block ahead, as eq. 4 has it; then, in the order of backward, each is advanced for as long as its
-    weights fit from there on, and never past the one before it, since one lane serves them all.
+    Memory over backward, as eq. 1 counts it: when a block's backward ends, its activations and its
+    offloaded weights are free. Every prefetch starts one block ahead, as eq. 4 has it; then, in the
+    order of backward, each is advanced for as long as its weights fit from there on, and never past
+    the one before it, since one lane serves them all.
 
-    Source: section 3.2.2, "we will advance a parameter prefetching operation if enough GPU memory is available before it".
+    Source: section 3.2.2, "we will advance a parameter prefetching operation if enough GPU memory
+    is available before it".
     """
     last, first = k.num_blocks, k.num_blocks - n.offload_optimizer
-    offloaded = range(first + n.offload_params - 1, first - 1, -1)  # in the order of backward, whose step t runs block last-1-t
+    offloaded = range(first + n.offload_params - 1, first - 1, -1)  # in backward order
     fixed = device_bytes(k, n) - int(k.weight_bytes.largest) - _stored_bytes(k, n, last)
     used = [fixed + _stored_bytes(k, n, last - step) for step in range(last)]
     launched = {block: max(last - 2 - block, 0) for block in offloaded}
@@ -140,8 +145,11 @@ def _stored_bytes(k: Costs, n: Counts, blocks: int) -> int:
 
 
 def prefetch_depth(k: Costs, n: Counts) -> int:
-    """The depth at which every prefetch of backward fits: the least lead of those that memory keeps from starting with backward."""
+    """The depth at which every prefetch of backward fits.
+
+    It is the least lead of the prefetches that memory keeps from starting with backward.
+    """
     leads = prefetch_leads(k, n)
-    top = n.offload_optimizer - n.offload_params  # blocks whose backward runs before that of the first offloaded one
+    top = n.offload_optimizer - n.offload_params  # before the first offloaded one
     limited = [lead for index, lead in enumerate(leads) if lead < top + index]
     return min(DEEPEST, max(1, min(limited, default=max(leads, default=1))))

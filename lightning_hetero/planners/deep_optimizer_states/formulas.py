@@ -1,8 +1,8 @@
 """Deep Optimizer States' formulas: the rates of one rank, equation 1, and the update phase.
 
 Source: "Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved
-Offloading", equation 1 and Algorithm 1. What the paper leaves open is marked [inferred] and discussed in
-docs/planners/deep_optimizer_states.md.
+Offloading", equation 1 and Algorithm 1. What the paper leaves open is marked [inferred] and
+discussed in docs/planners/deep_optimizer_states.md.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from lightning_hetero.ir.plan import UpdateLane
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRates:
-    """What eq. 1 knows of a machine, elements/s. 0: the machine cannot do it; infinity: it takes no time.
+    """The rates in eq. 1, elements/s. 0: impossible on this machine; infinity: takes no time.
 
     Attributes:
         cpu: Updates on the CPU, ``U_c``.
         device: Updates on the device, ``U_g``.
         downcast: fp32 to 16 bit on the CPU, ``D_c``.
         link: fp32 elements between host and device, each way, ``B``.
-        state_words: fp32 words of state an element, moved each way for an update on the device: 3 with a master copy, else 2.
-        weight_words: fp32 words of one new weight, moved to the device after an update on the CPU: 1/2 or 1.
+        state_words: fp32 words of state an element, moved each way for an update on the device: 3
+            with a master copy, else 2.
+        weight_words: fp32 words of one new weight, moved to the device after an update on the CPU:
+            1/2 or 1.
     """
 
     cpu: float
@@ -38,9 +40,10 @@ class UpdateRates:
 
 
 def update_rates(model: ModelProfile, hardware: HardwareProfile) -> UpdateRates:
-    """The rates of one of ``world_size`` ranks: CPU rates are those of the machine, which its ranks share [inferred].
+    """The rates of one of ``world_size`` ranks, which share the machine's CPU [inferred].
 
-    In full precision there is no master copy to move and nothing to downcast. Where the device is the host, nothing moves.
+    In full precision there is no master copy to move and nothing to downcast. Where the device is
+    the host, nothing moves.
     """
     h = hardware
     return UpdateRates(
@@ -56,8 +59,9 @@ def update_rates(model: ModelProfile, hardware: HardwareProfile) -> UpdateRates:
 def update_ratio(rates: UpdateRates) -> float:
     """``k``, the CPU updates for each device update that keep both sides and the link busy (eq. 1).
 
-    Infinite where device updates do not pay: the link cannot even follow the CPU's updates (a denominator of 0 or less), or there
-    is no link or no update on the device [inferred]. 0 where the CPU cannot update.
+    Infinite where device updates do not pay: the link cannot even follow the CPU's updates (a
+    denominator of 0 or less), or there is no link or no update on the device [inferred]. 0 where
+    the CPU cannot update.
     """
     if not rates.link or not rates.device:
         return math.inf
@@ -68,9 +72,10 @@ def update_ratio(rates: UpdateRates) -> float:
 
 
 def strides(k: float) -> tuple[int | None, ...]:
-    """The paper's strides: ``k`` read as the stride of Algorithm 1 and as the ratio of eq. 1, rounded both ways [inferred].
+    """The paper's strides: ``k`` as stride (Algorithm 1) and as ratio (eq. 1) [inferred].
 
-    A ratio of ``k`` CPU updates for each device update is a stride of ``k + 1``. ``None`` is the infinite stride.
+    A ratio of ``k`` CPU updates for each device update is a stride of ``k + 1``. ``None`` is the
+    infinite stride.
     """
     if math.isinf(k):
         return (None,)
@@ -79,7 +84,7 @@ def strides(k: float) -> tuple[int | None, ...]:
 
 
 def one_rank(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
-    """What one of ``world_size`` ranks sees: its share of what is updated, and of the host; a device and a link of its own."""
+    """The model and machine of one rank: its share of updates and of the host, its own device."""
     world = hardware.world_size
     if world == 1:
         return model, hardware
@@ -91,7 +96,10 @@ def one_rank(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfi
 
 
 def lanes(num_subgroups: int, *, stride: int | None, static_residents: int) -> tuple[UpdateLane, ...]:
-    """Where each subgroup is updated (Algorithm 1, line 4); the last ``static_residents`` live on the device (section 4.1)."""
+    """Where each subgroup is updated. Source: Algorithm 1, line 4, and section 4.1.
+
+    The last ``static_residents`` subgroups live on the device.
+    """
 
     def on_device(i: int) -> bool:
         return i >= num_subgroups - static_residents or (stride is not None and (i + 1) % stride == 0)
@@ -100,7 +108,7 @@ def lanes(num_subgroups: int, *, stride: int | None, static_residents: int) -> t
 
 
 def update_s(rates: UpdateRates, sizes: Sequence[float], *, stride: int | None, static_residents: int) -> float:
-    """Seconds of the update phase: both sides of eq. 1, summed over all subgroups; the slower one decides.
+    """Seconds of the update phase: the slower side of eq. 1, summed over all subgroups.
 
     Args:
         rates: Those of one rank.

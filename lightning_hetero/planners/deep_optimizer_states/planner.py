@@ -1,4 +1,4 @@
-"""Deep Optimizer States: optimizer state on the host, every ``stride``-th subgroup's update on the device.
+"""Deep Optimizer States: state on the host, every ``stride``-th update on the device.
 
 Source: "Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved
 Offloading", sections 4.2 and 4.3. The formulas are in ``formulas.py``, the search is in
@@ -6,8 +6,9 @@ Offloading", sections 4.2 and 4.3. The formulas are in ``formulas.py``, the sear
 docs/planners/deep_optimizer_states.md.
 
 [Note: Subgroups]
-A subgroup is what is updated at once: here one block with trainable parameters, since that is what a plan places [inferred; eq. 1
-does not depend on the size]. Weights and gradients are on the device, as the paper presumes (section 5.3); only state moves.
+A subgroup is what is updated at once: here one block with trainable parameters, since that is what
+a plan places [inferred; eq. 1 does not depend on the size]. Weights and gradients are on the
+device, as the paper presumes (section 5.3); only state moves.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from lightning_hetero.planners.deep_optimizer_states.search import candidates, w
 
 
 def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
-    """The plan whose stride is the best by simulation, of all strides and none, with as many static residents as the device holds.
+    """The plan with the best stride by simulation, and as many static residents as fit.
 
-    Activations stay on the device if they fit, else they are recomputed. ``decisions`` are ``k``, ``stride`` (``None``: no subgroup
-    visits the device), ``static_residents`` and ``paper_strides``, those that eq. 1 names; ``k`` is ``None`` where it is infinite.
-    Formula and simulation are those of one rank (:func:`one_rank`). Where the device is the host's own CPU, state has but one
-    place: nothing is a static resident there, and the stride only says which updates the compute lane runs.
+    Activations stay on the device if they fit, else they are recomputed. ``decisions`` are ``k``,
+    ``stride`` (``None``: no subgroup visits the device), ``static_residents`` and
+    ``paper_strides``, those that eq. 1 names; ``k`` is ``None`` where it is infinite. Formula and
+    simulation are those of one rank (:func:`one_rank`). Where the device is the host's own CPU,
+    state has but one place: nothing is a static resident there, and the stride only says which
+    updates the compute lane runs.
 
     Args:
         model: The model.
@@ -38,7 +41,8 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
         updates: When updates may run: during backward, or only once all gradients are known.
 
     Raises:
-        PlanError: Weights, gradients and activations do not fit the device, or the state does not fit the host.
+        PlanError: Weights, gradients and activations do not fit the device, or the state does not
+            fit the host.
     """
     model, hardware = one_rank(model, hardware)
     refusals: list[PlanError] = []
@@ -70,7 +74,7 @@ def _iteration_s(found: Plan) -> float:
 
 
 def _beside_paper(found: Plan, model: ModelProfile, hardware: HardwareProfile, *, saved: Saved, updates: Updates) -> Plan:
-    """The plan and, where the simulator takes another stride than eq. 1 names, what the best of those comes to."""
+    """Adds the best stride that eq. 1 names, if the simulator prefers another one."""
     named = strides(update_ratio(update_rates(model, hardware)))
     if found.decisions["stride"] in named:
         return found

@@ -22,7 +22,7 @@ from lightning_hetero.planners.evaluation import evaluated
 
 
 def candidates(model: ModelProfile, hardware: HardwareProfile, *, saved: Saved, updates: Updates) -> list[tuple[float, int | None]]:
-    """None and all strides that differ from it, each with the least seconds of a step, those that may be the fastest first."""
+    """All strides and none, each with a lower bound of the step's seconds, best first."""
     num_subgroups = sum(1 for b in model.blocks if b.num_trainable_params)
     fewest, most = sorted(_most_residents(model, hardware, stride=s, saved=saved, updates=updates) for s in (1, None))
     found = []
@@ -34,7 +34,7 @@ def candidates(model: ModelProfile, hardware: HardwareProfile, *, saved: Saved, 
 
 
 def _least_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> float:
-    """Compute, and after it the update phase, which takes as long as its busiest side; infinite without a rate for it."""
+    """Seconds of compute and of the busiest side of the update phase; infinite without a rate."""
     rates, compute_s = Rates(hardware), 0.0
     on_cpu = on_device = up = 0.0
     for block, row in zip(model.blocks, plan.blocks, strict=True):
@@ -100,7 +100,7 @@ def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, 
     """
     rates = update_rates(model, hardware)
     k = update_ratio(rates)
-    sizes = [b.num_trainable_params / hardware.world_size for b in model.blocks if b.num_trainable_params]  # one rank's share
+    sizes = [b.num_trainable_params / hardware.world_size for b in model.blocks if b.num_trainable_params]
     placed = lanes(len(sizes), stride=stride, static_residents=static_residents)
     tiers = [Tier.HOST] * (len(sizes) - static_residents) + [Tier.DEVICE] * static_residents
     states = iter(zip(tiers, placed, strict=True))

@@ -1,4 +1,4 @@
-"""Holistic: the joint space of all the other planners, bounded by a linear programme and searched by simulation."""
+"""Holistic: the joint space of all planners, bounded by a linear programme and searched."""
 
 from lightning_hetero.planners.holistic.planner import plan
 

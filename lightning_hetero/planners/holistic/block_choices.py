@@ -1,4 +1,4 @@
-"""What may be chosen for a block, and what a segment takes by each choice: the variables of the relaxed programme."""
+"""The choices for a block and their costs: the variables of the relaxed programme."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
     def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
         if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
             return False
-        if block.pinned and weights is not _D and (weights is _K or not shared):  # see lowering.fitted
+        if block.pinned and weights is not _D and (weights is _K or not shared):  # see fitted
             return False
         if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
             return False
@@ -67,7 +67,7 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
 
 
 def policies(hardware: HardwareProfile, block: BlockProfile | None = None) -> tuple[Saved, ...]:
-    """The policies that a machine allows for what forward saves: of one block, or of those that are not pinned."""
+    """The policies for saved tensors that a machine allows: for one block, or all unpinned ones."""
     if hardware.shared_memory or (block is not None and block.pinned):
         return (Saved.KEEP,)
     able = _able(hardware)
@@ -87,10 +87,13 @@ class Column:
 
     Attributes:
         segment: The segment's place.
-        what: ``None`` for a placement; else the operator, ``REST`` or ``INPUT``, whose bytes the choice is for.
+        what: ``None`` for a placement; else the operator, ``REST`` or ``INPUT``, whose bytes the
+            choice is for.
         choice: The placement or the policy.
-        taken: What the whole segment takes by it; of a policy what it takes beside keeping everything.
-        moving_bytes: Of a placement: device memory that state passes through on its way to an update there.
+        taken: What the whole segment takes by it; of a policy what it takes beside keeping
+            everything.
+        moving_bytes: Of a placement: device memory that state passes through on its way to an
+            update there.
         passing_bytes: Of a placement: device memory that one block's weights pass through.
         waiting_bytes: Of a placement: host memory that one block's gradients pass through.
         fetched_bytes: Of a placement: host memory that one block's weights pass through.

@@ -1,29 +1,34 @@
-"""What no schedule can beat: the work that a plan puts on each resource, in whole and between two uses of a block.
+"""Lower bounds of any schedule: the work of a plan on each resource, in whole and in windows.
 
 [Note: Bound]
-A step takes at least as long as each resource works for it. Two windows say more. Let a cut part the blocks into early and
-late ones, in forward order:
+A step takes at least as long as each resource works for it. Two windows say more. Let a cut part
+the blocks into early and late ones, in forward order:
 
-- *Updates.* From the end of the late blocks' backward until their next forward, compute has only the early blocks to do. In that
-  window the early blocks' gradients leave, their updates run and their new weights come back, and outside of it compute does
-  the late blocks. So a step takes at least late compute plus early update work, on each resource. The first late block's own
-  update falls into that window too. Where updates wait for the verdict, all backwards come before the window.
-- *Activations.* From the end of the early blocks' forward until their backward, compute has only the late blocks to do. In that
-  window the late blocks' activations leave and come back, and their weights come for forward and for backward but for what a
-  cache holds. So a step takes at least early compute plus late transfers, on each resource.
+- *Updates.* From the end of the late blocks' backward until their next forward, compute has only
+  the early blocks to do. In that window the early blocks' gradients leave, their updates run and
+  their new weights come back, and outside of it compute does the late blocks. So a step takes at
+  least late compute plus early update work, on each resource. The first late block's own update
+  falls into that window too. Where updates wait for the verdict, all backwards come before the
+  window.
+- *Activations.* From the end of the early blocks' forward until their backward, compute has only
+  the late blocks to do. In that window the late blocks' activations leave and come back, and their
+  weights come for forward and for backward but for what a cache holds. So a step takes at least
+  early compute plus late transfers, on each resource.
 
 Two phases add up, each as long as any resource works in it:
 
-- *Forward*, from the end of the step before, with its compute, and with all passes of weights from below but for what a cache held
-  before it began. Of weights that the CPU updates it holds none: new ones go up in the order of forward.
-- *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates but for those whose gradients
-  wait when it ends; they take host memory meanwhile.
+- *Forward*, from the end of the step before, with its compute, and with all passes of weights from
+  below but for what a cache held before it began. Of weights that the CPU updates it holds none:
+  new ones go up in the order of forward.
+- *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates
+  but for those whose gradients wait when it ends; they take host memory meanwhile.
 
-And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes longer than the longer one. Weights
-on disk count at the link's own rate, which copies from pageable memory may not reach: such rows are lower than they could be.
+And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes
+longer than the longer one. Weights on disk count at the link's own rate, which copies from pageable
+memory may not reach: such rows are lower than they could be.
 
-All rows are linear in the work, so the least bound of all plans is a linear programme (:mod:`.relaxation`), and the bound of one
-plan is its largest row.
+All rows are linear in the work, so the least bound of all plans is a linear programme
+(:mod:`.relaxation`), and the bound of one plan is its largest row.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ class Quantity(IntEnum):
     DEVICE_UPDATE = 1  # parameters; on shared memory bytes as for CPU_UPDATE
     CPU_UPDATE = 2  # host memory traffic of the update
     FRESH = 3  # new weights that the CPU has made and the device fetches
-    PASSED_CPU = 4  # weights below the device that the CPU updates, once per pass of forward or backward
+    PASSED_CPU = 4  # weights below the device that the CPU updates, per pass
     PASSED_DEVICE = 5  # the same, updated on the device or not at all
     GRADIENTS = 6  # to the host, once per micro-batch
     STATE_UP = 7
@@ -133,7 +138,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRow:
-    """One lower bound of a step's seconds: a sum over the uses of all blocks, and of those before and behind a cut.
+    """One lower bound of a step: a sum over all blocks, and over those before and after a cut.
 
     Attributes:
         resource: What is busy all that time.
@@ -194,7 +199,7 @@ _WORKS = {lane: (work,) for lane, (work, _) in LANES.items()} | {"disk": (Work.D
 
 
 def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
-    """Seconds per byte of everything that passes each resource; host memory and a disk that is not duplex serve several lanes."""
+    """Seconds per byte on each resource. Host memory, and a simplex disk, serve several lanes."""
     rates = Rates(hardware)
     result: dict[str, dict[_For, _Seconds]] = {}
     dram: dict[_For, _Seconds] = {kind: {} for kind in _For}
@@ -211,7 +216,7 @@ def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
 
 
 def unit_s(rates: Rates, work: Work) -> float:
-    """Seconds of one unit of work with nothing beside it; 0 where the machine cannot do it: no plan that needs it runs there."""
+    """Seconds of one unit of work alone; 0 if the machine cannot do it."""
     try:
         return rates.alone_s(work, 1.0)
     except RateError:
@@ -244,7 +249,8 @@ def rows(
         model: The model.
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
-        staging_bytes: The most host memory through which state on disk may stream: so much of it is read before it is needed.
+        staging_bytes: The most host memory through which state on disk may stream: so much of it is
+            read before it is needed.
         updates: When updates may run.
     """
     traffic, m = _traffic(hardware), micro_batches
@@ -270,13 +276,13 @@ def rows(
 
 
 def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Updates) -> Iterator[BoundRow]:
-    """What passes a resource for updates, between the late blocks' backward and their next forward, at least."""
+    """The least update work of a resource from the late blocks' backward to their next forward."""
     early, ahead_s = _total({Quantity.COMPUTE_S: (m - 1) / m}, work), staging_bytes * work.get(Quantity.STATE_READ, 0.0)
     late = {Quantity.COMPUTE_S: 1.0}
     yield BoundRow(resource=name, late=late, early=early, constant_s=-ahead_s)
     if work:
         yield BoundRow(resource=name, late=late, early=early, here=work, constant_s=-ahead_s)
-    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Quantity.GRADIENTS}  # they leave as they come
+    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Quantity.GRADIENTS}
     if after and updates is Updates.AFTER_VERDICT:
         early = _total({Quantity.FORWARD_S: -1.0}, after)
         yield BoundRow(resource=name, always=late, early=early, constant_s=-ahead_s)
@@ -298,7 +304,7 @@ def _cached(passes: Mapping[Quantity, float]) -> dict[SpareMemory, float]:
 
 
 def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile, m: int, staging_bytes: int) -> Iterator[BoundRow]:
-    """Forward and what comes after it, each bound by one resource; all but the last of several backwards count as forward."""
+    """Bounds of forward and of the rest. All but the last of several backwards count as forward."""
     forward_s = sum(b.forward_s for b in model.blocks)
     first = [BoundRow(resource="compute", always={Quantity.COMPUTE_S: (m - 1) / m}, constant_s=forward_s)]
     second = [BoundRow(resource="compute", always={Quantity.COMPUTE_S: 1 / m}, constant_s=-forward_s)]
@@ -323,8 +329,8 @@ def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile,
 def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfile, staging_bytes: int) -> BoundRow:
     """What passes a resource during the last backward, at least.
 
-    Of updates all but those whose gradients are waiting then: in host memory, and those of two blocks on the device
-    (``lowering.needs.DEVICE_GRADIENTS``).
+    Of updates all but those whose gradients are waiting then: in host memory, and those of two
+    blocks on the device (``lowering.needs.DEVICE_GRADIENTS``).
     """
     size = model.compute_itemsize
     per_gradient: _Seconds = {
@@ -352,8 +358,8 @@ def _stored(model: ModelProfile, block: BlockProfile) -> float:
 def _contended(compute: BoundRow, other: BoundRow, hardware: HardwareProfile) -> Iterator[BoundRow]:
     """Compute and other work that slow each other, ``a`` and ``b`` times.
 
-    In ``t`` seconds together they do ``t/a`` and ``t/b`` seconds' worth, of which there is ``C`` and ``U``, so that
-    ``T >= C + U - t (1/a + 1/b - 1)`` with ``t <= a C`` and ``t <= b U``.
+    In ``t`` seconds together they do ``t/a`` and ``t/b`` seconds' worth, of which there is ``C``
+    and ``U``, so that ``T >= C + U - t (1/a + 1/b - 1)`` with ``t <= a C`` and ``t <= b U``.
     """
     rates = Rates(hardware)
     works = [work for work in _WORKS.get(other.resource, ()) if unit_s(rates, work)]

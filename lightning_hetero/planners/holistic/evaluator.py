@@ -1,4 +1,4 @@
-"""Evaluates the plans of one search by simulation: each plan once, and none that cannot be the fastest."""
+"""Evaluates the plans of one search: each once, and none that cannot be the fastest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Evaluator:
         hardware: The machine.
         updates: When updates may run.
         evaluations: How many simulations are allowed.
-        bound_s: A lower bound of a plan's step, seconds. A plan whose bound is above the best step is not simulated.
+        bound_s: A lower bound of a plan's step, seconds. A plan whose bound is above the best step
+            is not simulated.
         deadline_s: Monotonic time after which none is allowed any more.
 
     Attributes:
@@ -66,7 +67,7 @@ class Evaluator:
 
     @property
     def spent(self) -> float:
-        """Simulations so far; a plan that is refused before it is simulated counts as part of one, and so does what is charged."""
+        """Simulations so far. Refused plans and charged work count as fractions."""
         return self.evaluations + _REFUSAL * self._refused + self._charged
 
     @property
@@ -97,7 +98,7 @@ class Evaluator:
         return None
 
     def admit(self, plan: Plan, *, proved: bool, anyway: bool = False) -> None:
-        """Takes a plan with its prediction, which may have been proved, if it is the fastest, or ``anyway``."""
+        """Takes a plan with its prediction if it is the fastest, or ``anyway``."""
         step_s = plan.require_predicted().iteration_s
         self._evaluated.append((plan, step_s))
         if anyway or step_s < self.best_s:
@@ -106,8 +107,8 @@ class Evaluator:
     def seconds(self, plan: Plan, *, always: bool = False) -> float:
         """A resolved plan's step.
 
-        Infinite if it does not fit or needs work for which the machine has no rate, if it cannot be the best, or if no simulation
-        is left and ``always`` does not ask for one.
+        Infinite if it does not fit or needs work for which the machine has no rate, if it cannot be
+        the best, or if no simulation is left and ``always`` does not ask for one.
         """
         plan = self._fitted(plan)
         key = _key(plan)

@@ -1,14 +1,15 @@
 """Best-first search from evaluated plans to their neighbours, until none may be faster.
 
 [Note: Frontier]
-Evaluated plans are expanded, the fastest first: into plans that differ in the rule of one block, of several equal ones, or of
-two that change places, or in one of the plan's other decisions. Such a plan is expected to take as much longer than its own
-bound as the plan that it comes from. The one that is expected to be the fastest is simulated next, unless its bound says that it
-is not faster than the best, or its weights, state and activations alone are too large. So the search ends where nothing is left
-that may be faster.
+Evaluated plans are expanded, the fastest first: into plans that differ in the rule of one block, of
+several equal ones, or of two that change places, or in one of the plan's other decisions. Such a
+plan is expected to take as much longer than its own bound as the plan that it comes from. The one
+that is expected to be the fastest is simulated next, unless its bound says that it is not faster
+than the best, or its weights, state and activations alone are too large. So the search ends where
+nothing is left that may be faster.
 
-Models with few blocks have few plans: there all of them are tried, in the order of their bounds, once the frontier has led to a
-good one.
+Models with few blocks have few plans: there all of them are tried, in the order of their bounds,
+once the frontier has led to a good one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FEW = 6  # blocks of a model for which a neighbour may change all of a block's 
 _PRODUCT = 70_000  # plans of a model that are all tried: three blocks with every choice
 _TOLERANCE = 5e-3  # of the best: a plan that can gain no more is not tried
 _FAR = 1.5  # of the best step: a plan of a larger bound is no way to a faster one
-_DEPTHS = ((2, 4), (1, 1))  # of prefetching and of waiting gradients; the second pair where the first does not fit
+_DEPTHS = ((2, 4), (1, 1))  # prefetch and gradient depth; the second pair if the first is too large
 
 _MOST_DEPTH = 1024  # of a plan
 
@@ -103,7 +104,7 @@ class Frontier:
             self._follow(math.inf)
 
     def _look_further(self) -> None:
-        """Expands the plan of the least bound that does not fit, or was not worth simulating: two changes may help together."""
+        """Expands the most promising plan that was not simulated: two changes may help together."""
         bound_s, _, node, change = heapq.heappop(self._far)
         plan = self._changed(node.plan, change)
         if self._new(plan):
@@ -116,7 +117,7 @@ class Frontier:
             if expected_s < math.inf:
                 act()
 
-    # ---- evaluated plans ------------------------------------------------------------------------------------------------------
+    # ---- evaluated plans -------------------------------------------------------------------------
 
     def _evaluated(self, plan: Plan, seconds: float) -> None:
         if math.isinf(seconds):
@@ -178,7 +179,7 @@ class Frontier:
                     self._evaluated(tried, seconds)
                     break
 
-    # ---- plans that differ in a little ----------------------------------------------------------------------------------------
+    # ---- plans that differ in a little -----------------------------------------------------------
 
     def _changes(self, rows: Rows) -> Iterator[_Change]:
         """Other rules for one block of each group of equal ones, for half of it, and for all."""
@@ -200,7 +201,7 @@ class Frontier:
                     yield (a, _placed_as(rows[a], rows[b])), (b, _placed_as(rows[b], rows[a]))
 
     def _pairs(self, rows: Rows) -> Iterator[_Change]:
-        """Other placements of two blocks at once: what one of them leaves may be what the other needs."""
+        """Other placements of two blocks at once: one may free what the other needs."""
         placed = [
             list({_key(r): r for r in (_placed_as(row, o) for o in rules)}.values())
             for row, rules in zip(rows, self._rules, strict=True)
@@ -214,7 +215,7 @@ class Frontier:
         return self._blocks[index].num_trainable_params > 0
 
     def _others(self, index: int, rule: BlockPlan) -> Iterator[BlockPlan]:
-        """Rules that differ in the placement, or in what becomes of what forward saves; for few blocks in both at once."""
+        """Rules with another placement or other policies; for models of few blocks also both."""
         block = self._blocks[index]
         for other in self._rules[index]:
             yield _placed_as(rule, other)
@@ -230,7 +231,7 @@ class Frontier:
             if block.boundary_bytes and boundary not in (Saved.RECOMPUTE, rule.boundary):
                 yield replace(rule, boundary=boundary)
 
-    # ---- all plans ------------------------------------------------------------------------------------------------------------
+    # ---- all plans -------------------------------------------------------------------------------
 
     def _try_all(self) -> None:
         """Every plan of the product of all blocks' rules, in the order of their bounds."""

@@ -65,11 +65,11 @@ class PlanBounds:
             left[:, room] = np.minimum(device, total[:, use])
         host = np.maximum(0.0, h.host_memory_bytes - total[:, Quantity.HOST_HELD])
         left[:, SpareMemory.PASSED_DISK] = np.minimum(host, total[:, Quantity.PASSED_DISK])
-        left[:, SpareMemory.WAITING] = h.host_memory_bytes if priority else 0.0  # else the next forward waits for all updates
+        left[:, SpareMemory.WAITING] = h.host_memory_bytes if priority else 0.0  # else: none wait
         return self._relaxation.matrices.largest(taken, left)
 
     def may_fit(self, taken: Vector) -> NDArray[np.bool_]:
-        """Which of many plans have room for weights, state and activations alone: one that has not fits nowhere.
+        """Which of many plans have room for weights, state and activations alone.
 
         Args:
             taken: Plans x blocks x :class:`Quantity`.

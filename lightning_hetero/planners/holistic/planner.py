@@ -1,8 +1,9 @@
-"""Ours: the joint space of all the others. A linear programme gives a start and a lower bound; a search simulates plans.
+"""The holistic planner: a linear programme gives starts and a bound; a search simulates plans.
 
-What is decided together: for each block the tiers of its weights and state, the lane of its update, and what becomes of each
-operator's output and of its input; for the plan the depths of prefetching and of waiting gradients, and how a batch is split.
-Caches take what is left. The other planners' plans are candidates too, so the result is never slower than theirs by simulation.
+What is decided together: for each block the tiers of its weights and state, the lane of its update,
+and what becomes of each operator's output and of its input; for the plan the depths of prefetching
+and of waiting gradients, and how a batch is split. Caches take what is left. The other planners'
+plans are candidates too, so the result is never slower than theirs by simulation.
 
 See docs/planners/holistic.md.
 """
@@ -36,9 +37,9 @@ from lightning_hetero.planners.holistic.search import Search
 from lightning_hetero.planners.micro_batches import split
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
-_WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all weights and state are in memory
+_WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all in memory
 _SECONDS = 20.0
-_SIMULATED_BLOCKS = 900  # blocks of all simulations of one search together, so that a large model gets fewer of them
+_SIMULATED_BLOCKS = 900  # blocks simulated in one search: a large model gets fewer simulations
 _EVALUATIONS = (8, 300)
 _GOOD = 0.02  # over the bound: the search goes on until its plan is as near
 _MARGIN, _OWN_CPU_MARGIN = 0.01, 0.05  # see prefer_resident
@@ -57,27 +58,32 @@ def plan(
 ) -> Plan:
     """The fastest plan found by simulation.
 
-    ``objective_s`` is its simulated step. ``decisions`` say what is where: counts of blocks by tier of ``weights`` and ``state``
-    and by lane of the ``update``; ``kept_bytes``, ``recomputed_bytes``, ``swapped_host_bytes`` and ``swapped_disk_bytes`` of
-    activations in one micro-batch; the depths. And how good that is: ``lower_bound_s`` (no plan is faster), ``gap`` to it,
-    ``start`` (the planner whose plan it is, or that it grew from), ``evaluations`` (simulations of the search), and why the search
-    ``ended``: ``"bound"`` (the plan is near it), ``"time"`` (the simulations that it may use are used up) or ``"all tried"``.
+    ``objective_s`` is its simulated step. ``decisions`` say what is where: counts of blocks by tier
+    of ``weights`` and ``state`` and by lane of the ``update``; ``kept_bytes``,
+    ``recomputed_bytes``, ``swapped_host_bytes`` and ``swapped_disk_bytes`` of activations in one
+    micro-batch; the depths. And how good that is: ``lower_bound_s`` (no plan is faster), ``gap`` to
+    it, ``start`` (the planner whose plan it is, or that it grew from), ``evaluations`` (simulations
+    of the search), and why the search ``ended``: ``"bound"`` (the plan is near it), ``"time"`` (the
+    simulations that it may use are used up) or ``"all tried"``.
 
     Args:
         model: The model; the batch of its profile is the batch of one step.
         hardware: The machine.
-        micro_batches: Allowed splits of that batch. Where the best is not 1, the plan is for a profile of so many times smaller
-            micro-batches: :func:`split`.
+        micro_batches: Allowed splits of that batch. Where the best is not 1, the plan is for a
+            profile of so many times smaller micro-batches: :func:`split`.
         updates: When updates may run: during backward, or only once all gradients are known.
-        prefer_resident: How much slower than the fastest plan found, relatively, the resident one may be and still be chosen, as it
-            depends least on the profile. ``None``: what cannot be told apart (docs/adr/0008-resident-or-fastest.md): 0.01, or 0.05
-            where the device is the host's own CPU.
-        evaluations: Simulations that the search may use; ``None``: as many as a second allows on two cores.
-        seconds: Wall time after which the search ends whatever is left: a backstop that no ordinary case reaches, since a result
-            that depends on it depends on the machine that plans.
+        prefer_resident: How much slower than the fastest plan found, relatively, the resident one
+            may be and still be chosen, as it depends least on the profile. ``None``: what cannot be
+            told apart (docs/adr/0008-resident-or-fastest.md): 0.01, or 0.05 where the device is the
+            host's own CPU.
+        evaluations: Simulations that the search may use; ``None``: as many as a second allows on
+            two cores.
+        seconds: Wall time after which the search ends whatever is left: a backstop that no ordinary
+            case reaches, since a result that depends on it depends on the machine that plans.
 
     Raises:
-        PlanError: Nothing fits: names the tightest tier, what is missing there and the cheapest remedy.
+        PlanError: Nothing fits: names the tightest tier, what is missing there and the cheapest
+            remedy.
         ConfigError: A split that is not positive, or none that this machine runs.
     """
     check_rates(model, hardware)
@@ -134,7 +140,7 @@ class _Joint:
         self.ended = "bound"
 
     def run(self, rival_s: float) -> None:
-        """Looks for the fastest plan, unless there is none, or none that can be faster than ``rival_s``."""
+        """Looks for the fastest plan, if one may be faster than ``rival_s``."""
         if self.bound_s is None or self.bound_s >= rival_s:
             return
         evaluator = self.evaluator
@@ -162,25 +168,29 @@ class _Joint:
             self.evaluator.seconds(replace(variant, micro_batches=self.parts), always=True)
 
     def _other(self, name: str) -> None:
-        """Evaluates another planner's plan, unless it has none, or none that could be the fastest."""
+        """Evaluates another planner's plan, if it has one that could be the fastest."""
         evaluator = self.evaluator
         if self._least_s(name) >= evaluator.best_s:
             return
         planner: Callable[..., Plan] = importlib.import_module(f"lightning_hetero.planners.{name}").plan
         with suppress(PlanError):
             found = planner(evaluator.model, evaluator.hardware, updates=evaluator.updates)
-            if self.parts == 1 and evaluator.hardware.world_size == 1:  # else it may have been evaluated for one rank
+            if self.parts == 1 and evaluator.hardware.world_size == 1:  # else for one rank
                 evaluator.admit(found, proved=True)
             else:
                 evaluator.seconds(replace(found, micro_batches=self.parts), always=True)
 
     def _least_s(self, name: str) -> float:
-        """What another planner's plan takes at least, as far as it is known before it plans; infinite if it cannot have one."""
+        """A lower bound of another planner's plan before it plans; infinite if it can have none.
+
+        It is 0 if nothing is known before the planner runs.
+        """
         h, shape = self.evaluator.hardware, self.evaluator.model.shape()
         if name in _WITHOUT_DISK:
             memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
             return math.inf if sum(b.weight_bytes + b.state_bytes for b in shape.blocks) > memory else 0.0
-        # LoHan places weights and state as disk does, and whatever becomes of activations takes longer than keeping them.
+        # LoHan places weights and state as disk does, and whatever becomes of activations takes
+        # longer than keeping them.
         plan = replace(disk(shape), priority=False, micro_batches=self.parts)
         return self.plan_bounds.seconds(fitted(plan, shape, device=not h.shared_memory))
 

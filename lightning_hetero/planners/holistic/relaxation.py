@@ -1,10 +1,12 @@
-"""The joint space of placements and activation policies as a linear programme: a lower bound of every plan, and where to start.
+"""The space of placements and policies as a linear programme: a bound and starting points.
 
-Its variables are shares of a segment's blocks ([Note: Segments] in :mod:`.segments`) that make each choice (:mod:`.block_choices`).
-Every plan is a point of this space, its step takes what the rows of :mod:`.bounds` say or longer, and its memory at the moments
-looked at here is at least what the rows say; so no plan is faster than the programme's optimum.
+Its variables are shares of a segment's blocks ([Note: Segments] in :mod:`.segments`) that make each
+choice (:mod:`.block_choices`). Every plan is a point of this space, its step takes what the rows of
+:mod:`.bounds` say or longer, and its memory at the moments looked at here is at least what the rows
+say; so no plan is faster than the programme's optimum.
 
-Source: our own; the rows of time generalise LoHan eqs. 4 and 5 and AutoHete eqs. 3 and 5, which are maxima over resources too.
+Source: our own; the rows of time generalise LoHan eqs. 4 and 5 and AutoHete eqs. 3 and 5, which are
+maxima over resources too.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from lightning_hetero.planners.holistic.bounds import LANES, SPARE_FOR, Matrices
 from lightning_hetero.planners.holistic.segments import places, segments
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
-STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")  # all resources but compute
+STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")
 
-_EASE = 3e-3  # seconds of the step that a second of transfers or CPU updates is worth: of equal starts the one that moves least
+_EASE = 3e-3  # weight of a second of transfers or CPU updates: among equal starts the one that moves least
 _HINT = 1e-6  # GB that a step shorter by its compute is worth where memory is what counts
 _STEEPNESS = 3  # of the price of work on a resource over the share of the step in which it is busy
 
@@ -84,7 +86,7 @@ class _Extra(IntEnum):
     TIME = 3  # seconds of the step, in units of its compute
 
 
-_SECONDS = np.isin(np.arange(len(Quantity)), (Quantity.COMPUTE_S, Quantity.FORWARD_S))  # of all uses
+_SECONDS = np.isin(np.arange(len(Quantity)), (Quantity.COMPUTE_S, Quantity.FORWARD_S))
 _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
 
@@ -99,7 +101,7 @@ def load_solver() -> None:
 
 
 def _sparse(matrix: Matrix) -> Any:
-    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # takes as long to import as a plan
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # slow
 
     return csr_array(matrix)
 
@@ -136,7 +138,8 @@ class Relaxation:
         self._unit_s = self._compute_s or 1.0
         self._segment = np.array([c.segment for c in self.columns])
         self._taken = np.array([c.taken for c in self.columns]).T
-        # Segments between two places form a group, and those at a place one each. The rows of time count what a group takes.
+        # Segments between two places form a group, and those at a place one each. The rows of time
+        # count what a group takes.
         starts = sorted({place + end for place in self._places for end in (0, 1)} - {len(self.segments)})
         self._group = np.searchsorted(starts, self._segment, side="right") - 1
         # Variables: the columns, then the rooms, the others, and what each group takes of each use.
@@ -147,15 +150,15 @@ class Relaxation:
         self._times: dict[tuple[float, bool], tuple[Matrix, Vector]] = {}
 
     def resized(self, hardware: HardwareProfile) -> Relaxation:
-        """The same on a machine that differs in the sizes of its tiers alone; its optima are starts, and no bounds."""
+        """The same on a machine with other tier sizes. Its optima are starts, and no bounds."""
         other = copy(self)
         other.hardware = hardware
         return other
 
-    # ---- rows: pairs of coefficients and the most that they may come to ---------------------------------------------------------
+    # ---- rows: pairs of coefficients and the most that they may come to --------------------------
 
     def _time(self, practice: Practice) -> tuple[Matrix, Vector]:
-        """Every bound of a step, at every place of :func:`places`: coefficients, and the most that each row may come to."""
+        """Every bound of a step at each of :func:`places`: coefficients and right-hand sides."""
         key = practice.stress, practice.slots > 1
         if key not in self._times:
             self._times[key] = self._rows_of_time(*key)
@@ -170,7 +173,8 @@ class Relaxation:
         for place in self._places:
             first, count = self._group[self._segment == place][0], len(self.segments[place])
             before, behind, at = (compare(groups, first)[:, None] for compare in (np.less, np.greater_equal, np.equal))
-            # A row for one block holds for a segment of several only in practice: for the one of mean shares.
+            # A row for one block holds for a segment of several only in practice: for the one of
+            # mean shares.
             holds = np.flatnonzero(~found.uncut & (~found.single | (count == 1 or in_practice)))
             chosen.append(holds)
             seconds.append(always[holds] + early[holds] * before + late[holds] * behind + here[holds] * (at / count))
@@ -188,7 +192,7 @@ class Relaxation:
         return _sparse(np.vstack((shares, sums))), np.append(np.ones(len(shares)), np.zeros(len(sums)))
 
     def _taken_by_groups(self) -> Matrix:
-        """Rows that are 0: what the columns of each group take of each use, less the variable that stands for it."""
+        """Rows that are 0: what each group's columns take, less the variable that stands for it."""
         units = np.where(_SECONDS, 1.0, GB)
         matrix = np.zeros((self._sums.size, self._size))
         for place, column in enumerate(self.columns):
@@ -207,7 +211,7 @@ class Relaxation:
         below = host + self._rooms_of(SpareMemory.PASSED_DISK) + self._extras_of(_Extra.STAGING)
         above = device + self._rooms_of(SpareMemory.PASSED_CPU, SpareMemory.PASSED_DEVICE)
         after_backward = above + self._extras_of(_Extra.MOVING)
-        if practice.depth:  # updates follow each block's backward; else state may come in the place of all activations
+        if practice.depth:  # else state may take the place of activations
             above = after_backward
         gradients = self._uses(Quantity.DEVICE_GRADIENTS)
         room = {
@@ -266,11 +270,11 @@ class Relaxation:
         return np.append(columns, np.zeros(self._size - len(self.columns)))
 
     def _uses(self, use: Quantity) -> Vector:
-        """What all columns take of a use, in GB: by the variables of the groups, which are fewer."""
+        """What all columns take of a quantity, GB, by the variables of the groups."""
         return self._chosen(self._sums[:, use])
 
     def _saved_before(self, place: int) -> Vector:
-        """What the segments in front of one keep on the device: whole groups, and the columns of its own group."""
+        """What the segments before one keep on the device: groups, and columns of its group."""
         group = self._group[self._segment == place][0]
         mine = (self._group == group) & (self._segment < place)
         return self._chosen(self._sums[:group, Quantity.DEVICE_SAVED]) + self._variables(
@@ -288,10 +292,10 @@ class Relaxation:
         row[places] = 1.0
         return row
 
-    # ---- optima ---------------------------------------------------------------------------------------------------------------
+    # ---- optima ----------------------------------------------------------------------------------
 
     def bound_s(self) -> float | None:
-        """No plan's step is shorter, seconds; ``None`` if not even this relaxation fits. What compute takes if no solver knows."""
+        """A lower bound of every plan's step, seconds; ``None`` if nothing fits."""
         try:
             found = self._minimum(self._extras_of(_Extra.TIME), Practice())
         except UnsolvedError:
@@ -299,7 +303,7 @@ class Relaxation:
         return None if found is None else float(found[self._extra[_Extra.TIME]]) * self._unit_s
 
     def start(self, practice: Practice) -> Relaxed | None:
-        """Shares that take little time in practice, and of those that take as little the ones that move least.
+        """Shares that take little time in practice; among equals those that move least.
 
         Returns:
             ``None`` if nothing fits, or nothing was found.
@@ -311,7 +315,7 @@ class Relaxation:
         return None if found is None else self._read(found)
 
     def lacking(self, tier: Tier, practice: Practice) -> tuple[int, Relaxed] | None:
-        """The least memory that would have to be added on one tier alone for something to fit in practice, bytes, and what.
+        """The least memory to add on one tier so that some plan fits, bytes, and the tier.
 
         Returns:
             ``None`` if no amount is enough, or none was found.
@@ -345,7 +349,8 @@ class Relaxation:
             equal @ x == value,
         ]
         problem = cp.Problem(cp.Minimize(objective @ x), constraints)
-        # Presolving takes longer than it saves. The first solver gives up on a few badly conditioned programmes.
+        # Presolving takes longer than it saves. The first solver gives up on a few badly
+        # conditioned programmes.
         for solver, options in ((cp.HIGHS, {"highs_options": {"presolve": "off"}}), (cp.CLARABEL, {})):
             try:
                 problem.solve(solver=solver, **options)  # type: ignore[no-untyped-call]
@@ -356,7 +361,7 @@ class Relaxation:
         raise UnsolvedError(f"no solver finds an optimum of the programme for model {self.model.name!r} on {self.hardware.name!r}")
 
     def prices(self, relaxed: Relaxed) -> Vector:
-        """Seconds of work of each column on all resources, those that a solution keeps busy most counted most."""
+        """Seconds of work of each column on all resources, weighted by their load."""
         rows = self._whole(("compute", *LANES))
         busy = np.array([relaxed.busy_s[self.matrices.rows[i].resource] for i in rows])
         weights: Vector = (busy / relaxed.seconds) ** _STEEPNESS if relaxed.seconds else np.ones(len(rows))

@@ -1,4 +1,4 @@
-"""Nothing fits: which tier is the tightest, what it lacks, and what would change that, cheapest first."""
+"""The error if nothing fits: the tightest tier, what it lacks, and remedies, cheapest first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hetero.units import MIB, format_bytes
 _CHEAPEST_FIRST = {Tier.DISK: "disk", Tier.HOST: "host memory", Tier.DEVICE: "device memory"}
 _CAPACITIES = {Tier.DISK: "disk_capacity_bytes", Tier.HOST: "host_memory_bytes", Tier.DEVICE: "device_memory_bytes"}
 _UPDATING = ("device_update_params_per_s", "cpu_update_params_per_s", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s")
-_ANY_RATE = 1e9  # bytes/s of a disk that is not there yet: whether it would be large enough does not depend on it
+_ANY_RATE = 1e9  # bytes/s of a disk to be added; its size is what counts
 _ATTEMPTS = 5  # at making whole blocks fit, each with what the one before lacked on top
 _MOST_PARTS = 1024  # what Plan.micro_batches allows
 _LEAST = Start(slots=1)
@@ -68,7 +68,7 @@ class SearchRequest:
         return Search(relaxation=relaxation.resized(hardware), evaluator=evaluator, bound_s=0.0)
 
     def lacking(self, tier: Tier) -> int | None:
-        """Bytes that make a plan possible if they are added on one tier alone; ``None`` if none do."""
+        """Bytes to add on one tier so that a plan fits; ``None`` if none suffice."""
         h = self.hardware
         if tier is Tier.DEVICE and h.shared_memory:
             return None
@@ -99,7 +99,7 @@ class SearchRequest:
         return replace(self, parts=times * self.parts) if self.may_split(times) else replace(self, model=split(self.model, times))
 
     def smaller(self) -> int | None:
-        """How many times smaller the batch has to be for a plan to fit, a power of two; ``None`` if no smaller batch helps."""
+        """The factor, a power of two, by which the batch has to shrink; ``None`` if none helps."""
         powers = takewhile(lambda n: n * self.parts <= self.model.tokens, (2**k for k in count(1)))
         searches = {n: self._smaller(n).search() for n in powers}
         enough = next((n for n, search in searches.items() if any(True for _ in search.frugal())), None)
@@ -111,8 +111,9 @@ class SearchRequest:
 def infeasible(request: SearchRequest) -> PlanError:
     """Why nothing fits, and what would change that, cheapest first.
 
-    The tightest tier is the one that lacks least, were it alone to grow; of equals the cheaper one. Smaller micro-batches cost
-    nothing, then come disk, host memory and device memory. Each remedy is one with which a plan was found.
+    The tightest tier is the one that lacks least, were it alone to grow; of equals the cheaper one.
+    Smaller micro-batches cost nothing, then come disk, host memory and device memory. Each remedy
+    is one with which a plan was found.
     """
     model, hardware = request.model, request.hardware
     lacking = {tier: size for tier in _CHEAPEST_FIRST if (size := request.lacking(tier)) is not None}

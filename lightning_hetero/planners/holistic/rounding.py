@@ -18,7 +18,7 @@ from lightning_hetero.planners.holistic.relaxation import Relaxation, Relaxed
 from lightning_hetero.planners.holistic.segments import BlockRun
 
 Indices = NDArray[np.intp]
-Chosen = list[dict[str | None, Choice]]  # for each block its placement, and the policies of what it saves
+Chosen = list[dict[str | None, Choice]]  # per block: placement and policies
 
 
 def rounded(relaxed: Relaxed, segments: Sequence[BlockRun], *, grouped: bool) -> Chosen:
@@ -27,9 +27,10 @@ def rounded(relaxed: Relaxed, segments: Sequence[BlockRun], *, grouped: bool) ->
     Args:
         relaxed: The shares.
         segments: Their segments.
-        grouped: Of equal blocks those that the device updates come first and those that the CPU updates last, so that the CPU ends
-            long before the next forward needs their weights (AutoHete's insight 2); else blocks that choose alike lie as far from
-            each other as they can.
+        grouped: Of equal blocks those that the device updates come first and those that the CPU
+            updates last, so that the CPU ends long before the next forward needs their weights
+            (AutoHete's insight 2); else blocks that choose alike lie as far from each other as they
+            can.
     """
     chosen: Chosen = []
     for _, group in groupby(zip(segments, relaxed.shares, strict=True), key=lambda pair: pair[0].kind):
@@ -47,7 +48,8 @@ _ENOUGH = 0.2  # share of a device update that makes the first of equal blocks o
 def _spread(shares: Sequence[tuple[Mapping[Choice, float], int]]) -> list[Choice]:
     """For each block of segments that follow each other the choice that is owed most.
 
-    The first block is rounded towards the device: the next forward begins with it, and nothing hides an update elsewhere.
+    The first block is rounded towards the device: the next forward begins with it, and nothing
+    hides an update elsewhere.
     """
     owed = dict.fromkeys(shares[0][0], 0.0)
     found: list[Choice] = []
@@ -85,7 +87,7 @@ def rule(block: BlockProfile, choices: Mapping[str | None, Choice]) -> BlockPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choices:
-    """The choices that a segment has for one of its columns' ``what``: what one block holds on each tier by it, and its price."""
+    """A segment's choices for one ``what``: what a block holds on each tier, and the price."""
 
     place: int
     what: str | None
@@ -98,7 +100,7 @@ _TIERS = tuple(Tier)
 
 
 class Demotion:
-    """Moves something of a rounded plan to a lower tier, or recomputes it, where whole blocks take more than their shares.
+    """Moves parts of a rounded plan to lower tiers, or recomputes them, until it fits.
 
     Args:
         relaxation: The programme.
@@ -124,9 +126,10 @@ class Demotion:
     def demote(self, chosen: Chosen, tier: Tier, short: float) -> bool:
         """Frees about ``short`` bytes of a tier, cheapest first; false if nothing is left to free.
 
-        What it held goes to no other tier that has been full before, if that can be avoided. Where freeing did not change the
-        shortfall the last time, activations were not there when the tier was fullest: they are put back, and left alone in these
-        segments and in those behind, which are emptier at any such moment.
+        What it held goes to no other tier that has been full before, if that can be avoided. Where
+        freeing did not change the shortfall the last time, activations were not there when the tier
+        was fullest: they are put back, and left alone in these segments and in those behind, which
+        are emptier at any such moment.
         """
         if self._last == (tier, short):
             for place, index, what, choice in self._changed:
@@ -143,7 +146,7 @@ class Demotion:
         return bool(self._changed)
 
     def _free(self, chosen: Chosen, tier: Tier, short: float) -> float:
-        """Makes the cheapest changes for as long as each is needed in whole, one at least; returns the bytes that they free."""
+        """Makes the cheapest changes that are needed, at least one; returns the freed bytes."""
         gain = self._gain[:, _TIERS.index(tier)]
         possible = (gain > 0) & ~(self._saves & (self._place >= self._useless.get(tier, len(self._segments))))
         if tier is not Tier.DEVICE:
@@ -181,7 +184,8 @@ def _tables(relaxation: Relaxation, relaxed: Relaxed) -> Iterator[_Choices]:
     columns = list(zip(relaxation.columns, relaxation.prices(relaxed).tolist(), strict=True))
     for (place, what), group in groupby(columns, key=lambda pair: (pair[0].segment, pair[0].what)):
         count = len(relaxation.segments[place])
-        # State on its way to a device update takes memory there too: such a choice is neither made nor left here.
+        # State on its way to a device update takes memory there too: such a choice is neither made
+        # nor left here.
         mine = [(column, relaxation.held_bytes(column), price) for column, price in group if not column.moving_bytes]
         yield _Choices(
             place=place,

@@ -1,9 +1,10 @@
 """From one plan to better ones: what the joint planner tries.
 
 [Note: Starts]
-The programme of :mod:`.relaxation` knows work and memory, not how a schedule spends them: that weights pass through a tier two or
-three blocks at a time, that a queue runs dry, that a transfer begins late. So it is solved several times, with more or less of that
-(:class:`Start`), its shares become whole blocks in one of two arrangements (:mod:`.rounding`), and the evaluator says which of
+The programme of :mod:`.relaxation` knows work and memory, not how a schedule spends them: that
+weights pass through a tier two or three blocks at a time, that a queue runs dry, that a transfer
+begins late. So it is solved several times, with more or less of that (:class:`Start`), its shares
+become whole blocks in one of two arrangements (:mod:`.rounding`), and the evaluator says which of
 these plans is the best. Then the depths of that plan are moved up and down for as long as it helps.
 """
 
@@ -26,7 +27,7 @@ from lightning_hetero.planners.holistic.rounding import Chosen, Demotion, rounde
 _NEAR = 3e-3  # of the bound: nobody can gain more
 _REPAIRS = 24  # times that something of a start is demoted because it does not fit
 _MOST_DEPTH = 1024  # of a plan
-_COLUMNS = 2500  # of all programmes of one search together: the larger a programme, the fewer are solved
+_COLUMNS = 2500  # of all programmes of one search: large programmes are solved less often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class Search:
                 self.evaluator.seconds(plan)
 
     def frugal(self) -> Iterator[Plan]:
-        """The plans that take least memory, of those that fit: all on the lowest tier that holds it, nothing saved but inputs."""
+        """Fitting plans of least memory: all on the lowest tier, only inputs saved."""
         model, hardware = self.relaxation.model, self.evaluator.hardware
         allowed = policies(hardware)
         saved = Saved.RECOMPUTE if Saved.RECOMPUTE in allowed else Saved.KEEP
@@ -118,10 +119,11 @@ class Search:
                 yield plan
 
     def run(self) -> None:
-        """Tries starts, each a change of the best one so far, then the depths of the best plan; see [Note: Starts]."""
+        """Tries starts near the best one, then the depths of the best plan; see [Note: Starts]."""
         best, best_s = _FIRST, self._try(_FIRST)
         affordable = max(1, _COLUMNS // len(self.relaxation.columns))
-        # Where not even this start fits, none does that takes more memory: what is left is to choose other blocks.
+        # Where not even this start fits, none does that takes more memory: what is left is to
+        # choose other blocks.
         for change in _CHANGES[:affordable] if self.start(_FIRST) is not None else ({"grouped": False},):
             if self.done:
                 return
@@ -136,7 +138,7 @@ class Search:
         return math.inf if plan is None else self.evaluator.seconds(plan)
 
     def start(self, start: Start) -> Plan | None:
-        """A plan from the programme that leaves the caches ``start.slots`` blocks, or else fewer; ``None`` if it finds none.
+        """A plan that leaves the caches ``start.slots`` blocks or fewer; ``None`` if there is none.
 
         Later starts begin with as many as the first one found room for.
         """
@@ -158,7 +160,7 @@ class Search:
         return None if relaxed is None else self.whole(relaxed, start, slots)
 
     def whole(self, relaxed: Relaxed, start: Start, slots: int) -> Plan | None:
-        """Shares as a plan that fits, and that leaves the caches so many blocks; ``None`` if that is not to be had."""
+        """Shares as a plan that fits and leaves the caches so many blocks, if there is one."""
         chosen = rounded(relaxed, self.relaxation.segments, grouped=start.grouped)
         demotion = Demotion(self.relaxation, relaxed)
         cache = slots * self._weights
@@ -182,7 +184,10 @@ class Search:
         )
 
     def _deepened(self, plan: Plan, relaxed: Relaxed) -> Plan:
-        """The same with gradients of as many blocks waiting as host memory allows, or as planned where weights on disk want it."""
+        """The same with the largest gradient depth that host memory allows.
+
+        If weights on disk need that memory, the depth stays as planned.
+        """
         model, h = self.relaxation.model, self.evaluator.hardware
         sizes = sorted((b.num_trainable_params * model.compute_itemsize for b in model.blocks), reverse=True)
         if any(b.weights is Tier.DISK for b in plan.blocks):

@@ -1,9 +1,10 @@
 """A model cut into runs of equal blocks, which the relaxed programme treats as one.
 
 [Note: Segments]
-Blocks of one kind that follow each other form segments. A segment's variables are shares of its blocks: of each placement (tiers of
-weights and state, lane of the update), of each policy for each operator's output, of each policy for the blocks' inputs. What a
-share takes is linear in it (:func:`.bounds.uses`), so are the bounds of time (:mod:`.bounds`) and those of memory.
+Blocks of one kind that follow each other form segments. A segment's variables are shares of its
+blocks: of each placement (tiers of weights and state, lane of the update), of each policy for each
+operator's output, of each policy for the blocks' inputs. What a share takes is linear in it
+(:func:`.bounds.uses`), so are the bounds of time (:mod:`.bounds`) and those of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 
 _MOST_CUTS = 2  # from each end of a run of equal blocks
-_MOST_PLACES = 12  # at which a model is cut in two; every one adds some thirty rows, and any choice of them gives a bound
+_MOST_PLACES = 12  # at which a model is cut in two; each adds about thirty rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,10 @@ class BlockRun:
 
 
 def segments(model: ModelProfile) -> tuple[BlockRun, ...]:
-    """Cuts a model into segments: runs of equal blocks, long ones in several, shorter ones towards both ends of the model.
+    """Cuts a model into segments of equal blocks, shorter ones towards both ends of the model.
 
-    The next step needs the first blocks' updates first, and backward the last blocks' activations: there the windows of
-    [Note: Bound] are narrow.
+    The next step needs the first blocks' updates first, and backward the last blocks' activations:
+    there the windows of [Note: Bound] are narrow.
     """
     found: list[BlockRun] = []
     for _, run in groupby(enumerate(model.blocks), key=lambda pair: _kind(pair[1])):
@@ -83,7 +84,9 @@ def _segment(blocks: Sequence[BlockProfile], indices: Sequence[int]) -> BlockRun
 
 
 def places(found: Sequence[BlockRun]) -> tuple[int, ...]:
-    """The segments in front of which a model is cut: all, or where they are many those at both ends and at equal shares of compute.
+    """The segments before which a model is cut; if there are many, a selection.
+
+    The selection has those at both ends and others at equal shares of compute.
 
     At the ends the windows of [Note: Bound] are narrow.
     """

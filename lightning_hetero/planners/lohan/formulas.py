@@ -1,18 +1,23 @@
-"""LoHan's formulas: what a step takes when so many activations are swapped, each equation a function of its own.
+"""LoHan's formulas: the time of a step by its swapped bytes, one function for each equation.
 
-Equation numbers and sections are those of "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU".
-What the paper leaves open is marked [inferred] and discussed in docs/planners/lohan.md.
+Equation numbers and sections are those of "LoHan: Low-Cost High-Performance Framework to Fine-Tune
+100B Model on a Consumer GPU". What the paper leaves open is marked [inferred] and discussed in
+docs/planners/lohan.md.
 
 [Note: Layers]
-What the paper calls a layer is an operator with a saved output (:class:`lightning_hetero.ir.model.OperatorProfile`): its output is
-swapped whole, or computed again. The paper's ``2P`` is the bytes of all weights, or of all gradients, and ``12P`` those of the
-optimizer state, as the profile gives them: sums over blocks, which may differ, be frozen, or compute in fp32.
+What the paper calls a layer is an operator with a saved output
+(:class:`lightning_hetero.ir.model.OperatorProfile`): its output is swapped whole, or computed
+again. The paper's ``2P`` is the bytes of all weights, or of all gradients, and ``12P`` those of the
+optimizer state, as the profile gives them: sums over blocks, which may differ, be frozen, or
+compute in fp32.
 
 [Note: Inter-block activations]
-A block is recomputed from its input, so a plan swaps the inputs of all blocks whatever else it swaps. ``inter_block="first"``, the
-default, counts them so: A begins at their bytes, and they spare no recomputation, as in the authors' code. ``"amount"`` is
-Algorithm 1 as printed: layers alone make up A, and they have to reach the inputs' bytes. A then leaves the inputs out, which leave
-the device beside it; this reading is kept to compare with the paper. See docs/adr/0012-lohan-swaps-inputs-first.md.
+A block is recomputed from its input, so a plan swaps the inputs of all blocks whatever else it
+swaps. ``inter_block="first"``, the default, counts them so: A begins at their bytes, and they spare
+no recomputation, as in the authors' code. ``"amount"`` is Algorithm 1 as printed: layers alone make
+up A, and they have to reach the inputs' bytes. A then leaves the inputs out, which leave the device
+beside it; this reading is kept to compare with the paper. See
+docs/adr/0012-lohan-swaps-inputs-first.md.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ class Quantities:
         download_bytes_per_s: BW_G of the direction device to host, bytes/s.
         disk_read_bytes_per_s: BW_S2M, bytes/s.
         disk_write_bytes_per_s: BW_M2S, bytes/s.
-        disk_duplex: Reads and writes overlap; the paper's disks are simplex, so that their times add.
+        disk_duplex: Reads and writes overlap; the paper's disks are simplex, so that their times
+            add.
         host_bytes: MEM, host memory left for activations, bytes.
         boundary_bytes: A_interBlock, the inputs of all blocks that may swap, bytes.
         swapped_first_bytes: Bytes that are swapped before any layer is: 0 or ``boundary_bytes``.
@@ -90,11 +96,11 @@ class Quantities:
 
     @property
     def dropped_flop(self) -> float:
-        """F_r where nothing is swapped: FLOP of one forward of all that backward may have to repeat."""
+        """F_r without swaps: FLOP of one forward of all that backward may have to repeat."""
         return self.forward_flop - self.kept_flop
 
     def disk_s(self, read_bytes: float, written_bytes: float) -> float:
-        """Seconds of reads and writes that share the disk, or overlap where it is duplex [inferred]."""
+        """Seconds of reads and writes, which share the disk unless it is duplex [inferred]."""
         read, write = read_bytes / self.disk_read_bytes_per_s, written_bytes / self.disk_write_bytes_per_s
         return max(read, write) if self.disk_duplex else read + write
 
@@ -104,7 +110,8 @@ def quantities(
 ) -> Quantities:
     """The formulas' symbols.
 
-    On a machine whose device is its host, copies take no time and nothing can overflow: links and MEM are infinite.
+    On a machine whose device is its host, copies take no time and nothing can overflow: links and
+    MEM are infinite.
 
     Args:
         model: The model.
@@ -145,7 +152,7 @@ def spilled_bytes(swapped_bytes: float, host_bytes: float) -> float:
 
 
 def forward_s(q: Quantities, swapped_bytes: float) -> float:
-    """Seconds of the forward stage: computation, swapping out, uploading weights, and the disk overlap.
+    """Seconds of the forward stage: compute, swap-outs, uploads and the disk overlap.
 
     ``max(F/THP, A/BW_G, 2P/BW_G, 2P/BW_S2M + spill/BW_M2S)``. Source: eqs. 2 and 4.
     """
@@ -160,7 +167,8 @@ def forward_s(q: Quantities, swapped_bytes: float) -> float:
 def backward_s(q: Quantities, swapped_bytes: float, recomputed: float) -> float:
     """Seconds of the backward stage, updates included.
 
-    ``max((2F + F_r)/THP, 2P/BW_G, (2P + A)/BW_G, (14P + spill)/BW_S2M + 14P/BW_M2S)``. Source: eq. 5.
+    ``max((2F + F_r)/THP, 2P/BW_G, (2P + A)/BW_G, (14P + spill)/BW_S2M + 14P/BW_M2S)``. Source: eq.
+    5.
 
     Args:
         q: The symbols.
@@ -186,15 +194,16 @@ def offloading_benefit(flop: float, num_bytes: float) -> float:
 
 
 def swap_order(model: ModelProfile) -> tuple[Layer, ...]:
-    """All layers of the blocks that may swap, which pinned ones may not; the greatest offloading benefit first.
+    """All layers of the unpinned blocks, the greatest offloading benefit first.
 
-    Equal ones come operator by operator, each of all blocks, as in the authors' code: so every block swaps about as much.
+    Equal ones come operator by operator, each of all blocks, as in the authors' code: so every
+    block swaps about as much.
     """
     layers = [
         (-offloading_benefit(operator.flop, operator.bytes), place, index, operator)
         for index, block in enumerate(model.blocks)
         for place, operator in enumerate(block.operators)
-        if operator.bytes and not block.pinned  # an output without bytes is neither kept nor swapped
+        if operator.bytes and not block.pinned  # without bytes: not swapped
     ]
     return tuple(
         Layer(block=model.blocks[index].name, operator=operator.name, flop=operator.flop, num_bytes=operator.bytes)
@@ -203,7 +212,7 @@ def swap_order(model: ModelProfile) -> tuple[Layer, ...]:
 
 
 def recomputed_flop(q: Quantities, layers: Sequence[Layer], swapped_bytes: float) -> float:
-    """F_r when ``swapped_bytes`` are swapped in the order of ``layers``, linear inside a layer, FLOP.
+    """F_r if ``swapped_bytes`` are swapped in the order of ``layers``, linear inside a layer.
 
     ``F - sum_{m<=i} FLOP_m - FLOP_{i+1} (A - sum_{n<=i} A_n) / A_{i+1}``. Source: eq. 7.
     """

@@ -1,8 +1,8 @@
-"""LoHan (Ratel): weights and state on disk, updates while backward runs, and as many activations swapped as pays.
+"""LoHan (Ratel): weights and state on disk, updates during backward, swapped activations.
 
-Source: "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU". The formulas
-are in ``formulas.py``, the search is in ``search.py``. What the paper leaves open is marked
-[inferred] and discussed in docs/planners/lohan.md.
+Source: "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU". The
+formulas are in ``formulas.py``, the search is in ``search.py``. What the paper leaves open is
+marked [inferred] and discussed in docs/planners/lohan.md.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ def plan(
     update_order: UpdateOrder = UpdateOrder.OVERLAPPED,
     updates: Updates = Updates.IN_BACKWARD,
 ) -> Plan:
-    """LoHan's plan: weights and state on disk, CPU updates while backward runs, activations swapped or recomputed.
+    """LoHan's plan: weights and state on disk, CPU updates in backward, activations swapped.
 
-    ``decisions`` has ``swapped_bytes`` (all bytes that leave the device in a step, blocks' inputs among them),
-    ``swapped_operators`` (``"block.operator"``, best first) and ``case``. Where the device is the host there is nothing to swap:
-    activations stay, the formulas are evaluated with ``A = 0`` and ``F_r = 0``, which is what case 2 comes to without a link.
+    ``decisions`` has ``swapped_bytes`` (all bytes that leave the device in a step, blocks' inputs
+    among them), ``swapped_operators`` (``"block.operator"``, best first) and ``case``. Where the
+    device is the host there is nothing to swap: activations stay, the formulas are evaluated with
+    ``A = 0`` and ``F_r = 0``, which is what case 2 comes to without a link.
 
     Args:
         model: The model.
         hardware: The machine.
-        method: ``"walk"`` is Algorithm 1, exact over whole layers in linear time; ``"convex"`` solves the programme with cvxpy.
+        method: ``"walk"`` is Algorithm 1, exact over whole layers in linear time; ``"convex"``
+            solves the programme with cvxpy.
         inter_block: See [Note: Inter-block activations] in ``formulas.py``.
         update_order: For the paper's ablation (section V-D).
         updates: When updates may run: during backward, or only once all gradients are known.
@@ -63,7 +65,7 @@ def plan(
     if hardware.shared_memory:
         return evaluated(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
     first_refusal = optimum = None
-    for depth in (placed.prefetch_depth, 1):  # what is on its way takes memory: a step behind, if that is what it needs to fit
+    for depth in (placed.prefetch_depth, 1):  # transfers take memory: fewer if needed
         placed = replace(placed, prefetch_depth=depth)
         q = quantities(model, hardware, host_bytes=_host_room(placed, model, hardware), inter_block=inter_block)
         swap = METHODS[method](q, layers)
@@ -74,7 +76,8 @@ def plan(
                 return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)
             except PlanError as error:
                 refusal, first_refusal = error, first_refusal or error
-            # The runtime needs more than the formulas know of: keep less on the host, or have less on its way on the device.
+            # The runtime needs more than the formulas know of: keep less on the host, or have less
+            # on its way on the device.
             if refusal.tier == Tier.HOST and q.host_bytes > 0:
                 held = min(q.host_bytes, emitted.decisions["swapped_bytes"])
                 q = replace(q, host_bytes=max(0.0, held - refusal.shortfall_bytes))
@@ -103,7 +106,7 @@ def _check_rates(hardware: HardwareProfile) -> None:
 
 
 def _placed(model: ModelProfile, update_order: UpdateOrder) -> Plan:
-    """Where weights and state live, before anything is said of activations; as the builtin plan ``disk``."""
+    """Places weights and state as the builtin plan ``disk``; activations follow later."""
     rows = (
         BlockPlan(
             name=block.name,
@@ -118,7 +121,7 @@ def _placed(model: ModelProfile, update_order: UpdateOrder) -> Plan:
 
 
 def _host_room(placed: Plan, model: ModelProfile, hardware: HardwareProfile) -> int:
-    """MEM: host memory beside what prefetched weights, gradients in flight, updates and the process itself take, bytes."""
+    """MEM: host memory left beside weights, gradients, updates and the process, bytes."""
     needs = needs_of(placed, model, shared_memory=False)
     return hardware.host_memory_bytes - sum(needs.host.values()) - max(needs.host_caches, default=0)
 

@@ -1,7 +1,8 @@
-"""LoHan's search for the activations to swap: Algorithm 1, and the convex programme of section IV-D.
+"""LoHan's search for activations to swap: Algorithm 1, and the programme of section IV-D.
 
-Source: "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU". The formulas are in
-``formulas.py``; what the paper leaves open is marked [inferred] and discussed in docs/planners/lohan.md.
+Source: "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU". The
+formulas are in ``formulas.py``; what the paper leaves open is marked [inferred] and discussed in
+docs/planners/lohan.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class SwapChoice:
         layers: The layers, best first.
         swapped_bytes: A of the formulas; all swapped bytes under the reading ``"first"``.
         iteration_s: T_iter there, seconds.
-        case: 1: T_iter rises from the least that may be swapped on; 2: it falls to the last layer; 3: its minimum is between.
+        case: 1: T_iter rises from the least that may be swapped on; 2: it falls to the last layer;
+            3: its minimum is between.
     """
 
     layers: tuple[Layer, ...]
@@ -58,7 +60,9 @@ def _swap(q: Quantities, layers: Sequence[Layer], count: int) -> SwapChoice:
 
 
 def at_most(q: Quantities, swap: SwapChoice, layers: Sequence[Layer], swapped_bytes: float) -> SwapChoice:
-    """The best choice that swaps no more than that, but at least A_interBlock: T_iter is convex, so it is the longest one.
+    """The best choice that swaps at most ``swapped_bytes``, but at least A_interBlock.
+
+    T_iter is convex, so it is the longest such choice.
 
     The case stays what it is without that limit.
     """
@@ -67,11 +71,12 @@ def at_most(q: Quantities, swap: SwapChoice, layers: Sequence[Layer], swapped_by
 
 
 def walk(q: Quantities, layers: Sequence[Layer]) -> SwapChoice:
-    """Takes layers in order until one does not improve T_iter; up to A_interBlock, layers are taken whatever they do.
+    """Takes layers in order until one does not improve T_iter, but at least A_interBlock.
 
-    T_iter is convex in A, so that the first layer which does not improve it is past the minimum. The layer that ends the walk is
-    not swapped. The paper tests ``A >= A_interBlock`` with that layer in A and then leaves it out, which can end below
-    A_interBlock; here A is tested without it [inferred].
+    T_iter is convex in A, so that the first layer which does not improve it is past the minimum.
+    The layer that ends the walk is not swapped. The paper tests ``A >= A_interBlock`` with that
+    layer in A and then leaves it out, which can end below A_interBlock; here A is tested without it
+    [inferred].
 
     Args:
         q: The symbols.
@@ -87,10 +92,12 @@ def walk(q: Quantities, layers: Sequence[Layer]) -> SwapChoice:
 
 
 def relaxed(q: Quantities, layers: Sequence[Layer]) -> tuple[float, float]:
-    """The convex programme: minimise ``T_f + T_b`` over ``A = sum x_l A_l``, ``0 <= x_l <= 1``, ``A >= A_interBlock``.
+    """The convex programme: minimise ``T_f + T_b`` over ``A = sum x_l A_l``.
 
-    Epigraph form, ``F_r = F - sum x_l FLOP_l``; a linear programme in cvxpy, solved by HiGHS. Where T_iter is flat, the least A
-    of all optimal ones is returned.
+    Subject to ``0 <= x_l <= 1`` and ``A >= A_interBlock``.
+
+    Epigraph form, ``F_r = F - sum x_l FLOP_l``; a linear programme in cvxpy, solved by HiGHS. Where
+    T_iter is flat, the least A of all optimal ones is returned.
 
     Returns:
         A in bytes, which may cut through a layer, and T_iter there in seconds.
@@ -136,7 +143,9 @@ def relaxed(q: Quantities, layers: Sequence[Layer]) -> tuple[float, float]:
 
 
 def convex(q: Quantities, layers: Sequence[Layer]) -> SwapChoice:
-    """The whole layers nearest to the convex programme's optimum: with or without the layer that it cuts, whichever is faster.
+    """The whole layers nearest to the convex programme's optimum.
+
+    The layer that the optimum cuts is taken or left, whichever is faster.
 
     Args:
         q: The symbols.

@@ -1,4 +1,4 @@
-"""ProTrain: persistent chunks, chunk buffers and interleaved activation policies, by exhaustive search."""
+"""ProTrain: persistent chunks, buffers and interleaved policies, by exhaustive search."""
 
 from lightning_hetero.planners.protrain.planner import plan
 

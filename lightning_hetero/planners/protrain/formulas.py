@@ -1,12 +1,14 @@
 """ProTrain's formulas: chunk size, interleaving, run time and memory, each a function of its own.
 
-Equation numbers and sections are those of "ProTrain: Efficient LLM Training via Automatic Memory Management". What the paper leaves
-open is marked [inferred] and discussed in docs/planners/protrain.md.
+Equation numbers and sections are those of "ProTrain: Efficient LLM Training via Automatic Memory
+Management". What the paper leaves open is marked [inferred] and discussed in
+docs/planners/protrain.md.
 
 [Note: Chunks]
-Parameters are grouped in chunks of one size, in the order of execution; a block never straddles two chunks. The first
-``persistent_chunks`` live on the device with their optimizer state. The others live on the host; ``chunk_buffers`` device buffers
-cache their weights, so the last that many need no second upload in backward. Formulas count chunks from 1, as the paper does.
+Parameters are grouped in chunks of one size, in the order of execution; a block never straddles two
+chunks. The first ``persistent_chunks`` live on the device with their optimizer state. The others
+live on the host; ``chunk_buffers`` device buffers cache their weights, so the last that many need
+no second upload in backward. Formulas count chunks from 1, as the paper does.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from lightning_hetero.ir.plan import Saved
 
 
 def pack(sizes: Sequence[int], chunk_params: int) -> tuple[tuple[int, ...], ...]:
-    """Groups blocks into chunks in the order of execution; a block that does not fit the open chunk begins the next.
+    """Groups blocks into chunks in the order of execution.
+
+    A block that does not fit the open chunk begins the next one.
 
     Args:
-        sizes: Elements of each block. A shared parameter is counted by the block that uses it first.
+        sizes: Elements of each block. A shared parameter is counted by the block that uses it
+            first.
         chunk_params: Elements of one chunk; at least those of the largest block.
 
     Returns:
@@ -49,12 +54,13 @@ def wasted_params(sizes: Sequence[int], chunk_params: int) -> int:
 
 
 def best_chunk_params(sizes: Sequence[int], *, interval: int = 1024, span: int = 32 * 2**20) -> int:
-    """The chunk size of least waste (B.1): a grid search, the smallest size where several waste least.
+    """The chunk size of least waste (B.1), by a grid search; the smallest of equals.
 
-    The grid begins at the largest block and goes on for ``span`` elements, though not beyond twice that block: one chunk for
-    everything would waste nothing and leave nothing to decide [inferred; span and interval are the defaults of Colossal-AI's
-    search, whose chunks the paper builds on]. Waste grows with the size until a chunk takes one more block, so only grid
-    points where that happens are tried; the result is that of the whole grid.
+    The grid begins at the largest block and goes on for ``span`` elements, though not beyond twice
+    that block: one chunk for everything would waste nothing and leave nothing to decide [inferred;
+    span and interval are the defaults of Colossal-AI's search, whose chunks the paper builds on].
+    Waste grows with the size until a chunk takes one more block, so only grid points where that
+    happens are tried; the result is that of the whole grid.
 
     Args:
         sizes: Elements of each block.
@@ -78,7 +84,7 @@ def best_chunk_params(sizes: Sequence[int], *, interval: int = 1024, span: int =
 
 
 def swap_interval(blocks: Sequence[BlockProfile], link_d2h_bytes_per_s: float) -> int:
-    """How many blocks' forward hides the swap-out of one block (section 3.1.1); 0 where nothing can be swapped.
+    """The number of forwards that hide one block's swap-out (section 3.1.1); 0: no swaps.
 
     Blocks that differ: their mean.
     """
@@ -91,8 +97,8 @@ def swap_interval(blocks: Sequence[BlockProfile], link_d2h_bytes_per_s: float) -
 def interleave(num_blocks: int, *, swap: int, checkpoint: int, interval: int) -> tuple[Saved, ...]:
     """What becomes of each transformer block's activations (section 3.1.1, Figure 2).
 
-    Every interval begins with a block that is swapped, until there are ``swap``; recomputed blocks fill the places after them,
-    earliest first; blocks that keep their activations come last.
+    Every interval begins with a block that is swapped, until there are ``swap``; recomputed blocks
+    fill the places after them, earliest first; blocks that keep their activations come last.
     """
     swapped = {i * interval for i in range(swap)}
     free = [i for i in range(num_blocks) if i not in swapped]
@@ -159,7 +165,7 @@ def forward_s(times: ChunkTimes, *, persistent: int) -> float:
 
 
 def backward_term_s(times: ChunkTimes, recompute: Sequence[float], i: int, *, persistent: int, buffers: int) -> float:
-    """One term of eq. 5: while chunk ``i`` computes, chunk ``i - 1`` arrives and the gradients of chunk ``i + 1`` leave.
+    """One term of eq. 5: chunk ``i`` computes, ``i - 1`` arrives, gradients of ``i + 1`` leave.
 
     The indices 0 and N+1 take no time [inferred].
     """
@@ -169,7 +175,7 @@ def backward_term_s(times: ChunkTimes, recompute: Sequence[float], i: int, *, pe
 
 
 def backward_s(times: ChunkTimes, recompute: Sequence[float], *, persistent: int, buffers: int) -> float:
-    """Seconds of backward (eq. 5), and of the first chunk's gradients, which the printed sum leaves out [inferred].
+    """Seconds of backward (eq. 5), with the first chunk's gradients [inferred].
 
     Args:
         times: The chunks.
@@ -227,7 +233,8 @@ def peak_base_bytes(forward_bytes: int, operators: Sequence[OperatorMemory]) -> 
 def backward_operators(model: ModelProfile) -> tuple[OperatorMemory, ...]:
     """A profile as the memory estimator reads it: the operators of the last block first.
 
-    What a block saves beyond what its operators free, its input above all, is freed as its backward ends.
+    What a block saves beyond what its operators free, its input above all, is freed as its backward
+    ends.
     """
     rows: list[OperatorMemory] = []
     current = 0  # beside what is saved, as the operator before ended
@@ -251,9 +258,10 @@ def backward_operators(model: ModelProfile) -> tuple[OperatorMemory, ...]:
 
 
 def _unrecorded(block: BlockProfile) -> tuple[BackwardOperator, ...]:
-    """A block of which nobody has recorded backward, as of a preset: its operators in reverse, and what comes before them.
+    """The backward operators of a block without a record, as of a preset: its operators reversed.
 
-    It has one figure for what is neither weight nor saved, ``transient_bytes``: each of its operators may need it [inferred].
+    It has one figure for what is neither weight nor saved, ``transient_bytes``: each of its
+    operators may need it [inferred].
     """
     return tuple(
         BackwardOperator(
@@ -264,9 +272,10 @@ def _unrecorded(block: BlockProfile) -> tuple[BackwardOperator, ...]:
 
 
 def peak_bytes(base: int, *, persistent: int, buffers: int, blocks: Sequence[BlockProfile], kinds: Sequence[Saved]) -> int:
-    """Peak device memory of a configuration (eq. 10). Blocks that differ: sums in place of ``count x block``.
+    """Peak device memory of a configuration (eq. 10), as sums over blocks that may differ.
 
-    The paper multiplies it by a fragmentation factor; the planner divides the memory that it may use by that instead.
+    The paper multiplies it by a fragmentation factor; the planner divides the memory that it may
+    use by that instead.
 
     Args:
         base: :func:`peak_base_bytes`.

@@ -1,8 +1,8 @@
-"""ProTrain: persistent chunks, chunk buffers and an interleaved activation policy, by exhaustive search over four counts.
+"""ProTrain: persistent chunks, buffers and interleaved policies, by exhaustive search.
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management". The formulas are in ``formulas.py``, the
-configurations in ``search_space.py``, the search in ``search.py``; what the paper leaves open is marked [inferred] there
-and discussed in docs/planners/protrain.md.
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management". The formulas are in
+``formulas.py``, the configurations in ``search_space.py``, the search in ``search.py``; what the
+paper leaves open is marked [inferred] there and discussed in docs/planners/protrain.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def plan(
     Args:
         model: The model.
         hardware: The machine.
-        fragmentation: Device memory that the allocator takes for one byte asked for (eq. 10), at least 1.
+        fragmentation: Device memory that the allocator takes for one byte asked for (eq. 10), at
+            least 1.
         chunk_interval: Grid of the search for the chunk size, elements.
         chunk_span: Its length, elements.
         updates: When updates may run: during backward, or only once all gradients are known.
@@ -58,8 +59,8 @@ def plan(
         optimum = optimum or emitted
         try:
             return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)
-        except PlanError as error:  # the runtime needs more than the estimators know of: search again with that much less
-            if hardware.shared_memory or not error.tier:  # every configuration needs the same, or a rate is missing
+        except PlanError as error:  # the runtime needs more than the estimators
+            if hardware.shared_memory or not error.tier:  # no other configuration helps
                 raise
             refusal, first_refusal, missing = error, first_refusal or error, max(error.shortfall_bytes, 1)
         if refusal.tier == Tier.DEVICE:
@@ -77,7 +78,7 @@ def space_of(
     chunk_interval: int = 1024,
     chunk_span: int = 32 * 2**20,
 ) -> Space:
-    """The configurations to choose from, with the chunk size of least waste; arguments and errors as for :func:`plan`."""
+    """The configurations to choose from; arguments and errors as for :func:`plan`."""
     if hardware.world_size > 1 and not hardware.collective_bytes_per_s:
         raise ConfigError(
             f"hardware profile {hardware.name!r} has world_size={hardware.world_size} and collective_bytes_per_s=0; ProTrain "
@@ -126,7 +127,7 @@ def emit(space: Space, config: Configuration) -> Plan:
 
 
 def _least_missing(space: Space) -> tuple[int, int]:
-    """Bytes of the device, and of the host, that the configuration lacks which is cheapest to help: of one of them if possible."""
+    """Bytes of device and host memory that the cheapest configuration lacks."""
     counts = np.array(space.persistent_counts())
     states = np.array([0 if space.hardware.shared_memory else space.persistent_bytes[p] for p in counts])
     on_device = states + np.array([space.least_buffers(p) for p in counts]) * space.buffer_bytes
@@ -134,7 +135,7 @@ def _least_missing(space: Space) -> tuple[int, int]:
     rows = []
     for swap in range(space.most_swaps + 1):
         rooms, _ = space.rooms_and_order(swap)
-        device = np.maximum(0, on_device - max(rooms))  # whatever is recomputed, the host holds as much
+        device = np.maximum(0, on_device - max(rooms))  # host: not affected
         host = np.maximum(0, on_host + space.swapped_bytes(swap) - space.host_bytes_allowed)
         best = np.lexsort((device + host, device > 0, (device > 0) & (host > 0)))[0]
         missing = int(device[best]), int(host[best])
@@ -143,7 +144,7 @@ def _least_missing(space: Space) -> tuple[int, int]:
 
 
 def infeasible(space: Space) -> PlanError:
-    """Why nothing fits, told of the configuration that is cheapest to help: host memory costs less than a larger device."""
+    """The error if nothing fits, for the configuration that needs the cheapest remedy."""
     device, host = _least_missing(space)
     name = f"no plan of ProTrain fits model {space.model.name!r} on {space.hardware.name!r}"
     if not device and not host:

@@ -1,6 +1,7 @@
 """ProTrain's search for the best configuration (section 3.1.2).
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; the configurations are in ``search_space.py``.
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; the configurations are
+in ``search_space.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Best(NamedTuple):
 
 
 class _Costs:
-    """Eq. 2 in constant time for all counts of persistent chunks and buffers, activations being fixed.
+    """Eq. 2 in constant time for all counts of chunks and buffers, at fixed activations.
 
-    A term of eq. 5 has one of three values: its neighbours are persistent; gradients leave; or weights arrive too. Terms of one
-    kind follow each other, so sums over them are differences of running sums.
+    A term of eq. 5 has one of three values: its neighbours are persistent; gradients leave; or
+    weights arrive too. Terms of one kind follow each other, so sums over them are differences of
+    running sums.
 
     Args:
         times: The chunks.
@@ -90,9 +92,11 @@ class _Swaps:
     It skips only what cannot win:
 
     - activations that overflow with no persistent chunk are discarded at once (section 3.1.2);
-    - more buffers never make a configuration slower (eq. 7), so the most that fit decide, and then the fewest that are as fast;
-    - more recomputed blocks never make it faster. So of a range of such counts none is better than the time of its first in the
-      memory of its last, and where that is no better than what is known, the range is skipped.
+    - more buffers never make a configuration slower (eq. 7), so the most that fit decide, and then
+      the fewest that are as fast;
+    - more recomputed blocks never make it faster. So of a range of such counts none is better than
+      the time of its first in the memory of its last, and where that is no better than what is
+      known, the range is skipped.
     """
 
     def __init__(self, space: Space, swap: int, best: Best | None) -> None:
@@ -114,8 +118,8 @@ class _Swaps:
         return self.best
 
     def _range(self, first: int, end: int, costs: _Costs) -> None:
-        """Tries ``first`` to ``end - 1`` recomputed blocks, in this order; ``costs`` are those of the first."""
-        room = max(self.room[max(first, end - 2) : end])  # the last count of all may need more than the one before: eq. 10
+        """Tries ``first`` to ``end - 1`` recomputed blocks; ``costs`` are those of the first."""
+        room = max(self.room[max(first, end - 2) : end])  # eq. 10: the last may need more
         bound = min((costs.iteration_s(p, most) for p, _, most in self._fitting(room)), default=math.inf)
         if not self._better(bound):
             return
@@ -133,7 +137,7 @@ class _Swaps:
         return _Costs(self.times, recompute, self.forward)
 
     def _fitting(self, room: int) -> list[tuple[int, int, int]]:
-        """Counts of persistent chunks that fit, with the fewest buffers and the most that then do."""
+        """Counts of persistent chunks that fit, each with its fewest and most buffers."""
         size = self.space.buffer_bytes
         rows = ((p, fewest, min(most, (room - states) // size)) for p, states, fewest, most in self.rows)
         return [row for row in rows if row[2] >= row[1]]
@@ -160,7 +164,7 @@ class _Swaps:
 
 
 def search(space: Space) -> Configuration | None:
-    """The fastest configuration by eq. 2 that is allowed, the smallest of equals; ``None`` if there is none (section 3.1.2)."""
+    """The fastest allowed configuration by eq. 2 (section 3.1.2); ``None`` if there is none."""
     best: Best | None = None
     for swap in range(space.most_swaps + 1):
         best = _Swaps(space, swap, best).run()

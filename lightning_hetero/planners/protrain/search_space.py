@@ -1,6 +1,7 @@
 """ProTrain's configurations: what each costs, and which are allowed (section 3.1.2).
 
-Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; see [Note: Chunks] in ``formulas.py``.
+Source: "ProTrain: Efficient LLM Training via Automatic Memory Management"; see [Note: Chunks] in
+``formulas.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
 from lightning_hetero.planners.protrain import formulas
 from lightning_hetero.planners.protrain.formulas import ChunkTimes
 
-LEAST_BUFFERS = 3  # one chunk computes, the next arrives, the gradients of the last leave: eq. 5, Table 4 [inferred]
-LEAST_GRADIENTS = 4  # blocks whose gradients may wait on the host for their update; more where there is room
+LEAST_BUFFERS = 3  # compute, arrival, gradients: eq. 5, Table 4 [inferred]
+LEAST_GRADIENTS = 4  # blocks whose gradients may wait on the host, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Configuration:
 
 
 class Timing(NamedTuple):
-    """The chunks' seconds while some blocks are swapped; eq. 3 for 0, 1, ... N persistent chunks; and :meth:`Space.returns`."""
+    """The chunks' seconds, eq. 3 for all persistent counts, and :meth:`Space.returns`."""
 
     times: ChunkTimes
     forward: tuple[float, ...]
@@ -49,7 +50,8 @@ class Space:
         model: The model.
         hardware: The machine.
         chunk_params: Elements of one chunk.
-        device_bytes_allowed: Device memory that a configuration may use; less than the machine has, by the fragmentation factor.
+        device_bytes_allowed: Device memory that a configuration may use; less than the machine has,
+            by the fragmentation factor.
         host_bytes_allowed: The same for host memory.
         timings: What :meth:`timing` has worked out; copies that differ in memory alone share it.
     """
@@ -68,7 +70,7 @@ class Space:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The transformer blocks, which the interleaving may treat; none where the device is the host: nothing moves there."""
+        """The blocks that may be swapped or recomputed; none if the device is the host."""
         return () if self.hardware.shared_memory else tuple(i for i, b in enumerate(self.model.blocks) if not b.pinned)
 
     @cached_property
@@ -83,7 +85,7 @@ class Space:
 
     @cached_property
     def most_swaps(self) -> int:
-        """As many blocks as there are whole intervals: more could not be hidden behind forward (section 3.1.2)."""
+        """The most blocks whose swaps forward can hide (section 3.1.2)."""
         return len(self.layers) // self.swap_interval if self.swap_interval and self.copies else 0
 
     @cached_property
@@ -107,7 +109,8 @@ class Space:
     def persistent_bytes(self) -> tuple[int, ...]:
         """Device bytes of the first 0, 1, ... N chunks as persistent ones.
 
-        Weights are gathered once a step and stay (eq. 7), state is sharded over the devices [inferred].
+        Weights are gathered once a step and stay (eq. 7), state is sharded over the devices
+        [inferred].
         """
         m, world = self.model, self.hardware.world_size
         sizes = (p * m.compute_itemsize + t * m.state_itemsize / world for p, t in zip(self._params, self._trained, strict=True))
@@ -127,7 +130,7 @@ class Space:
 
     @cached_property
     def least_host_bytes(self) -> tuple[int, ...]:
-        """Host bytes without swapped activations, if the first 0, 1, ... N chunks are persistent; on shared memory all bytes."""
+        """Host bytes without activations for 0, 1, ... N persistent chunks."""
         m, shared = self.model, self.hardware.shared_memory
         sizes = [p * m.compute_itemsize + t * m.state_itemsize for p, t in zip(self._params, self._trained, strict=True)]
         fixed = m.constant_host_bytes + (self.peak_base_bytes + sum(sizes) if shared else 0)
@@ -142,7 +145,8 @@ class Space:
     def passing_bytes(self) -> int:
         """Gradients on the device: of the block that computes, and of one whose gradients leave.
 
-        The paper writes them over the weights in the chunk buffers; the runtime here gives them memory of their own.
+        The paper writes them over the weights in the chunk buffers; the runtime here gives them
+        memory of their own.
         """
         return sum(sorted(self._gradients)[-DEVICE_GRADIENTS:])
 
@@ -152,7 +156,7 @@ class Space:
         return formulas.interleave(len(self.layers), swap=swap, checkpoint=checkpoint, interval=self.swap_interval)
 
     def device_bytes(self, config: Configuration) -> int:
-        """Peak device memory (eq. 10), and what the runtime here has on its way; 0 where the device is the host."""
+        """Peak device memory (eq. 10) with the runtime's transfers; 0 if the device is the host."""
         if self.hardware.shared_memory:
             return 0
         kinds = self.kinds(config)
@@ -167,7 +171,7 @@ class Space:
         return peak + self.passing_bytes + sum(swapped[-self.prefetch_depth :])
 
     def rooms_and_order(self, swap: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Device bytes that activations leave for chunks if 0, 1, ... blocks are recomputed, and which blocks, in that order.
+        """Device bytes left for chunks if 0, 1, ... blocks are recomputed, and these blocks.
 
         The same as :meth:`device_bytes` gives, for all counts at once.
         """
@@ -186,16 +190,17 @@ class Space:
         return sum(b.activation_bytes for b in blocks) * self.hardware.world_size
 
     def host_bytes(self, config: Configuration) -> int:
-        """Peak host memory: weights and state below the device, gradients on their way, swapped activations.
+        """Peak host memory: weights, state, gradients on their way, swapped activations.
 
         The paper states no such bound; its Table 1 ends where host memory does.
         """
         return self.least_host_bytes[config.persistent_chunks] + self.swapped_bytes(config.swap_blocks)
 
     def gradient_depth(self, config: Configuration) -> int:
-        """Blocks whose gradients may wait on the host for their update: as many as there is room for.
+        """Blocks whose gradients may wait on the host: as many as fit.
 
-        The paper writes gradients over the 16-bit weights on the host, so that backward never waits for updates (eq. 2).
+        The paper writes gradients over the 16-bit weights on the host, so that backward never waits
+        for updates (eq. 2).
         """
         first = sum(len(chunk) for chunk in self.chunks[: config.persistent_chunks])
         waiting = sorted(self._gradients[first:], reverse=True)
@@ -204,7 +209,7 @@ class Space:
         return min(max(fitting, LEAST_GRADIENTS), 1024)
 
     def least_buffers(self, persistent: int) -> int:
-        """Buffers without which the other chunks could not pass through the device; none where they are used in place."""
+        """The fewest buffers for the other chunks; none if they are used in place."""
         return 0 if self.hardware.shared_memory else min(LEAST_BUFFERS, len(self.chunks) - persistent)
 
     def most_buffers(self, persistent: int) -> int:
@@ -221,8 +226,9 @@ class Space:
     def times(self, swap: int) -> ChunkTimes:
         """The chunks' seconds while the first block of each of ``swap`` intervals is swapped (A.1).
 
-        A block's activations leave while the next blocks compute, as many as an interval has, and come back beside the same
-        blocks' backward; transfers of chunks beside them run at the reduced bandwidth [inferred: which those are].
+        A block's activations leave while the next blocks compute, as many as an interval has, and
+        come back beside the same blocks' backward; transfers of chunks beside them run at the
+        reduced bandwidth [inferred: which those are].
         """
         m, h = self.model, self.hardware
         beside = {i for n in range(swap) for i in self.layers[n * self.swap_interval + 1 :][: self.swap_interval]}
@@ -232,7 +238,7 @@ class Space:
         shard = m.compute_itemsize / h.world_size if self.copies else 0.0
 
         def copies(params: Sequence[int], alone: float, reduced: float, then: int) -> tuple[float, ...]:
-            """``then``: how much later than the chunk that is copied the one comes that computes meanwhile."""
+            """``then``: distance from the copied chunk to the one that computes meanwhile."""
             return tuple(_seconds(p * shard, reduced if i + then in busy else alone) for i, p in enumerate(params))
 
         return ChunkTimes(
@@ -270,7 +276,7 @@ class Space:
         return self.device_bytes(config) <= self.device_bytes_allowed and self.host_bytes(config) <= self.host_bytes_allowed
 
     def returns(self, swap: int) -> tuple[tuple[int, float], ...]:
-        """For each swapped block, last one first: its chunk, and the seconds that it and those before it take to come back."""
+        """For each swapped block, last one first: its chunk, and when it is back, seconds."""
         chunk_of = {block: number for number, chunk in enumerate(self.chunks, 1) for block in chunk}
         rows, seconds = [], 0.0
         for block in (self.layers[n * self.swap_interval] for n in reversed(range(swap))):
@@ -279,7 +285,7 @@ class Space:
         return tuple(rows)
 
     def swaps_return_in_time(self, config: Configuration) -> bool:
-        """Until a swapped block's chunk has its turn in backward, uploads leave the link enough time (section 3.1.2)."""
+        """Whether swapped blocks come back in time for their backward (section 3.1.2)."""
         n, persistent, buffers = len(self.chunks), config.persistent_chunks, config.chunk_buffers
         times, recompute = self.times(config.swap_blocks), self.recompute(self.kinds(config))
 
@@ -307,7 +313,10 @@ def _seconds(amount: float, rate: float) -> float:
 
 
 def _both_directions(hardware: HardwareProfile) -> tuple[float, float]:
-    """Bytes/s to and from the device while both directions run: as measured, and at most their fair shares of host DRAM."""
+    """Bytes/s to and from the device while both directions run.
+
+    As measured, and at most their fair shares of host DRAM.
+    """
     up, down, dram = hardware.link_h2d_bytes_per_s, hardware.link_d2h_bytes_per_s, hardware.host_dram_bytes_per_s
     slower = max(1.0, hardware.contention.get("copy|copy", 1.0))
     return min(up / slower, max(dram / 2, dram - down)), min(down / slower, max(dram / 2, dram - up))
