@@ -211,7 +211,7 @@ def unsafe_globals(path: Path) -> list[str]:
 
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception as error:  # whatever a broken file makes of a reader
+    except Exception as error:  # any error of a reader on a damaged file
         raise ConfigError(
             f"{str(path)!r} is not a checkpoint: {str(error).strip() or type(error).__name__}. Get it again."
         ) from error

@@ -139,7 +139,7 @@ def best_of_both(scenario: reasons.Scenario, plan: Plan, found: Outcome) -> Outc
 
 
 def to_json(e: Explanation) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The explanation as ``--json`` prints it."""
     return {
         "planner": e.plan.name,
         "objective_s": e.plan.objective_s,

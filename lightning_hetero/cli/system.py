@@ -33,7 +33,7 @@ def huge_pages(root: Path = Path("/")) -> dict[str, int | str]:
 
 
 def memlock_bytes() -> int | None:
-    """How much memory this process may lock; ``None`` for no limit."""
+    """Bytes that this process may lock; ``None`` for no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -17,7 +17,7 @@ VERSION = 1
 
 
 class Tier(StrEnum):
-    """Where bytes live, fastest first. On a CPU-only machine the device is the host."""
+    """A level of memory, fastest first. On a CPU-only machine the device is the host."""
 
     DEVICE = "device"
     HOST = "host"
@@ -25,7 +25,7 @@ class Tier(StrEnum):
 
 
 class UpdateLane(StrEnum):
-    """Where an update runs: on the device after backward, or on CPU threads during backward."""
+    """The place of an update: on the device after backward, or on CPU threads during backward."""
 
     DEVICE = "device"
     CPU = "cpu"
@@ -41,7 +41,7 @@ class Saved(StrEnum):
 
 
 class UpdateOrder(StrEnum):
-    """How CPU updates relate to backward and to each other (LoHan section 3.2)."""
+    """The order of CPU updates relative to backward and to each other (LoHan section 3.2)."""
 
     OVERLAPPED = "overlapped"  # during backward; reading, computing and writing of different blocks overlap
     NAIVE = "naive"  # during backward, but one block's read, update and write end before the next block's begin

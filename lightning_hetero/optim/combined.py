@@ -63,7 +63,7 @@ def obstacle(optimizer: Optimizer) -> str:
         return f"optimizer {type(optimizer).__name__} has parameter groups other than those of the optimizers that it runs"
     kind: Any = type(optimizer)
     if kind.state_dict is not Optimizer.state_dict and not _is_theirs(optimizer.state_dict()):
-        return f"optimizer {kind.__name__} has state besides that of the optimizers that it runs"
+        return f"optimizer {kind.__name__} has state besides the state of the optimizers that it runs"
     return ""
 
 

@@ -94,7 +94,7 @@ class Compute(Load):
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
-        """Sets the modes, whatever the caller's are: gradients on, no autocast."""
+        """Sets the modes for any caller: gradients on, no inference mode, no autocast."""
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
             yield
 
@@ -229,7 +229,7 @@ class DiskTransfer(Load):
 
     @property
     def backend(self) -> str:
-        """How transfers reach the kernel: ``"io_uring"`` or ``"pool"``."""
+        """The back end of transfers: ``"io_uring"`` or ``"pool"``."""
         return self._engine.io_backend
 
     def _store(self, block: NativePart) -> Ticket:

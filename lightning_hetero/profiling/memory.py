@@ -30,7 +30,7 @@ class Observed:
         live_bytes: Bytes of storages after each event, parameters' gradients left out.
         saved_live_bytes: The bytes of these that forward saves.
         peak_bytes: Peak bytes of storages, parameters' gradients included.
-        saved: Numbers of the storages that forward saves, wherever they are until backward.
+        saved: Numbers of the storages that forward saves, in any place until backward.
         again: Numbers of the storages that a recomputed forward saved, because the block had
             dropped them.
         hidden_bytes: For each stretch, memory of the device's allocator beyond the storages; empty

@@ -1,7 +1,7 @@
 """Records one training batch, operator by operator: seconds, FLOP, memory, saved outputs.
 
 [Note: Nothing is unhookable]
-A dispatch mode sees every ATen operator of the batch below autograd, whoever calls it. Between two
+A dispatch mode sees every ATen operator of the batch below autograd, for any caller. Between two
 operators there is a gap: Python, and autograd that frees used tensors. Its seconds and its change
 of memory are recorded with the next operator. Memory that an operator allocates and frees inside
 its kernel is not seen.

@@ -130,7 +130,7 @@ class Timeline:
             self._outer.pop()
 
     def _cut(self, following: int) -> None:
-        """A stretch ends, if one is under way, and that of another block begins."""
+        """Ends the current stretch, if any, and begins a stretch of another block."""
         if self._begin is None:
             return
         mark = self._now()

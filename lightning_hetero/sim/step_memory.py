@@ -71,7 +71,7 @@ class Occupancy:
         for index, (shape, placed) in enumerate(zip(self._shapes, self._plan.blocks, strict=True)):
             weights = shape.weight_bytes
             device += weights if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
-            # A CPU update writes the weights in host memory, whatever their tier.
+            # A CPU update writes the weights in host memory, for any tier of the weights.
             updated = shape.num_trainable_params > 0 and placed.update is UpdateLane.CPU
             copied = placed.weights is Tier.DEVICE and updated and not self._shared
             host += weights if placed.weights is Tier.HOST or index in schedule.resident_before or copied else 0

@@ -194,7 +194,7 @@ class Counting(Together):
         return {**super().state_dict(), "count": self.count}
 
 
-@pytest.mark.parametrize(("kind", "why"), [(OtherGroups, "parameter groups other than"), (Counting, "state besides that")])
+@pytest.mark.parametrize(("kind", "why"), [(OtherGroups, "parameter groups other than"), (Counting, "state besides the state")])
 def test_steps_are_not_kept_where_a_combined_optimizer_has_state_of_its_own(
     kind: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

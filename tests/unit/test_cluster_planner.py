@@ -361,7 +361,9 @@ def test_no_devices_and_too_many_are_refused(nodes: tuple[Node, ...], count: int
 
 def test_a_device_with_less_memory_than_every_device_needs_is_named() -> None:
     model = replace(small_model(2), constant_device_bytes=10**9)
-    with pytest.raises(PlanError, match=r"lacks .*d1 has 95.4 MiB, of which 953.7 MiB are taken before. Remedy: take a smaller"):
+    with pytest.raises(
+        PlanError, match=r"lacks .*d1 has 95.4 MiB; context and temporary memory need 953.7 MiB. Remedy: take a smaller"
+    ):
         plan(model, small_cluster((2, 1.0), memory=10**8), micro_batches=4)
 
 

@@ -180,7 +180,7 @@ def _degrees(nodes: Sequence[str], ways: int, wanted: Collection[int] | None) ->
 
 
 def _team(nodes: Sequence[str], size: int | None, timeout: timedelta | None) -> Any:
-    """This rank's group of so many ranks of one node, or of all of its node; ``None``: too few.
+    """This rank's group of some or all ranks of its node; ``None`` if there are too few.
 
     All ranks make all groups.
     """

@@ -34,7 +34,7 @@ class StagedSteps:
     def loss_sum(self, output: Any, batch: Any) -> Any:
         """The loss of a batch summed over its items.
 
-        The sums of two halves add up to that of the whole.
+        The sums of two halves add up to the sum of the whole.
 
         Returns:
             The sum; or the sum and the number of items, such as tokens that are not padding

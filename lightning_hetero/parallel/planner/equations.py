@@ -42,7 +42,7 @@ class Part:
     sent_bytes: float
 
     def times(self, count: float) -> Part:
-        """So many of it."""
+        """A multiple of the share."""
         return Part(**{f.name: count * getattr(self, f.name) for f in fields(self)})
 
     def plus(self, other: Part, sign: int = 1) -> Part:

@@ -51,7 +51,7 @@ def refuse(settings: Sequence[Setting], planner: str) -> NoReturn:
         f"the model does not fit the cluster {setting.cluster.name!r}: the best pipeline, with {depth} stages of {t} devices, "
         f"lacks {format_bytes(short)} ({short} bytes). One layer{'' if work.uniform else ', on average,'} takes "
         f"{format_bytes(one)} of a device; {tightest.name} has "
-        f"{format_bytes(tightest.memory_bytes)}, of which {format_bytes(work.constant_bytes)} are taken before. "
+        f"{format_bytes(tightest.memory_bytes)}; context and temporary memory need {format_bytes(work.constant_bytes)}. "
         f"Remedy: {more}take a smaller micro-batch or a shorter sequence, or devices with more memory.",
         tier="device",
         shortfall_bytes=short,

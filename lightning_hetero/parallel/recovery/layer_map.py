@@ -96,7 +96,7 @@ class LayerMap:
 
 
 def is_save(name: str) -> bool:
-    """Whether a folder's name is that of a save."""
+    """Whether a folder's name is the name of a save."""
     return _SAVE.fullmatch(name) is not None
 
 
