@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
-
-if TYPE_CHECKING:
-    from lightning_hetero.runtime.activations.swaps import Swap
-
 
 POISON = 0xFF  # bytes that are NaN in every floating dtype
 
@@ -143,6 +139,13 @@ def maker_of(tensor: Tensor) -> str:
     return "" if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
+class Returning(Protocol):
+    """A swap, for the storages that it has taken along."""
+
+    def memory(self) -> torch.UntypedStorage:
+        """The device memory that holds everything again."""
+
+
 class SavedStorage:
     """A storage that may leave the device after forward: one for all tensors that lie in it.
 
@@ -167,7 +170,7 @@ class SavedStorage:
         self.shared = False
         self.to_disk = False
         self.tensors: list[weakref.ref[SavedTensor]] = []
-        self.swap: Swap | None = None
+        self.swap: Returning | None = None
         self.shift_bytes = 0
         self.moved = (0, 0)
         self.raw: Tensor | None = None
