@@ -1,28 +1,33 @@
-"""What each idea of the papers brings: their ablations on one runtime, simulated and measured side by side.
+"""The effect of each idea of the papers: their ablations on one runtime, simulated and measured.
 
-Each variant is a plan (``ablation_plans.py``). It is simulated for the paper's machine and model, from presets; then it trains a
-small GPT on an emulated machine, and is simulated for that too, with a profile of that model.
+Each variant is a plan (``ablation_plans.py``). It is simulated for the paper's machine and model,
+from presets; then it trains a small GPT on an emulated machine, and is simulated for that too, with
+a profile of that model.
 
-The emulated machine (``emulation.py``) has the paper's proportions: activations to weights by the shape of the small model; compute
-to links, updates and the disk by set rates. All of these wait by the clock and need next to no processor, so that neither this
-machine's drift nor its contention is measured: what is left is how the runtime orders its ops.
+The emulated machine (``emulation.py``) has the paper's proportions: activations to weights by the
+shape of the small model; compute to links, updates and the disk by set rates. All of these wait by
+the clock and need almost no processor time. So neither drift nor contention of this machine is
+measured, only the runtime's order of ops.
 
-Every round trains every variant once, forwards and backwards in turn, and speeds are compared within a round. A step's time is the
-mean of a round's steps, because updates of one run into the next. ``measured`` is the median over rounds, the spread that of all
-steps. All variants of an experiment that update on the same lanes have the same losses, bit for bit; ``same_bits`` says so.
-``waits_s`` is what compute waited for, by the trace.
+Every round trains every variant once, forwards and backwards in turn, and speeds are compared
+within a round. A step's time is the mean of a round's steps, because updates of one run into the
+next. ``measured`` is the median over rounds, the spread that of all steps. All variants of an
+experiment that update on the same lanes have the same losses, bit for bit; ``same_bits`` says so.
+``waits_s`` has the ops that compute waited for, by the trace.
 
     python benchmarks/ablation.py --rounds 3 --continue FILE --minutes 5 --dir /path/on/the/disk
 
-On a GPU the same variants train a model of some billion parameters: ``--plans DIR`` writes their plans for a model and a machine
-that ``gpu_step.py --profiles`` has profiled, with what simulation says, and trains nothing; ``gpu_step.py --variants DIR`` does.
+On a GPU the same variants train a model of some billion parameters: ``--plans DIR`` writes their
+plans for a model and a machine that ``gpu_step.py --profiles`` has profiled, with their simulation,
+and trains nothing; ``gpu_step.py --variants DIR`` does.
 
     python benchmarks/gpu_step.py --cap 24GiB --only zero_offload --profiles DIR --dir DISK
     python benchmarks/ablation.py --plans DIR/plans --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json
     python benchmarks/gpu_step.py --cap 24GiB --variants DIR/plans --continue LOG --minutes 9 --dir DISK
 
-Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's best. With ``--continue FILE``
-what the file has of the same settings is not measured again, and ``--minutes`` ends a turn. Prints one line of JSON last.
+Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's
+best. With ``--continue FILE`` measurements of the same settings in the file are not repeated, and
+``--minutes`` ends a turn. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -129,7 +134,7 @@ def profiled(args: argparse.Namespace, emulation: Emulation) -> ModelProfile:
     return profile
 
 
-# ---- experiments ------------------------------------------------------------------------------------------------------------
+# ---- experiments ---------------------------------------------------------------------------------
 
 
 def predicted(plan: Plan, model: ModelProfile, machine: HardwareProfile) -> float | None:
@@ -148,7 +153,10 @@ def on_paper(experiment: Experiment) -> dict[str, float | None]:
 
 
 def write_plans(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes the variants' plans for a profiled model and machine; says how long they take by simulation."""
+    """Writes the variants' plans for a profiled model and machine.
+
+    Says how long they take by simulation.
+    """
     model = ModelProfile.from_json(args.model_profile.read_text())
     machine = HardwareProfile.from_json(args.hardware_profile.read_text())
     args.plans.mkdir(parents=True, exist_ok=True)

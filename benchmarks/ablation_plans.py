@@ -1,4 +1,4 @@
-"""The papers' ablations as plans: what is left out of each system, for any model and machine."""
+"""The papers' ablations as plans, each without one idea, for any model and machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Experiment:
         model: The preset of its model.
         batch: Sequences of 1024 tokens of one step and device.
         state: The tier of the optimizer state in the paper.
-        emulated_state: The same on the emulated machine. A disk is what takes updates in the order of their urgency there.
+        emulated_state: The same on the emulated machine. A disk is what takes updates in the order
+            of their urgency there.
         reference: The variant whose speed is 1.
         variants: All of them.
         share: Of the compute time that is asked for; less where updates take many times as long.
@@ -62,7 +63,10 @@ class Experiment:
 
 
 def _plan(model: ModelProfile, rule: Rule, **options: object) -> Plan:
-    """Repeated blocks by the rule; the others compute on the device, with their state in host memory."""
+    """Repeated blocks by the rule.
+
+    The others compute on the device, with their state in host memory.
+    """
     repeated = [b.name for b in model.blocks if not b.pinned]
     rows = []
     for block in model.blocks:
@@ -73,7 +77,7 @@ def _plan(model: ModelProfile, rule: Rule, **options: object) -> Plan:
     return Plan(name="ablation", blocks=tuple(rows), **options)  # type: ignore[arg-type]
 
 
-# ---- LoHan: when updates run ------------------------------------------------------------------------------------------------
+# ---- LoHan: when updates run ---------------------------------------------------------------------
 
 
 def _offloading(order: UpdateOrder) -> Build:
@@ -84,7 +88,7 @@ def _offloading(order: UpdateOrder) -> Build:
     return build
 
 
-# ---- LoHan: what is swapped -------------------------------------------------------------------------------------------------
+# ---- LoHan: what is swapped ----------------------------------------------------------------------
 
 
 def _swapping(saved: Saved, boundary: Saved) -> Build:
@@ -96,7 +100,10 @@ def _swapping(saved: Saved, boundary: Saved) -> Build:
 
 
 def _by_traffic(*, holistic: bool) -> Build:
-    """The amount that is best by LoHan's formulas; Capuchin's knows of no traffic but the activations' own (section III-D)."""
+    """The amount that is best by LoHan's formulas.
+
+    Capuchin's knows of no traffic but the activations' own (section III-D).
+    """
 
     def build(model: ModelProfile, hardware: HardwareProfile, state: Tier) -> Plan:
         q = lohan_formulas.quantities(model, hardware, host_bytes=float(hardware.host_memory_bytes))
@@ -122,7 +129,10 @@ def _by_traffic(*, holistic: bool) -> Build:
 
 
 def _by_inactive_time(model: ModelProfile, hardware: HardwareProfile, state: Tier) -> Plan:
-    """G10: nothing is recomputed; tensors that rest longest leave, as many as device memory asks for: those of the first blocks."""
+    """G10: nothing is recomputed.
+
+    Tensors that rest longest leave, as many as device memory asks for: those of the first blocks.
+    """
     kept = _fitting(model, hardware)
 
     def rule(index: int, count: int) -> BlockPlan:
@@ -138,7 +148,7 @@ def _fitting(model: ModelProfile, hardware: HardwareProfile) -> int:
     return min(len(blocks) // 4, int(hardware.device_memory_bytes / 5 / max(blocks)))
 
 
-# ---- AutoHete ----------------------------------------------------------------------------------------------------------------
+# ---- AutoHete ------------------------------------------------------------------------------------
 
 
 def _priority(priority: bool) -> Build:
@@ -152,11 +162,14 @@ def _priority(priority: bool) -> Build:
 _ALL = 1000  # gradients never wait for an update
 
 
-# ---- ProTrain ----------------------------------------------------------------------------------------------------------------
+# ---- ProTrain ------------------------------------------------------------------------------------
 
 
 def _protrain(*, dual: bool = True, interleaved: bool = True, overlapped: bool = True) -> Build:
-    """The first blocks are persistent, as many as a fifth of the device holds; half of the others have a buffer."""
+    """The first blocks are persistent, as many as a fifth of the device holds.
+
+    Half of the others have a buffer.
+    """
 
     def build(model: ModelProfile, hardware: HardwareProfile, state: Tier) -> Plan:
         repeated = [b for b in model.shape().blocks if not b.pinned]
@@ -183,7 +196,7 @@ def _protrain(*, dual: bool = True, interleaved: bool = True, overlapped: bool =
     return build
 
 
-# ---- Deep Optimizer States ---------------------------------------------------------------------------------------------------
+# ---- Deep Optimizer States -----------------------------------------------------------------------
 
 
 def _stride(stride: int | None) -> Build:

@@ -1,7 +1,8 @@
-"""The fastest plan of a small model by trying all of them, and small models to try it on: what a search is compared with.
+"""Brute force over all plans of a small model, to compare a search with, and small models.
 
-This enumeration shares nothing with the planners: it makes the product of every block's choices, asks the lowering what it refuses,
-and skips only what cannot be the fastest by a bound of its own.
+This enumeration shares no code with the planners. It makes the product of every block's choices,
+lets the lowering refuse plans, and skips only plans that cannot be the fastest by a bound of its
+own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Fastest:
         plan: The fastest one with its prediction; ``None`` if none fits.
         seconds: Its step; infinite without one.
         plans: All plans of the product.
-        simulated: Those that were lowered, checked and simulated; the others are refused, or cannot be faster.
+        simulated: Those that were lowered, checked and simulated; the others are refused, or cannot
+            be faster.
     """
 
     plan: Plan | None
@@ -58,14 +60,15 @@ class Fastest:
     simulated: int
 
 
-# ---- the product --------------------------------------------------------------------------------------------------------------
+# ---- the product ---------------------------------------------------------------------------------
 
 
 def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
     """Every rule for one block: tiers of weights and state, the place of the update, and what becomes of what forward saves.
 
-    What a rule says of a block does not matter where the runtime does not ask it: pinned blocks keep what they save, and their
-    weights stay on a device with memory of its own; what is not trained has no state.
+    What a rule says of a block does not matter where the runtime does not ask it: pinned blocks
+    keep what they save, and their weights stay on a device with memory of its own; what is not
+    trained has no state.
     """
     saved = _SAVED[:1] if block.pinned or hardware.shared_memory else _SAVED if hardware.disk_capacity_bytes else _SAVED[:3]
     tiers = [t for t in Tier if t is not Tier.DISK or hardware.disk_capacity_bytes]
@@ -147,7 +150,7 @@ def fastest(case: SmallCase) -> Fastest:
     return Fastest(plan=best, seconds=best_s, plans=2 * len(ordered), simulated=simulated)
 
 
-# ---- cases --------------------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 def small_cases(count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False) -> Iterator[SmallCase]:

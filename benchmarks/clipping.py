@@ -1,20 +1,27 @@
-"""Step time with clipping by global norm, which no update can precede before all gradients are there, in one run, in turns.
+"""Step time with clipping by global norm, in one run, in turns.
+
+The norm is known only when all gradients are there.
 
 A GPT-2 trains under the plan ``disk`` in one process for each of these:
 
 * ``unclipped``: no clipping; updates overlap with backward.
-* ``speculative``: updates overlap with backward, and are done again where the verdict is to clip, at every rate.
-* ``adaptive``: as ``speculative`` while few steps clip, else as ``forward_ordered``: what a user gets.
-* ``forward_ordered``: all updates follow the verdict, in the order of the next forward, and overlap with it.
+* ``speculative``: updates overlap with backward, and are repeated if the gradients are clipped, at
+  every rate.
+* ``adaptive``: like ``speculative`` while few steps clip, otherwise like ``forward_ordered``; the
+  default.
+* ``forward_ordered``: all updates follow the verdict, in the order of the next forward, and overlap
+  with it.
 * ``after_everything``: all updates follow the verdict, and the next forward follows them.
 * ``plain``: Lightning without us, with everything in memory.
 
-In every turn a set share of the steps clips: its threshold is far below any norm, that of the others far above. A ratio is the
-mean of a turn's steps over that of ``unclipped`` in the same round; figures are medians over rounds, and ``intervals`` bound them
-19 times of 20. All that clip have to end with the same weights and optimizer state, bit for bit: ``same_bits``. ``taken_back``
-counts the steps whose updates were discarded.
+In every turn a set share of the steps clips: their threshold is far below any norm, the others' far
+above. A ratio is the mean of a turn's steps over that of ``unclipped`` in the same round; figures
+are medians over rounds, and ``intervals`` bound them 19 times of 20. All processes that clip must
+end with the same weights and optimizer state, bit for bit: ``same_bits``. ``taken_back`` counts the
+steps whose updates were discarded.
 
-Prints one line of JSON last. ``speculative_vs_unclipped`` is the largest of its ratios at rates up to 10 %.
+Prints one line of JSON last. ``speculative_vs_unclipped`` is the largest of its ratios at rates up
+to 10 %.
 
     python benchmarks/clipping.py --dir /path/on/the/disk
 """
@@ -141,10 +148,12 @@ def offloaded(baton: Baton, args: argparse.Namespace, way: str) -> dict[str, Any
 
 
 def compete(args: argparse.Namespace) -> tuple[dict[float, dict[str, list[Turn]]], dict[str, dict[str, Any]]]:
-    """Turns by rate and by way, and what each process says in the end; of each rate the first round does not count.
+    """Turns by rate and by way, and what each process says in the end.
 
-    ``plain`` takes its turns of a rate after all others. It leaves the disk alone, and a disk that has rested is faster for whoever
-    comes next, which was the same contestant every other round.
+    Of each rate the first round does not count.
+
+    ``plain`` takes its turns of a rate after all others. It leaves the disk alone, and a disk that
+    has rested is faster for whoever comes next, which was the same contestant every other round.
     """
     turns: dict[float, dict[str, list[Turn]]] = {rate: defaultdict(list) for rate in args.rates}
     with contextlib.ExitStack() as stack:

@@ -1,11 +1,12 @@
-"""Processes that take turns: each holds one configuration with its model, and trains a few steps whenever it is told to.
+"""Processes that take turns: each holds one configuration and trains a few steps on request.
 
 [Note: Turns]
-Configurations are compared within seconds of each other, because machines drift by more than what is measured. So all of them
-stay alive, each in a process of its own (its own memory, threads and, for DeepSpeed, global state), and one trains while the
-others sleep. A turn is one step that does not count, which fills the pipeline, then the timed ones, each from
-``on_train_batch_start`` to the next: it contains the tail of the update before it, not of its own. A turn ends once nothing is
-under way any more.
+Configurations are compared within seconds of each other, because machines drift by more than the
+measured differences. So all of them stay alive, each in a process of its own (its own memory,
+threads and, for DeepSpeed, global state), and one trains while the others sleep. A turn is one step
+that does not count, which fills the pipeline, then the timed ones, each from
+``on_train_batch_start`` to the next: it contains the tail of the previous update, not of its own. A
+turn ends when nothing is in flight any more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Turn:
 
     Attributes:
         seconds: Of every timed step.
-        num_bytes: Bytes that were read and written from the first step's start to the end, per step.
+        num_bytes: Bytes that were read and written from the first step's start to the end, per
+            step.
     """
 
     seconds: list[float]
@@ -101,7 +103,10 @@ def interval(values: list[float]) -> list[float]:
 
 
 def unpacked(wheel: Path, directory: Path) -> Path:
-    """A directory from which the build in ``wheel`` can be imported; a directory is taken as it is."""
+    """A directory from which the build in ``wheel`` can be imported.
+
+    A directory is taken as it is.
+    """
     if wheel.is_dir():
         return wheel
     with zipfile.ZipFile(wheel) as archive:
@@ -126,7 +131,8 @@ class Contestant:
     """The referee's end: one process.
 
     Args:
-        target: What the process runs: ``target(baton, *arguments)``; its result comes out of :meth:`finish`.
+        target: What the process runs: ``target(baton, *arguments)``; its result comes out of
+            :meth:`finish`.
         arguments: Of ``target``; pickled.
         build: A directory with another build of the package, which the process imports.
     """

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO-3 on the CPU, as a contestant of step.py.
 
-Settings are the best that were found on two cores and a virtual NVMe disk: pipelined reads and writes, 8 MiB transfers, a queue
-of 32. DeepSpeed keeps its own loop: Lightning's DeepSpeedStrategy wants an accelerator.
+Settings are the best that we found on two cores and a virtual NVMe disk: pipelined reads and
+writes, 8 MiB transfers, a queue of 32. DeepSpeed keeps its own loop: Lightning's DeepSpeedStrategy
+needs an accelerator.
 """
 
 from __future__ import annotations

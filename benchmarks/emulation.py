@@ -1,4 +1,4 @@
-"""A machine of a paper made small: the proportions of its step, on an emulated device with set rates."""
+"""A small copy of a paper's machine: the proportions of its step, on an emulated device."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class Emulation:
     def of(cls, experiment: Experiment, *, compute_s: float, layers: int) -> Self:
         """An experiment in so many layers, whose compute takes so long.
 
-        Activations are to weights as tokens are to the width, so the small model has the paper's tokens per width.
+        Activations are to weights as tokens are to the width, so the small model has the paper's
+        tokens per width.
         """
         paper = paper_machine(experiment.machine)
         theirs = preset_model(experiment.model, batch=experiment.batch, sequence=SEQUENCE, hardware=paper)
@@ -164,7 +165,8 @@ def _device(experiment: Experiment, wanted: Proportions, model: ModelProfile, co
     held = sum(b.weight_bytes + b.state_bytes + b.gradient_bytes for b in model.shape().blocks)
     rates = {}
     if experiment.emulated_state is Tier.DISK:
-        # The disk moves in each direction, in the time of the paper's updates, what those read and write.
+        # The disk moves in each direction, in the time of the paper's updates, what those read and
+        # write.
         seconds = wanted.disk if experiment.state is Tier.DISK else wanted.cpu_update
         rates["disk_bytes_per_s"] = (weights * (experiment.state is Tier.DISK) + state) / (seconds * compute_s)
     else:

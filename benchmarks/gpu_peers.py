@@ -1,4 +1,4 @@
-"""Who else trains on the device of gpu_step.py, with loops of their own, and what all of its contestants share."""
+"""The other contestants of gpu_step.py, with loops of their own, and shared code of all contestants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def capped(args: argparse.Namespace) -> None:
 
 
 def device_peak_bytes(args: argparse.Namespace) -> int | None:
-    """The most device memory that this process has reserved; ``None`` where there is no such device."""
+    """The most device memory that this process has reserved.
+
+    ``None`` where there is no such device.
+    """
     return torch.cuda.max_memory_reserved() if args.device == "cuda" else None
 
 
@@ -41,7 +44,10 @@ def step_begins(baton: Baton, args: argparse.Namespace) -> bool:
 
 
 def fsdp2(baton: Baton, args: argparse.Namespace, *, recompute: bool = False) -> dict[str, Any]:
-    """FSDP2 with parameters, gradients and optimizer state on the CPU; ``recompute``: layers keep their inputs only."""
+    """FSDP2 with parameters, gradients and optimizer state on the CPU.
+
+    ``recompute``: layers keep their inputs only.
+    """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

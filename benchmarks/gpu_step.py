@@ -1,31 +1,37 @@
-"""Step time of a GPT of 1 to 3 billion parameters on a GPU whose memory is capped, offloaded by us and by others.
+"""Step time of a GPT of 1 to 3 billion parameters on a GPU whose memory is capped, offloaded by this library and by others.
 
-* ``zero_offload``, ``zero_infinity``, ``auto``: Lightning under ``HeteroOffloadStrategy`` with that plan. ``auto`` is the planner
-  ``holistic``, which needs cvxpy. A machine without it saves with ``--profiles DIR`` what planning needs, the plan is made
-  elsewhere (``lightning-hetero plan``), and ``--plan FILE`` trains with it.
-* ``fsdp2``: ``fully_shard`` of every layer with ``CPUOffloadPolicy``, its own loop, fused AdamW on the CPU; ``fsdp2_recompute``:
-  with activation checkpointing of every layer, which needs less memory. Of both the faster one counts.
-* ``deepspeed_cpu``, ``deepspeed_nvme``: ZeRO-Offload and ZeRO-Infinity, if deepspeed can be imported.
-* ``peak``: the same layers with nothing offloaded and no optimizer. Two numbers of layers that fit give the time of a layer and
-  of the rest, and so that of the whole model.
+* ``zero_offload``, ``zero_infinity``, ``auto``: Lightning under ``HeteroOffloadStrategy`` with that
+  plan. ``auto`` is the planner ``holistic``, which needs cvxpy. A machine without it saves the
+  planner's input with ``--profiles DIR``; the plan is made elsewhere (``lightning-hetero plan``),
+  and ``--plan FILE`` trains with it.
+* ``fsdp2``: ``fully_shard`` of every layer with ``CPUOffloadPolicy``, its own loop, fused AdamW on
+  the CPU; ``fsdp2_recompute``: with activation checkpointing of every layer, which needs less
+  memory. The faster of the two counts.
+* ``deepspeed_cpu``, ``deepspeed_nvme``: ZeRO-Offload and ZeRO-Infinity, if deepspeed can be
+  imported.
+* ``peak``: the same layers with nothing offloaded and no optimizer. Two numbers of layers that fit
+  give the time of a layer and of the rest, and so that of the whole model.
 * ``overhead``: plan ``resident`` against plain Lightning, on a model that fits.
-* With ``--variants DIR`` only the plans in it are trained, each by its file's name: those of ``ablation.py --plans DIR``.
+* With ``--variants DIR`` only the plans in it are trained, each by its file's name: those of
+  ``ablation.py --plans DIR``.
 
-A contestant that cannot run here is ``null``, and a line before says why. Contestants run one after the other, each in a process
-with the device to itself. ``--continue LOG`` keeps what has been measured, contestant by contestant, and ``--minutes`` begins none
-later than that; the same command again goes on. Where time is short, and there is no cvxpy:
+A contestant that cannot run here is ``null``, and a line before says why. Contestants run one after
+the other, each in a process with the device to itself. ``--continue LOG`` keeps the measurements,
+contestant by contestant, and after ``--minutes`` no contestant begins; the same command again
+continues. For short sessions without cvxpy:
 
     python benchmarks/gpu_step.py --cap 24GiB --only peak zero_offload --profiles DIR --continue LOG --dir DISK
     lightning-hetero plan --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json --out plan-24.json  # elsewhere
     python benchmarks/gpu_step.py --cap 24GiB --plan plan-24.json --minutes 7 --continue LOG --dir DISK
     python benchmarks/gpu_step.py --device emulated --model tiny --seq 16 --cap 1GiB --batch 1     # how it runs without a GPU
 
-Weights and state are 14 bytes a parameter in bf16: 19 GB of host memory for 1.3 billion, and twice as much of disk for
-``zero_infinity``, whose step reads and writes 19 GB each.
+Weights and state are 14 bytes per parameter in bf16: 19 GB of host memory for 1.3 billion, and
+twice as much of disk for ``zero_infinity``, whose step reads and writes 19 GB each.
 
-Prints one line of JSON last. Per cap and contestant: ``seconds_per_step``, ``tokens_per_s``, ``share_of_peak`` (of what the same
-blocks reach without offload), ``device_peak_bytes``, ``prediction_error``; and ``auto_vs_fsdp2``, ``auto_vs_deepspeed_nvme``
-(times faster). ``bars``: what is to be reached, the worst figure of all caps, and whether it is.
+Prints one line of JSON last. Per cap and contestant: ``seconds_per_step``, ``tokens_per_s``,
+``share_of_peak`` (relative to the same blocks without offload), ``device_peak_bytes``,
+``prediction_error``; and ``auto_vs_fsdp2``, ``auto_vs_deepspeed_nvme`` (times faster). ``bars``:
+the targets, the worst figure of all caps, and whether it meets the target.
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ class InTime(TakesTurns):
         super().on_train_batch_start(trainer, *rest)
 
 
-# ---- contestants ------------------------------------------------------------------------------------------------------------
+# ---- contestants ---------------------------------------------------------------------------------
 
 
 def plain(baton: Baton, args: argparse.Namespace, layers: int, module_cls: type[GPT2]) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: 
     }
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arguments: object) -> dict[str, Any] | None:
@@ -160,7 +166,10 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
 
 
 def once(args: argparse.Namespace, name: str, measure: Callable[[], Any]) -> Any:
-    """What the log has of a figure, else what measuring gives; ``None`` if it is too late for that."""
+    """What the log has of a figure, else what measuring gives.
+
+    ``None`` if it is too late for that.
+    """
     file = args.variants / f"{name}.json" if args.variants is not None else args.plan if name == AUTO else None
     plan = f" {zlib.crc32(file.read_bytes())}" if file is not None else ""
     key = args.cap_text, name + plan
@@ -233,7 +242,9 @@ def at_cap(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bars(result: dict[str, Any]) -> dict[str, Any]:
-    """What is to be reached, the worst figure of all caps, and whether it is; ``None`` where nothing was measured.
+    """What is to be reached, the worst figure of all caps, and whether it is.
+
+    ``None`` where nothing was measured.
 
     The share of the peak counts where the simulator says that compute is the limit.
     """
@@ -253,7 +264,10 @@ def bars(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def overhead(args: argparse.Namespace) -> float | None:
-    """Step time of the plan ``resident`` on the device's lanes / that of plain Lightning; the median over rounds, in turns."""
+    """Step time of the plan ``resident`` on the device's lanes / that of plain Lightning.
+
+    The median over rounds, in turns.
+    """
     layers = max(1, args.size.layers // 6)
     try:
         with Contestant(plain, args, layers, GPT2) as other, Contestant(offloaded, args, "resident", layers) as ours:

@@ -1,25 +1,29 @@
-"""Kills training at random moments, and resumes it: is a committed step ever lost, and does a resume ever differ by a bit?
+"""Kills training at random moments and resumes it, to find lost steps and resumes that differ.
 
     python benchmarks/kill.py --dir DIR [--kills 500] [--steps 600] [--seed 0]
 
-A small model trains with clipping by norm, dropout, a schedule and shuffled data, under a plan that keeps it on disk, where
-updates are tried before the norm is known; now and then under one that keeps some or all of it in memory, which is mirrored, so
-that a resume moves state as well. ``VARIANTS`` says what else differs from training to training: optimizers, the dataloader, and
-checkpoints that are written in the background. A child process trains, and is killed with SIGKILL at a random moment, with its
-own children: while it starts, resumes, moves, trains or commits. It reports every loss, every step that has ended, and every step
-that had been committed before it went on. The next child resumes from the store.
+A small model trains with clipping by norm, dropout, a schedule and shuffled data, under a plan that
+keeps it on disk, with speculative updates before the norm is known. Some trainings have a plan that
+keeps some or all of it in memory, which is mirrored, so that a resume moves state as well.
+``VARIANTS`` has the other differences between trainings: optimizers, the dataloader, and
+checkpoints that are written in the background. A child process trains, and is killed with SIGKILL
+at a random moment, with its own children: while it starts, resumes, moves, trains or commits. It
+reports every loss, every step that has ended, and every step that had been committed before it went
+on. The next child resumes from the store.
 
 * ``lost_steps``: committed steps that a later child did not find.
-* ``ended_steps_lost``: by how many steps that had ended a later child had to go back, and how often. A step has ended when the
-  hooks of its batch run. More than one is a failure.
-* ``wrong_resumes``: children of which some loss, or the final weights and optimizer state, differ from a plain run that nobody
-  killed.
+* ``ended_steps_lost``: the number of ended steps that a later child had to repeat, and how often. A
+  step has ended when the hooks of its batch run. More than one is a failure.
+* ``wrong_resumes``: children with a loss, or final weights and optimizer state, that differ from an
+  uninterrupted plain run.
 * ``unreadable_stores``: stores that could not be resumed from.
 
-``tried`` counts steps with updates before their verdict, ``taken_back`` those of them that were wrong, ``plans`` the children.
+``tried`` counts steps with updates before their verdict, ``taken_back`` those that were discarded,
+``plans`` the children.
 
-When the run has all its steps it begins anew. Children are forked: importing torch takes longer than training. Prints one JSON
-line last; ``state_share`` is the part of a step's time that taking the training state and submitting its commit took.
+A run that has all its steps starts again. Children are forked: importing torch takes longer than
+training. Prints one JSON line last; ``state_share`` is the share of a step's time for collecting
+the training state and submitting its commit.
 """
 
 from __future__ import annotations
@@ -97,7 +101,8 @@ class Variant:
     Attributes:
         name: For people, and for the file of its reference.
         share: How often it is chosen, relative to the others.
-        optimizers: Makes its optimizers. With more than one the model steps them by hand, each in every batch.
+        optimizers: Makes its optimizers. With more than one the model steps them by hand, each in
+            every batch.
         loader: Options of its dataloader.
         checkpoints: Checkpoints are written in the background meanwhile, by ``LocalFirst``.
     """
@@ -274,7 +279,10 @@ def child(root: Path, steps: int, variant: Variant, plan: Any, fresh: bool, out:
 
 
 def forked(call: Callable[[int], None], log: Path) -> tuple[int, int]:
-    """Runs ``call`` in a child with a process group of its own; its id and the end of the pipe that it writes to."""
+    """Runs ``call`` in a child with a process group of its own.
+
+    Its id and the end of the pipe that it writes to.
+    """
     reader, writer = os.pipe()
     process = os.fork()
     if process:

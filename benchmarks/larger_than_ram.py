@@ -1,15 +1,17 @@
 """Trains a GPT with 1.3 billion parameters, whose training takes 21 GB in memory, in less than 6 GiB.
 
-Weights and Adam state are on disk, in two slots of 12 bytes per parameter: 31 GB for the whole model. The model is built without
-memory and initialized block by block; ``host_memory`` is what weights, gradients and staging may take together, the rest of the
-peak is the interpreter, torch and activations. The directory is removed in the end, whatever happens.
+Weights and Adam state are on disk, in two slots of 12 bytes per parameter: 31 GB for the whole
+model. The model is built without memory and initialized block by block. ``host_memory`` bounds
+weights, gradients and staging together; the rest of the peak is the interpreter, torch and
+activations. The directory is always removed in the end.
 
-Prints one line of JSON last. ``peak_rss_bytes`` is the process's own high-water mark (VmHWM), ``within_limit`` whether it
-stayed below ``limit_bytes``. The mark is read, and set back, phase by phase: as the model is placed, in every step, as the plan
-changes with ``--change-plan``, with ``--save`` as a checkpoint is written and loaded, and at the end. ``over_bytes`` is
-what the worst phase took beyond ``host_memory``, one block (the largest, with gradients and state) and ``torch_bytes``: the most
-that the same script has resident with one block of width 64 under plain Lightning, in the same precision and run, with the same
-batch.
+Prints one line of JSON last. ``peak_rss_bytes`` is the process's own high-water mark (VmHWM),
+``within_limit`` whether it stayed below ``limit_bytes``. The mark is read and reset in each phase:
+while the model is placed, in every step, while the plan changes with ``--change-plan``, with
+``--save`` while a checkpoint is written and loaded, and at the end. ``over_bytes`` is the excess of
+the worst phase over ``host_memory``, one block (the largest, with gradients and state) and
+``torch_bytes``: the resident peak of the same script with one block of width 64 under plain
+Lightning, in the same precision and run, with the same batch.
 
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk --precision all --build cpu --change-plan --save
@@ -100,7 +102,10 @@ class Steps(pl.Callback):
 
 
 def set_mark_back() -> None:
-    """The high-water mark begins anew. Source: Linux, Documentation/filesystems/proc.rst, on ``clear_refs``."""
+    """The high-water mark begins anew.
+
+    Source: Linux, Documentation/filesystems/proc.rst, on ``clear_refs``.
+    """
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -189,7 +194,10 @@ def measure(args: argparse.Namespace, precision: str, directory: Path) -> dict[s
 
 
 def largest_block_bytes(size: Size, precision: str) -> int:
-    """Weights, gradients and state of the largest block, a layer or the embedding; 16-bit ones have an fp32 master."""
+    """Weights, gradients and state of the largest block, a layer or the embedding.
+
+    16-bit ones have an fp32 master.
+    """
     itemsize = ITEMSIZES.get(precision, 4)
     largest = max(num_params(replace(size, layers=1)) - num_params(replace(size, layers=0)), size.vocabulary * size.width)
     return largest * (2 * itemsize + (12 if itemsize == 2 else 2 * itemsize))

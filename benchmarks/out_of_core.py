@@ -1,16 +1,21 @@
-"""How close the out-of-core update comes to what the disk allows.
+"""The out-of-core update compared with the limit of the disk.
 
-A block's Adam update streams its state from one file through staging memory into another. Measured, with each I/O back end:
+A block's Adam update streams its state from one file through staging memory into another. Measured,
+with each I/O back end:
 
-* ``update``: the update as training runs it: 16-bit weights in memory and on disk, fp32 master and moments on disk.
-* ``limit``: the same transfers through the same engine, with no gradient to apply, so without compute.
+* ``update``: the update as training runs it: 16-bit weights in memory and on disk, fp32 master and
+  moments on disk.
+* ``limit``: the same transfers through the same engine, with no gradient to apply, so without
+  compute.
 * ``naive``: read a chunk, update it, write it, then the next.
 
-The disk at hand may be half-duplex and then hides nothing but compute. So overlap of reads and writes is shown on a synthetic
-duplex device (transfers that sleep, with a rate for each direction), whose limit is the slower direction alone.
+This machine's disk may be half-duplex; then only compute can be hidden. So overlap of reads and
+writes is shown on a synthetic duplex device (transfers that sleep, with a rate for each direction),
+whose limit is the slower direction alone.
 
-Prints one line of JSON last. ``share_of_*`` is limit time / update time (1: compute and the other direction are hidden),
-``vs_naive`` naive time / update time on the synthetic device; times are medians of alternating repetitions.
+Prints one line of JSON last. ``share_of_*`` is limit time / update time (1: compute and the other
+direction are hidden), ``vs_naive`` naive time / update time on the synthetic device; times are
+medians of alternating repetitions.
 
     python benchmarks/out_of_core.py --dir /path/on/the/disk
 """
@@ -140,7 +145,10 @@ def make_engine(io_backend: str, args: argparse.Namespace, *, bytes_per_s: float
 
 
 def alternate(runs: dict[str, Callable[[], float]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each run; the order turns round from repetition to repetition, so that drift cancels."""
+    """Median seconds of each run.
+
+    The order turns round from repetition to repetition, so that drift cancels.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(repetitions):
         for name in list(runs) if repetition % 2 == 0 else reversed(runs):

@@ -1,7 +1,8 @@
-"""A GPT-2 whose linear layers take a set time, whatever the machine: they compute, and then sleep until the time is over.
+"""A GPT-2 whose linear layers take a set time: they compute, then sleep until it is over.
 
-So what compute takes is neither the machine's drift nor its contention, and what is measured beside it is how ops are ordered. The
-layers are operators of their own (``torch.library``), so that recomputation repeats and spares them like any other.
+So compute time is independent of the machine's drift and contention, and only the order of ops is
+measured. The layers are operators of their own (``torch.library``), so that recomputation repeats
+or skips them like others.
 """
 
 from __future__ import annotations

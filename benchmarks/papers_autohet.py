@@ -2,9 +2,9 @@
 
     python benchmarks/papers_autohet.py [--planning-time]
 
-Nothing is trained: times are those of equation 1. Prints the tables and, last, one JSON line with the same figures. What is
-inferred about the paper's settings, and why figures differ, is in docs/planners/autohet.md. ``--planning-time`` also measures how
-long planning takes.
+Nothing is trained: times are those of equation 1. Prints the tables and, last, one JSON line with
+the same figures. The inferred settings, and reasons for differences, are in
+docs/planners/autohet.md. ``--planning-time`` also measures the time of planning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The numbers of the LoHan and AutoHete papers beside ours, computed from presets: the tables of docs/planners.
+"""The LoHan and AutoHete papers' numbers beside ours, from presets: tables of docs/planners.
 
     python benchmarks/papers_lohan_autohete.py
 
-Nothing is trained. Prints the tables and, last, one JSON line with the same figures. What is inferred about the papers' settings,
-and why figures differ, is in docs/planners/lohan.md and docs/planners/autohete.md.
+Nothing is trained. Prints the tables and, last, one JSON line with the same figures. The inferred
+settings, and reasons for differences, are in docs/planners/lohan.md and docs/planners/autohete.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from lightning_hetero.profiling.presets import machine, model, paper_machine
 from lightning_hetero.units import GIB
 
 SEQUENCE = 1024  # both papers
-# The authors' figures behind the plots of LoHan, TFLOP/s: evaluation_data.md of github.com/RC4ML/LoHan, which the paper links.
+# The authors' figures behind the plots of LoHan, TFLOP/s: evaluation_data.md of
+# github.com/RC4ML/LoHan, which the paper links.
 FIGURE_5A = {8: 42.8, 16: 84.3, 32: 143.1, 64: 155.8, 128: 153.8}  # 13B on an RTX 4090, by batch
 FIGURE_7B = {8: 52.6, 16: 86.9}  # 175B, by batch; 32 does not fit
 FIGURE_10B = {  # 13B, by batch and number of SSDs
@@ -38,7 +39,8 @@ FIGURE_10B = {  # 13B, by batch and number of SSDs
 }
 FIGURE_9B = {24: 1, 36: 3, 48: 3, 60: 3}  # section V-E: the case by batch
 LOHAN_SIZES = ("6b", "13b", "30b", "70b", "135b", "175b", "276b", "412b")  # table IV
-# What the text says of figures 2a and 6: the largest model at batch 1, by system, device and GiB of host memory.
+# What the text says of figures 2a and 6: the largest model at batch 1, by system, device and GiB of
+# host memory.
 LARGEST = {
     ("LoHan", "rtx4090", 768): "276B",
     ("LoHan", "rtx4080", 256): "at least 175B",
@@ -161,7 +163,10 @@ def figure_5() -> tuple[list[list[Cell]], list[list[Cell]]]:
 
 
 def against_baselines() -> list[list[Cell]]:
-    """Figures 5a and 5b: LoHan over the baselines, 13B; what the paper runs as ZeRO-Offload keeps all states in host memory."""
+    """Figures 5a and 5b: LoHan over the baselines, 13B.
+
+    What the paper runs as ZeRO-Offload keeps all states in host memory.
+    """
     rows: list[list[Cell]] = []
     systems = {"ZeRO-Offload": Tier.HOST, "ZeRO-Infinity": Tier.DISK}
     for device, theirs in (("rtx4090", (2.32, 3.46)), ("rtx3090", (1.57, 2.48))):
@@ -322,7 +327,10 @@ def transformer_blocks_on_cpu(plan: Plan) -> int:
 
 
 def four_billion() -> list[list[Cell]]:
-    """Section 4.2: the 4B model offloads the optimizer of the last 13 of 21 blocks; the batch is not given."""
+    """Section 4.2: the 4B model offloads the optimizer of the last 13 of 21 blocks.
+
+    The batch is not given.
+    """
     hardware = paper_machine("autohete-a100")
     rows: list[list[Cell]] = [["paper", None, None, 13, None]]
     for batch in (1, 2, 4, 6, 8, 12, 16):

@@ -1,9 +1,10 @@
-"""The numbers of the ProTrain and Deep Optimizer States papers beside ours, computed from presets: the tables of docs/planners.
+"""The ProTrain and Deep Optimizer States papers' numbers beside ours: tables of docs/planners.
 
     python benchmarks/papers_protrain_dos.py
 
-Nothing is trained. Prints the tables and, last, one JSON line with the same figures. What is inferred about the papers' settings,
-and why figures differ, is in docs/planners/protrain.md and docs/planners/deep_optimizer_states.md.
+Nothing is trained. Prints the tables and, last, one JSON line with the same figures. The inferred
+settings, and reasons for differences, are in docs/planners/protrain.md and
+docs/planners/deep_optimizer_states.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ LARGEST = {
     ("protrain-a100", 1): 75,
     ("protrain-a100", 4): 87,
 }
-# ProTrain, table 4: model, batch of all four devices [inferred], machine; recomputed, swapped, persistent, all chunks, buffers.
+# ProTrain, table 4: model, batch of all four devices [inferred], machine; recomputed, swapped,
+# persistent, all chunks, buffers.
 SEARCHED = {
     "A": ("protrain-gpt2-1b", 8, "protrain-rtx3090", (0, 0, 12, 12, 0)),
     "B": ("protrain-gpt2-1b", 64, "protrain-rtx3090", (24, 2, 2, 12, 3)),
@@ -50,10 +52,12 @@ FIGURE_3 = (
     *("gpt2-20b", "gpt2-30b", "opt-30b", "llama-34b", "gpt2-40b"),
 )
 PROTRAIN_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Deep Optimizer States, section 5.4: updates/s on the V100 machine by stride. That of stride 2 is the best and not given.
+# Deep Optimizer States, section 5.4: updates/s on the V100 machine by stride. That of stride 2 is
+# the best and not given.
 V100_MEASURED = {3: 1.67e9, 4: 1.62e9, 5: 1.28e9}
 RANKS = 4
-# As the paper puts them into eq. 1: updates and downcasts of the whole machine, copies of one device (docs/adr/0007).
+# As the paper puts them into eq. 1: updates and downcasts of the whole machine, copies of one
+# device (docs/adr/0007).
 V100 = dos.UpdateRates(cpu=2e9, device=35e9, downcast=8.7e9, link=3e9)  # section 5.4
 H100 = dos.UpdateRates(cpu=8e9, device=100e9, downcast=62e9 / 4, link=12e9)  # section 1, table 1
 SUBGROUP = 10**8
@@ -173,7 +177,10 @@ def _paper_s(space: Space, paper: Sequence[int]) -> tuple[float | None, bool | N
 
 
 def most_tokens_per_s(name: str, hardware: HardwareProfile) -> tuple[float | None, int | None]:
-    """The best tokens/s of all devices by eq. 2 over batches, and that batch of one device; ``None`` where none fits."""
+    """The best tokens/s of all devices by eq. 2 over batches, and that batch of one device.
+
+    ``None`` where none fits.
+    """
     best: tuple[float | None, int | None] = (None, None)
     for batch in PROTRAIN_BATCHES:
         space = space_of(model(f"protrain-{name}", batch=batch, sequence=1024, hardware=hardware), hardware)
@@ -190,7 +197,10 @@ def _whole(value: float | None) -> int | None:
 
 
 def protrain_figure_3() -> list[dict[str, Any]]:
-    """The most tokens/s by model; the paper's text has the average on RTX 3090, not which models are in it."""
+    """The most tokens/s by model.
+
+    The paper's text has the average on RTX 3090, not which models are in it.
+    """
     rows: list[dict[str, Any]] = []
     for name in FIGURE_3:
         row: dict[str, Any] = {"model": name}
@@ -373,7 +383,10 @@ def with_batch(profile: ModelProfile, batch: int) -> ModelProfile:
 
 
 def with_cores(hardware: HardwareProfile, share: float) -> HardwareProfile:
-    """The machine with that share of its cores, whose update rate falls with them; its memory stays as it is."""
+    """The machine with that share of its cores, whose update rate falls with them.
+
+    Its memory stays as it is.
+    """
     return replace(
         hardware,
         cpu_update_params_per_s=share * hardware.cpu_update_params_per_s,

@@ -1,14 +1,15 @@
-"""What the planners find: every case of a suite planned by all of them, side by side with a bound that no plan can beat.
+"""All planners on every case of a suite, beside a lower bound of every plan.
 
     python benchmarks/planners.py [--random 80] [--small 300] [--seed 0] [--every N] [--jobs N] [--verbose]
 
-Cases are the models of the papers' tables on their machines at several batch sizes, well-known models on single cards, and random
-models on random machines. For each planner the table has the cases for which it has a plan; those in which nobody, ours included,
-has a faster one, and the others; its simulated step over the lower bound; and the time it took to plan. Everything is simulated:
-this compares plans, not machines.
+Cases are the models of the papers' tables on their machines at several batch sizes, well-known
+models on single cards, and random models on random machines. For each planner the table has the
+cases for which it has a plan; those in which no planner has a faster one, and the others; its
+simulated step over the lower bound; and the planning time. Everything is simulated: this compares
+plans, not machines.
 
-Then models of 1 to 3 blocks, on machines that can do everything and on machines that have no rate for some work: ours beside the
-fastest of all plans, which brute force finds (brute_force.py). Prints one JSON line last.
+Then models of 1 to 3 blocks, on machines with all rates and on machines without a rate for some
+work: our plan beside the fastest plan of brute force (brute_force.py). Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Case:
     hardware: HardwareProfile
 
 
-# ---- the suite ---------------------------------------------------------------------------------------------------------------
+# ---- the suite -----------------------------------------------------------------------------------
 
 
 def paper_cases() -> Iterator[Case]:
@@ -87,7 +88,10 @@ def _case(model: str, batch: int, hardware: HardwareProfile) -> Case:
 
 
 def random_cases(count: int, seed: int) -> Iterator[Case]:
-    """Random models, uneven in part, on random machines; most of them have too little of something."""
+    """Random models, uneven in part, on random machines.
+
+    Most of them have too little of something.
+    """
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
         model = random_model(rng)
@@ -152,7 +156,7 @@ def random_machine(rng: random.Random, model: ModelProfile) -> HardwareProfile:
     )  # fmt: skip
 
 
-# ---- running it --------------------------------------------------------------------------------------------------------------
+# ---- running it ----------------------------------------------------------------------------------
 
 
 @dataclass

@@ -1,29 +1,36 @@
-"""How well a step is predicted: the simulator against the clock, and against the process's memory.
+"""The error of predictions: the simulator against the clock and the process's memory.
 
-Every pair of a model and a plan gets a process. There the strategy profiles the model in its first batches, as ``plan="auto"``
-does, and the plan is simulated with that profile and this machine's, which was measured just before. Then rounds follow: batches
-are timed again and the plan evaluated again (``strategy.replan()``), and steps are measured. Prediction and measurement of a round
-are seconds apart, because machines drift by more than what is measured. A round in which other processes have computed is repeated,
-up to as many times as there are rounds.
+Every pair of a model and a plan gets a process. There the strategy profiles the model in its first
+batches, as ``plan="auto"`` does, and the plan is simulated with that profile and this machine's,
+which was measured just before. Then rounds follow: batches are timed again and the plan evaluated
+again (``strategy.replan()``), and steps are measured. Prediction and measurement of a round are
+seconds apart, because machines drift by more than the measured errors. A round in which other
+processes have computed is repeated, up to as many times as there are rounds.
 
-One more pair is a device with memory of its own (``EmulatedDevice``) whose first batch does not fit: its memory is what weights and
-gradients take under the plan that it starts with, and about half of what forward saves. The batch begins again under lesser plans,
-the next ones are profiled, and ``lohan`` plans for them. The memory of this pair is the device's.
+One more pair is a device with memory of its own (``EmulatedDevice``) whose first batch does not
+fit: its memory holds weights and gradients under its first plan, and about half of the saved
+activations. The batch is repeated under smaller plans, the next ones are profiled, and ``lohan``
+plans for them. The memory of this pair is the device's.
 
-What profiling costs is measured once per model, in three more processes that keep everything in memory: plain Lightning, a plan
-that is given, and one that profiles its first batches and later, once steps are steady, records another one. A process's first step
-is slow by itself: memory is touched for the first time.
+The cost of profiling is measured once per model, in three more processes that keep everything in
+memory: plain Lightning, a plan that is given, and one that profiles its first batches and later,
+once steps are steady, records another one. A process's first step is slow by itself: memory is
+touched for the first time.
 
-A run takes half an hour. With ``--continue FILE`` whatever has been measured is added to the file, and what the file has from runs
-with the same settings on the same machine is not measured again, so a run can be interrupted, or taken a model at a time.
+A run takes half an hour. With ``--continue FILE`` measurements are added to the file, and those of
+the same settings on the same machine are not repeated, so a run can be interrupted, or done one
+model at a time.
 
-Keys of the JSON line: ``median_error`` and ``worst_error`` of the pairs' step times, each pair's the median over its rounds,
-relative to what was measured, of the pairs on the CPU; ``memory_median_error`` and ``memory_worst_error`` of the process's peak
-memory; ``small_device``: the same of the small device, and ``begun_again``, how often a step began again. Memory was predicted
-before the plan had ever run, against the peak of all rounds; ``pairs`` has all of them. ``profiled_batch_ratio``: a fit's first
-batch, recorded, over an ordinary step of plain Lightning; ``vs_plain_first_ratio`` and ``vs_given_first_ratio``: the same over the
-first step of plain Lightning and of a given plan; ``recorded_batch_ratio`` and ``timed_batch_ratio``: a batch that is recorded or
-timed once steps are steady, over such a step. All are the worst model's; ``profiles`` has the seconds.
+Keys of the JSON line: ``median_error`` and ``worst_error`` of the pairs' step times, each pair's
+the median over its rounds, relative to the measurement, of the pairs on the CPU;
+``memory_median_error`` and ``memory_worst_error`` of the process's peak memory; ``small_device``:
+the same of the small device, and ``begun_again``, how often a step began again. Memory was
+predicted before the plan had ever run, against the peak of all rounds; ``pairs`` has all of them.
+``profiled_batch_ratio``: a fit's first batch, recorded, over an ordinary step of plain Lightning;
+``vs_plain_first_ratio`` and ``vs_given_first_ratio``: the same over the first step of plain
+Lightning and of a given plan; ``recorded_batch_ratio`` and ``timed_batch_ratio``: a batch that is
+recorded or timed once steps are steady, over such a step. All are the worst model's; ``profiles``
+has the seconds.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""What it costs when nodes vanish and join: a drill with torchrun's agents, one to a node, all on this machine.
+"""The cost of vanishing and joining nodes: a drill with torchrun's agents, one per node, on this machine.
 
-Three nodes are in the plan, two of them start. Then, while training goes on: the node with rank 0 is killed with ``kill -9``, agent
-and worker at once; a third node joins; and that one is told to leave with SIGTERM. Every event is timed from its cause to the first
-step that the nodes trained that are there afterwards. In the end weights and optimizer state are compared with one process that was
-never disturbed, and the samples of every step with those that it should have had.
+Three nodes are in the plan, two of them start. During training the node with rank 0 is killed with
+``kill -9``, agent and worker at once; a third node joins; and that one is told to leave with
+SIGTERM. Every event is timed from its cause to the first step of the remaining nodes. In the end
+weights and optimizer state are compared with one undisturbed process, and the samples of every step
+with the expected ones.
 
-With ``--pipelines`` no node holds the whole model. All three nodes start, with ``plan="auto"``, and every node keeps what its rank
-holds with ``LocalFirst``. The node with rank 0 is killed, and what it kept with it; the others plan again; then it comes back with
-nothing, and is told to leave.
+With ``--pipelines`` no node holds the whole model. All three nodes start, with ``plan="auto"``, and
+every node keeps the layers of its rank with ``LocalFirst``. The node with rank 0 is killed, and its
+copies are lost; the others plan again; then it comes back empty, and is told to leave.
 
-``python benchmarks/preemption.py`` prints one line of JSON last: seconds of each event, committed steps that were lost, steps that
-were trained again, and the largest relative difference; with ``--pipelines`` also from where the others read after the kill. A
-drill that fails leaves its notes and logs in a folder below ``--dir``.
+``python benchmarks/preemption.py`` prints one line of JSON last: seconds of each event, committed
+steps that were lost, steps that were trained again, and the largest relative difference; with
+``--pipelines`` also the sources of the others' reads after the kill. A drill that fails leaves its
+notes and logs in a folder below ``--dir``.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 PATIENCE_S = 300.0  # after which the drill has failed
 TOLERANCE = 1e-12  # relative difference: gradients are added in another order
 
-# ---- a worker ---------------------------------------------------------------------------------------------------------------
+# ---- a worker ------------------------------------------------------------------------------------
 
 
 class Samples(Dataset[tuple[int, torch.Tensor]]):
@@ -89,7 +91,8 @@ class Model(StagedSteps, pl.LightningModule):
 
     Args:
         notes: Where; a line for each batch.
-        limit: A file with the step that training may begin: the drill decides what happens in which step.
+        limit: A file with the step that training may begin: the drill decides what happens in which
+            step.
     """
 
     def __init__(self, notes: Path, limit: Path | None) -> None:
@@ -168,7 +171,7 @@ def train(folder: Path, *, elastic: bool, pipelines: bool) -> None:
     torch.save(found, folder / f"{'drill' if elastic else 'alone'}-{trainer.global_rank}.pt")
 
 
-# ---- the drill --------------------------------------------------------------------------------------------------------------
+# ---- the drill -----------------------------------------------------------------------------------
 
 
 class Drill:
@@ -254,7 +257,8 @@ class Drill:
     def changed(self, cause: Callable[[], None], nodes: set[str], what: str) -> dict[str, Any]:
         """From a cause to the first step that is trained by these nodes alone.
 
-        Training may take a step every so often meanwhile: a node that is told to leave finishes its own.
+        Training may take a step every so often meanwhile: a node that is told to leave finishes its
+        own.
         """
         before, begin = self.committed(), time.time()
         cause()
@@ -391,7 +395,10 @@ def _wrong_samples(notes: list[dict[str, Any]], *, drop_last: bool) -> int:
 
 
 def _difference(folder: Path) -> float:
-    """The largest relative difference of weights and optimizer state; infinite if something is missing."""
+    """The largest relative difference of weights and optimizer state.
+
+    Infinite if something is missing.
+    """
     alone = torch.load(folder / "alone-0.pt")
     ranks = [torch.load(file) for file in folder.glob("drill-*.pt")]
     if {name for rank in ranks for name in rank} != set(alone):

@@ -1,19 +1,22 @@
-"""Recovery after machines were lost or added: from where does the state come, and how much faster than from remote storage alone?
+"""Recovery after machines were lost or added: the sources of the state, and the speed-up over remote storage.
 
     python benchmarks/recovery.py [--dir DIR] [--quick]
 
-Four ranks train and save: ``hetero_parallel`` with two groups of two pipeline stages, the first stages on node 0, the second ones
-on node 1, and ``LocalFirst``. Then other ranks go on by another plan (AutoHet, section V-C, at small scale):
+Four ranks train and save: ``hetero_parallel`` with two groups of two pipeline stages, the first
+stages on node 0, the second ones on node 1, and ``LocalFirst``. Then other ranks continue with
+another plan (AutoHet, section V-C, at small scale):
 
 * ``A``: half of the groups is lost. Both nodes still have all of their stage.
-* ``B``: node 0 is lost; tensor parallelism grows from 1 to 2 on node 1, which has half of the layers.
-* ``C``: a group is added, on two nodes that have nothing; the others send it what they have.
+* ``B``: node 0 is lost; tensor parallelism grows from 1 to 2 on node 1, which has half of the
+  layers.
+* ``C``: a group is added, on two empty nodes; the others send their state.
 
-Nodes are folders and processes of this machine. Sources are throttled to a thousandth of the paper's: the link to remote storage,
-which all share, 1.2 MB/s; each node's disk 3.5 MB/s; each link between nodes 50 MB/s. So what counts is where bytes come from, not
-what this machine computes. ``remote_only`` is the same without local tiers. Bytes are compared with what follows from the shapes
-and the map of the files; weights and optimizer state in the trainer, bit by bit, with those that were saved. ``--quick``: a small
-model, not throttled or timed. Prints one JSON line last.
+Nodes are folders and processes of this machine. Sources are throttled to a thousandth of the
+paper's: the link to remote storage, which all share, 1.2 MB/s; each node's disk 3.5 MB/s; each link
+between nodes 50 MB/s. So only the sources of bytes matter, not this machine's compute.
+``remote_only`` is the same without local tiers. Bytes are compared with those computed from the
+shapes and the map of the files; weights and optimizer state in the trainer are compared bit by bit
+with the saved ones. ``--quick``: a small model, not throttled or timed. Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class Shape:
         self.piece_bytes = 2048 if quick else 16 * 1024
 
 
-# ---- throttles -------------------------------------------------------------------------------------------------------------------
+# ---- throttles -----------------------------------------------------------------------------------
 
 _links: Path | None = None  # where all processes keep until when a link is busy; None: nothing is throttled
 
@@ -123,7 +126,7 @@ def receive_throttled(self: Peers, content: torch.Tensor, source: int) -> None:
     throttle(f"link{self.rank}", content.nbytes, LINK)
 
 
-# ---- the model and its plans -----------------------------------------------------------------------------------------------------
+# ---- the model and its plans ---------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -206,7 +209,7 @@ def held(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
             yield from ((f"optimizer_0.state.{name}.{key}", value) for key, value in state[parameter].items())
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def local_first(folder: Path, node: int, shape: Shape, *, local: bool = True) -> Any:
@@ -253,7 +256,7 @@ def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     return run
 
 
-# ---- what is expected ------------------------------------------------------------------------------------------------------------
+# ---- what is expected ----------------------------------------------------------------------------
 
 
 def layer_of(name: str) -> int:
@@ -307,7 +310,7 @@ def expected_bytes(scenario: str, rank: int, folder: Path, found: dict[str, Any]
     return by_source
 
 
-# ---- all ranks -------------------------------------------------------------------------------------------------------------------
+# ---- all ranks -----------------------------------------------------------------------------------
 
 
 def run_rank(rank: int, world: int, port: int, folder: Path, quick: bool, scenario: str | None, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks share: files that do not outlive them, a log that does, and processes of their own."""
+"""Shared code of benchmarks: temporary files, a log that stays, and processes of their own."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def free_port() -> int:
 def fork_server(modules: tuple[str, ...] = PRELOADED) -> Any:
     """The context of processes that are forked from one that has imported modules already, which takes longer than most of them.
 
-    The first call starts it, with what is installed, not with what lies in the current directory; the environment is another one
-    for that moment, so threads call this before they read it.
+    The first call starts it, with what is installed, not with what lies in the current directory;
+    the environment is another one for that moment, so threads call this before they read it.
     """
     with _LOCK:
         _start_server(modules)

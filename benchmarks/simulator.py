@@ -1,8 +1,9 @@
 """The simulated disk and updates against the native engine itself: a synthetic duplex disk, compute that sleeps, real tasks.
 
-Keys of the JSON line: ``median_error`` and ``worst_error`` of the cases' step times, relative to what was measured;
-``hundred_blocks_s``: seconds that one step of a model of 100 blocks takes to be simulated, of the slowest placement;
-``deterministic``: the same step simulated again is the same to the last bit, trace and all.
+Keys of the JSON line: ``median_error`` and ``worst_error`` of the cases' step times, relative to
+the measurement; ``hundred_blocks_s``: seconds to simulate one step of a model of 100 blocks, for
+the slowest placement; ``deterministic``: whether a second simulation is equal to the last bit,
+trace included.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ def compare(case: Case, path: Path) -> tuple[float, float]:
 
 
 def effort() -> tuple[float, bool]:
-    """Seconds to simulate one step of 100 blocks, by the slowest placement; and whether every repetition gives the same."""
+    """Seconds to simulate one step of 100 blocks, by the slowest placement.
+
+    And whether every repetition gives the same.
+    """
     block = BlockProfile(
         name="", num_params=7_000_000, num_trainable_params=7_000_000, forward_s=0.05, backward_s=0.1, forward_flop=1.0,
         activation_bytes=0, boundary_bytes=0, transient_bytes=0,

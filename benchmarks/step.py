@@ -1,25 +1,36 @@
 """Step time of a GPT-2 under plain Lightning and under the plans, in one run, in turns.
 
-* ``plain``: Lightning's default strategy with ``AdamW(fused=True)``; ``compute``: the same without an optimizer.
-* ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under ``HeteroOffloadStrategy``.
-* ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host, with links without limit;
-  ``device_offload``: the plan ``zero_offload`` there, with an op on some lane for whatever moves.
+* ``plain``: Lightning's default strategy with ``AdamW(fused=True)``; ``compute``: the same without
+  an optimizer.
+* ``resident``, ``host``, ``disk``: the same module, optimizer and Trainer under
+  ``HeteroOffloadStrategy``.
+* ``device``: the plan ``resident`` on the lanes of an emulated device that is as fast as the host,
+  with links without limit; ``device_offload``: the plan ``zero_offload`` there, with an op on a
+  lane for every transfer.
 * ``kept``: the plan ``disk`` with a ``disk_path``, so that every step is kept.
-* ``traced``, ``device_traced``: the plans ``host`` and, on that device, ``zero_offload`` with ``trace=True``.
-* ``io``: the update's transfers through the engine in the same directory, with nothing to compute: the bandwidth at hand.
-* with ``--against WHEEL``: every plan under that build of the package as well, as ``<plan>_before``.
-* with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer (see deepspeed_peer.py).
+* ``traced``, ``device_traced``: the plans ``host`` and, on that device, ``zero_offload`` with
+  ``trace=True``.
+* ``io``: the update's transfers through the engine in the same directory, without compute: the
+  available bandwidth.
+* with ``--against WHEEL``: every plan under that build of the package as well, as
+  ``<plan>_before``.
+* with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer
+  (see deepspeed_peer.py).
 
-Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round; ``intervals`` has for each
-the bounds between which the median of many more rounds lies, 19 times of 20:
+Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round;
+``intervals`` has for each the bounds between which the median of many more rounds lies, 19 times of
+20:
 
 * ``resident_vs_plain``, ``host_vs_plain``: step time / that of plain Lightning; below 1 is faster.
-* ``device_vs_plain``, ``device_vs_resident``: what the lanes of a device cost.
-* ``traced_vs_host``, ``device_traced_vs_offload``: what recording costs; so small that machines drift by more. So the recorder's
-  functions are timed as well: ``recording_share`` is their share of a step, with a trace and without.
+* ``device_vs_plain``, ``device_vs_resident``: the cost of the lanes of a device.
+* ``traced_vs_host``, ``device_traced_vs_offload``: the cost of recording, which is smaller than the
+  drift of machines. So the recorder's functions are timed as well: ``recording_share`` is their
+  share of a step, with a trace and without.
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
-* ``<plan>_vs_before``: step time / that of the build given by ``--against``; below 1, this build is faster.
-* ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null without it.
+* ``<plan>_vs_before``: step time / that of the build given by ``--against``; below 1, this build is
+  faster.
+* ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null
+  without it.
 
     python benchmarks/step.py --model gpt2-124m --dir /path/on/the/disk
 """
@@ -192,7 +203,10 @@ def show_trace(trace: Trace, path: Path, plan: str) -> None:
 
 
 def transfers(baton: Baton, args: argparse.Namespace) -> None:
-    """Updates with nothing to compute, on files of their own; a turn's step is one pass over them."""
+    """Updates with nothing to compute, on files of their own.
+
+    A turn's step is one pass over them.
+    """
     with make_engine(args.io_backend, args) as engine:
         common = {"direct_io": True, "verify_digests": False}
         work = Workload(args.directory / "io", num_blocks=args.io_blocks, chunks_per_block=args.io_chunks, **common)
@@ -226,7 +240,10 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 
 def compete(args: argparse.Namespace) -> tuple[dict[str, list[Turn]], dict[str, dict[str, Any]]]:
-    """Every contestant's turns, one per round, and what each says in the end; the first round fills caches and does not count."""
+    """Every contestant's turns, one per round, and what each says in the end.
+
+    The first round fills caches and does not count.
+    """
     turns: dict[str, list[Turn]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
         processes = {

@@ -1,12 +1,13 @@
-"""How fast the update in host memory is: against torch's optimizers, DeepSpeed's CPU Adam, and the memory itself.
+"""The speed of the update in host memory, beside torch's optimizers, DeepSpeed's CPU Adam and the memory.
 
     python benchmarks/update.py [--num-params 16777216] [--repeats 15] [--threads N]
 
-Every contestant updates the same arrays in turn, once per repetition, in one process. Figures are medians over the repetitions,
-ratios medians of the repetitions' own ratios, so that a machine that drifts slows all of them alike. Prints one JSON line last.
+Every contestant updates the same arrays in turn, once per repetition, in one process. Figures are
+medians over the repetitions, ratios medians of the repetitions' own ratios, so that a machine that
+drifts slows all of them alike. Prints one JSON line last.
 
-The arrays are on huge pages and start 64 bytes further into a page each: arrays that start at the same offset modulo 4 KiB
-collide in the caches, which costs torch more than it costs us.
+The arrays are on huge pages, and each starts 64 bytes further into a page than the one before:
+arrays with equal offsets modulo 4 KiB collide in the caches, which would slow torch more than us.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def torch_optimizer(arrays: Arrays, **variant: bool) -> torch.optim.AdamW:
 
 
 def deepspeed_step(arrays: Arrays) -> Callable[[], object] | None:
-    """DeepSpeed's CPU AdamW over the shared arrays; None where it is not installed. Compiles for minutes on first use."""
+    """DeepSpeed's CPU AdamW over the shared arrays; None where it is not installed.
+
+    Compiles for minutes on first use.
+    """
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
@@ -91,7 +95,10 @@ def deepspeed_step(arrays: Arrays) -> Callable[[], object] | None:
 
 
 def contestants(arrays: Arrays, moved: Arrays, threads: int) -> dict[str, Callable[[], object]]:
-    """What is timed, by name. ``moved`` has the same layout: moving leaves values that would slow the others down."""
+    """What is timed, by name.
+
+    ``moved`` has the same layout: moving leaves values that would slow the others down.
+    """
     numel = arrays.param.numel()
     hyper = _native.Hyper(LR, *BETAS, EPS, WEIGHT_DECAY, 101.0, _native.ADAMW)
     common = dict(arrays.addresses(), numel=numel, hyper=hyper, threads=threads)

@@ -1,13 +1,16 @@
 """Cluster plans against an equal split, on a virtual device clock.
 
-Every device of a cluster is a process on this machine. Strategy, schedule, collectives and traffic are the real ones; only what a
-layer computes is a sleep of FLOP / declared power, forward and twice that backward. So six devices fit two cores, and the declared
-powers are exact. Declared links cost nothing, since what crosses them here is small: what is measured is whether groups, stages and
-micro-batches take the time that is predicted. Plans are ranked by equation 1; the prediction is what 1F1B takes, played through.
+Every device of a cluster is a process on this machine. Strategy, schedule, collectives and traffic
+are the real ones; only the compute of a layer is a sleep of FLOP / declared power, and twice that
+in backward. So six devices fit two cores, and the declared powers are exact. Declared links cost
+nothing, because the traffic here is small: the benchmark measures whether groups, stages and
+micro-batches take the predicted time. Plans are ranked by equation 1; the prediction is the
+simulated time of 1F1B.
 
-For each cluster the plans of the planner, of the Whale-like and of the Megatron-like baseline (the equal split) train some steps.
-``python benchmarks/virtual_cluster.py`` prints a row per plan and one line of JSON last: the largest relative error of a measured
-speed-up over the equal split, and of how many clusters the planned layout is the fastest that was measured.
+For each cluster the plans of the planner, of the Whale-like and of the Megatron-like baseline (the
+equal split) train some steps. ``python benchmarks/virtual_cluster.py`` prints a row per plan and
+one line of JSON last: the largest relative error of a measured speed-up over the equal split, and
+the number of clusters for which the planned layout is the fastest measured one.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ def model_of(layer_s: float) -> ModelProfile:
     )
 
 
-# ---- a device ---------------------------------------------------------------------------------------------------------------
+# ---- a device ------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -207,7 +210,7 @@ def device(rank: int, environment: dict[str, str], sample_s: float, plans: list[
     out.put((rank, found))
 
 
-# ---- the comparison ---------------------------------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------------------
 
 
 def measure(nodes: tuple[Devices, ...], plans: list[ClusterPlan], *, layer_s: float, steps: int) -> list[float]:

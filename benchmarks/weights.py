@@ -1,25 +1,30 @@
-"""Peak memory of a model on its way in and out: 1.3 billion parameters that are never in memory at once.
+"""Peak memory of loading and saving a model: 1.3 billion parameters that are never in memory at once.
 
-A safetensors directory of random weights in bfloat16 (2.6 GB) is made, one tensor at a time. Then a GPT on the meta device gets
-them as float32 parameters (5.3 GB) that live on disk, and, each phase in a process of its own,
+A safetensors directory of random weights in bfloat16 (2.6 GB) is made, one tensor at a time. Then a
+GPT on the meta device gets them as float32 parameters (5.3 GB) that live on disk, and, each phase
+in a process of its own,
 
 * ``import``: is evaluated on one batch;
 * ``export``, ``weights``: is exported to safetensors, and saved as a checkpoint of weights;
 * ``train``: gets them again, in a store that keeps its steps, and makes three steps of AdamW;
-* ``begin``: does so again, for the first step alone; and then
-* ``save``: is saved as an ordinary Lightning checkpoint with optimizer state (16 GB), a tensor at a time;
-* ``resume_store``: goes on from the store, for the other two steps;
+* ``begin``: repeats that for only the first step; and then
+* ``save``: is saved as an ordinary Lightning checkpoint with optimizer state (16 GB), one tensor at
+  a time;
+* ``resume_store``: resumes from the store, for the other two steps;
 * ``resume_checkpoint``: the same from the checkpoint.
 
-A phase that fails is reported, and those that do not need it go on. ``resumed_the_same``: either resume had the losses that
-``train`` had, to the bit; the last one depends on all weights and all of Adam's state.
+A phase that fails is reported, and phases that do not need it continue. ``resumed_the_same``: both
+resumes had the losses of ``train``, to the bit; the last loss depends on all weights and all of
+Adam's state.
 
-The limit of a phase is ``host_memory``, which is what weights, gradients, state and staging may take, and one block: the largest,
-which is the embedding. It counts from what the interpreter, torch and Lightning take before (``rss_before_bytes``) to the
-process's high-water mark (``peak_rss_bytes``, VmHWM, set back as the phase begins), pages of files included, which the system can
-drop; ``peak_anonymous_bytes`` and ``peak_files_bytes`` say what either had at most, seen every few milliseconds.
-``over_bytes`` is what a phase took beyond the limit, and ``within_limit`` whether none took more. Beside it, for phases that train,
-``ordinary_bytes`` is what plain torch takes for forward and backward of the same batch beside weights and gradients, which no plan
+The limit of a phase is ``host_memory``, which bounds weights, gradients, state and staging, plus
+the largest block, which is the embedding. It counts from the memory of the interpreter, torch and
+Lightning before the phase (``rss_before_bytes``) to the process's high-water mark
+(``peak_rss_bytes``, VmHWM, reset when the phase begins). Pages of files are included, although the
+system can drop them; ``peak_anonymous_bytes`` and ``peak_files_bytes`` are the peaks of the two
+kinds, sampled every few milliseconds. ``over_bytes`` is the excess of a phase over the limit, and
+``within_limit`` says that there is none. For phases that train, ``ordinary_bytes`` is the memory of
+plain torch for forward and backward of the same batch beside weights and gradients, which no plan
 changes. Prints one line of JSON last. 51 GB on disk at most, removed in the end.
 
     python benchmarks/weights.py --dir /path/on/the/disk
@@ -124,7 +129,7 @@ def ordinary_bytes(size: Size, seq: int) -> int:
     return max(0, peak_resident_bytes() - before - gradients)
 
 
-# ---- what a phase takes ---------------------------------------------------------------------------------------------------------
+# ---- what a phase takes --------------------------------------------------------------------------
 
 
 def reset_peak() -> None:
@@ -182,11 +187,14 @@ class Meter:
         print(f"{name}: {self.found[name]['seconds']:.1f} s, peak {peak}", flush=True)
 
 
-# ---- from safetensors to tiers, and out again -----------------------------------------------------------------------------------
+# ---- from safetensors to tiers, and out again ----------------------------------------------------
 
 
 def moving(setting: Setting, out: str) -> dict[str, Any]:
-    """The import; and, if ``out`` is not empty, the way out that it names, which alone counts then."""
+    """The import.
+
+    And, if ``out`` is not empty, the way out that it names, which alone counts then.
+    """
     meter = Meter(setting)
     strategy = HeteroOffloadStrategy(plan="disk", host_memory=setting.host_memory, weights=setting.weights)
     trainer = make_trainer(strategy=strategy, default_root_dir=setting.root, limit_predict_batches=BATCHES)
@@ -211,7 +219,7 @@ def moving(setting: Setting, out: str) -> dict[str, Any]:
     return {"phases": {out or "import": meter.found[out or "import"]}, **result}
 
 
-# ---- training, and going on -----------------------------------------------------------------------------------------------------
+# ---- training, and going on ----------------------------------------------------------------------
 
 
 def training(setting: Setting, name: str) -> dict[str, Any]:
@@ -225,12 +233,14 @@ def training(setting: Setting, name: str) -> dict[str, Any]:
         resumed = {"ckpt_path": str(setting.checkpoint), "weights_only": True}
     else:
         options["weights"] = setting.weights
-    # Without an end of epochs: to Lightning, a checkpoint that is saved after fit has its epoch behind it.
+    # Without an end of epochs: to Lightning, a checkpoint that is saved after fit has its epoch
+    # behind it.
     trainer = make_trainer(
         strategy=HeteroOffloadStrategy(plan="disk", **options), max_epochs=-1, max_steps=1 if name == "begin" else STEPS,
         default_root_dir=setting.root,
     )  # fmt: skip
-    # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the data was.
+    # The same batch in every step: a checkpoint of Lightning does not say where in an epoch the
+    # data was.
     batches = [next(iter(RandomTokens(setting.size, batch=1, length=setting.seq)))] * STEPS
     module = Evaluated(setting.size)
     with meter.phase(name):
