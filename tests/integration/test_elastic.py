@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import elastic_pipelines, elastic_restarts, elastic_shards, elastic_tiers, elastic_train, ranks
+from support import ranks
 from support.scripts import output_of, result_of
 from support.sources import bytes_by_source
+from support.training import elastic_pipelines as pipelined
+from support.training import restarts, tiers
+from support.training import shards as sharded
+from support.training import stopped as stops
 
 from lightning_hetero.parallel.elastic import CommittedSteps
 
@@ -21,7 +25,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on after each step in turn."""
     out = tmp_path_factory.mktemp("stopped")
-    output_of(Path(str(elastic_train.__file__)), out, cwd=out, timeout_s=800)
+    ranks.train("stopped", cwd=out, world=1)
     found: dict[str, Any] = torch.load(out / "elastic.pt", weights_only=False)
     return found
 
@@ -43,7 +47,7 @@ def test_batches_validations_and_epochs_equal_those_of_one_run(where: str, stopp
     notes = {key: value for key, value in stopped[where]["result"]["notes"].items() if key[0] not in ("killed", "told")}
     expected = stopped["plain"]["notes"]
     assert notes.keys() == expected.keys()
-    assert len([key for key in notes if key[0] == "val"]) == 2 * elastic_train.EPOCHS
+    assert len([key for key in notes if key[0] == "val"]) == 2 * stops.EPOCHS
     for key, value in expected.items():
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(_flat(notes[key]), _flat(value), strict=True)
@@ -56,24 +60,24 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 @WHERE
 def test_the_exit_status_says_that_the_rank_was_told_to_leave(where: str, stopped: dict[str, Any]) -> None:
-    assert sorted(stopped[where]["codes"]) == [-9] * len(elastic_train.KILLED) + [128 + 15] * len(elastic_train.TOLD)
+    assert sorted(stopped[where]["codes"]) == [-9] * len(stops.KILLED) + [128 + 15] * len(stops.TOLD)
     assert stopped[where]["signal_restored"]
 
 
 @WHERE
 def test_as_many_steps_are_kept_as_asked_for(where: str, stopped: dict[str, Any]) -> None:
-    last, kept = elastic_train.EPOCHS * 5, stopped[where]["kept"]
+    last, kept = stops.EPOCHS * 5, stopped[where]["kept"]
     assert kept == [last - 2, last - 1, last]
     assert stopped[where]["files"] == [f"step-{s:012}.{end}" for s in kept for end in ("ckpt", "committed")]
 
 
-@pytest.mark.parametrize("run", elastic_restarts.RUNS)
+@pytest.mark.parametrize("run", restarts.RUNS)
 def test_wherever_a_run_continues_it_sees_what_was_left_of_it(run: str, stopped: dict[str, Any]) -> None:
     plain, after = stopped["restarts"][run]["plain"], stopped["restarts"][run]["after"]
     assert sorted(after) == list(range(plain["steps"] + 1))
     for step, found in after.items():
         events = plain["events"]
-        if step == elastic_restarts.RUNS[run].get("max_steps"):
+        if step == restarts.RUNS[run].get("max_steps"):
             events = []  # Lightning does not begin a fit that has its steps
         elif step:
             events = events[next(i for i, event in enumerate(events) if event[0] == "batch ends" and event[2] == step) + 1 :]
@@ -86,7 +90,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
     """Three ranks that share a model until one is told to leave, and two that go on, are killed, and go on."""
     out = tmp_path_factory.mktemp("shards")
     for world in (3, 2):
-        ranks.start(Path(str(elastic_shards.__file__)), out, cwd=out, world=world)
+        ranks.train("shards", cwd=out, world=world)
     return {w: [torch.load(out / f"world{w}-rank{r}.pt", weights_only=False) for r in range(w)] for w in (3, 2)}
 
 
@@ -94,10 +98,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
 def test_other_ranks_continue_with_the_shards_of_a_committed_step(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
     told, went_on = ([rank[where] for rank in shards[world]] for world in (3, 2))
     plain = shards[2][0]["plain"]
-    last = elastic_shards.TOLD + 1
+    last = sharded.TOLD + 1
     assert [rank["code"] for rank in told] == [75, 128 + 15, 75]
     for rank in went_on:
-        assert rank["began"] == [last, elastic_shards.KILLED // elastic_shards.EVERY * elastic_shards.EVERY]
+        assert rank["began"] == [last, sharded.KILLED // sharded.EVERY * sharded.EVERY]
         assert rank["kept"] == [last, 8]
         assert rank["there"] == [f"step-{step:012}.ckpt" for step in rank["kept"]]
         assert rank["lr"] == plain["lr"]
@@ -113,11 +117,11 @@ def test_other_ranks_continue_with_the_shards_of_a_committed_step(where: str, sh
 @WHERE
 def test_ranks_that_share_a_model_see_every_sample_once(where: str, shards: dict[int, list[dict[str, Any]]]) -> None:
     plain = shards[2][0]["plain"]["samples"]
-    assert list(plain) == list(range(elastic_shards.STEPS))
+    assert list(plain) == list(range(sharded.STEPS))
     for step, expected in plain.items():
-        there = [rank[where]["samples"] for rank in shards[3 if step <= elastic_shards.TOLD else 2]]
+        there = [rank[where]["samples"] for rank in shards[3 if step <= sharded.TOLD else 2]]
         assert sorted(x for rank in there for x in rank[step]) == sorted(expected)
-        if len(expected) == elastic_shards.BATCH:
+        if len(expected) == sharded.BATCH:
             assert len({len(rank[step]) for rank in there}) == len(there)  # cut by speed
 
 
@@ -126,7 +130,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three ranks left of two runs, of which one lost a rank; what two made of them, and what one process makes alone."""
     out = tmp_path_factory.mktemp("pipelines")
     for world, killed in ((3, 1), (2, None), (1, None)):
-        ranks.start(Path(str(elastic_pipelines.__file__)), out, cwd=out, world=world, killed=killed)
+        ranks.train("elastic_pipelines", cwd=out, world=world, killed=killed)
     return out
 
 
@@ -139,7 +143,7 @@ def assert_goes_on(out: Path, run: str, last: int) -> tuple[list[dict[str, Any]]
     for rank in before:
         assert list(rank["losses"])[:last] == list(range(1, last + 1))
     for rank in after:
-        assert list(rank["losses"]) == list(range(last + 1, elastic_pipelines.STEPS + 1))
+        assert list(rank["losses"]) == list(range(last + 1, pipelined.STEPS + 1))
     for step, loss in {**before[0]["losses"], **after[0]["losses"]}.items():
         assert loss == pytest.approx(alone["losses"][step], rel=1e-12)
     found = {name: value for rank in after for name, value in rank["weights"].items()}
@@ -150,20 +154,20 @@ def assert_goes_on(out: Path, run: str, last: int) -> tuple[list[dict[str, Any]]
 
 
 def test_pipelines_continue_by_another_plan_when_one_rank_is_told_to_leave(pipelines: Path) -> None:
-    told, went_on = assert_goes_on(pipelines, "told", elastic_pipelines.EVENT + 1)  # the step that was under way is committed
+    told, went_on = assert_goes_on(pipelines, "told", pipelined.EVENT + 1)  # the step that was under way is committed
     assert [rank["end"] for rank in told] == [75, 128 + 15, 75]
-    assert all(len(rank["losses"]) == elastic_pipelines.EVENT + 1 for rank in told)
+    assert all(len(rank["losses"]) == pipelined.EVENT + 1 for rank in told)
     assert [rank["end"] for rank in went_on] == [0, 0]
 
 
 def test_pipelines_plan_again_after_a_kill_and_read_missing_layers(pipelines: Path) -> None:
     """Every rank kept its layers on its node; what the lost one alone had comes from the remote copy."""
-    step = elastic_pipelines.EVENT
+    step = pipelined.EVENT
     left, went_on = assert_goes_on(pipelines, "killed", step)
     assert len(left) == 2
     assert all(rank["end"] not in (0, 75) for rank in left)
     assert went_on[0]["plan"] == went_on[1]["plan"] != left[0]["plan"]
-    nodes = [pipelines / "nodes" / node for node in elastic_pipelines.NODES[2]]
+    nodes = [pipelines / "nodes" / node for node in pipelined.NODES[2]]
     for number, rank in enumerate(went_on):
         assert len(rank["weights"]) < len(torch.load(pipelines / "alone.pt", weights_only=False)["weights"])
         path = Path(CommittedSteps(pipelines / "killed").checkpoint(step))
@@ -173,19 +177,18 @@ def test_pipelines_plan_again_after_a_kill_and_read_missing_layers(pipelines: Pa
 
 def test_ranks_with_tiers_continue_with_others_when_one_is_killed_one_leaves_and_both_come_back(tmp_path: Path) -> None:
     """Rank 0 is killed, whose files stay; nodes come back as other ranks, with other tiers."""
-    script = Path(str(elastic_tiers.__file__))
-    for name, nodes in elastic_tiers.NODES.items():
-        ranks.start(script, tmp_path, name, cwd=tmp_path, world=len(nodes), nodes=nodes, killed=0 if name == "killed" else None)
+    for name, nodes in tiers.NODES.items():
+        ranks.train("tiers", name, cwd=tmp_path, world=len(nodes), nodes=nodes, killed=0 if name == "killed" else None)
     found = {
         name: [torch.load(file, weights_only=False) for node in nodes if (file := tmp_path / f"{name}-{node}.pt").exists()]
-        for name, nodes in elastic_tiers.NODES.items()
+        for name, nodes in tiers.NODES.items()
     }
-    alone = elastic_tiers.fit(tmp_path, "auto", {})
+    alone = tiers.fit(tmp_path, "auto", {})
     assert [rank["end"] for rank in found["told"]] == [75, 128 + 15]
     assert len(found["killed"]) == 2
     assert all(rank["end"] not in (0, 75) for rank in found["killed"])
     began = [{rank["began"] for rank in of_all} for of_all in found.values()]
-    assert began == [{0}, {elastic_tiers.KILLED // elastic_tiers.EVERY * elastic_tiers.EVERY}, {elastic_tiers.TOLD + 1}]
+    assert began == [{0}, {tiers.KILLED // tiers.EVERY * tiers.EVERY}, {tiers.TOLD + 1}]
     assert [rank["plan"] for name in ("told", "ended") for rank in found[name]] == ["host", "disk", "resident", "disk", "host"]
     for of_all in (found["told"], found["ended"]):
         for step in of_all[0]["sizes"]:

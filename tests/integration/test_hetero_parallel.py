@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import parallel_train
-from support.ranks import start
+from support.ranks import train
 
 RANKS = 3
-SCRIPT = Path(str(parallel_train.__file__))
 Results = dict[str, Any]
 
 
@@ -21,9 +18,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Res
     """Of one process, of every rank of three, and of one that goes on where the three were after an epoch."""
     out = tmp_path_factory.mktemp("parallel")
     with ThreadPoolExecutor() as pool:
-        for run in [pool.submit(start, SCRIPT, out, cwd=out, world=world) for world in (RANKS, 1)]:
+        for run in [pool.submit(train, "uneven", cwd=out, world=world) for world in (RANKS, 1)]:
             run.result()
-    start(SCRIPT, out, out / "rebalanced-3" / "step=4.ckpt", cwd=out, world=1)
+    train("uneven", out / "rebalanced-3" / "step=4.ckpt", cwd=out, world=1)
 
     def load(name: str) -> Results:
         found: Results = torch.load(out / name, weights_only=False)

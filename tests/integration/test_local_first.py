@@ -11,22 +11,19 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from scratch import free_port
-from support import recovery_train
-from support.elastic import loader
-from support.ranks import start
-from support.recovery_train import Body, Net
-from torch.utils.data import TensorDataset
+from support.ranks import train
+from support.training import loader, samples
+from support.training.recovery import KINDS, Body, Net
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.errors import CheckpointWriteError, UnsupportedError
 from lightning_hetero.strategies import PytorchLightningLocalFirst
 
-SCRIPT = Path(str(recovery_train.__file__))
 Results = dict[str, Any]
 
 
 def _run(out: Path, phase: str, world: int) -> list[Results]:
-    start(SCRIPT, out, phase, cwd=out, world=world)
+    train("recovery", phase, cwd=out, world=world)
     return [torch.load(out / f"{phase}-{number}.pt", weights_only=False) for number in range(world)]
 
 
@@ -54,7 +51,7 @@ def assert_equal(a: Results, b: Results) -> None:
     assert (a["lr"], a["step"], a["batches"]) == (b["lr"], b["step"], b["batches"])
 
 
-@pytest.mark.parametrize("name", recovery_train.KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_restart_continues_bit_for_bit_as_that_of_plain_lightning(name: str, trained: list[Results]) -> None:
     """With FSDP2, plain Lightning reads the very checkpoint: its remote copy is an ordinary one."""
     for rank in trained:
@@ -124,8 +121,6 @@ def _fit(
     **options: Any,
 ) -> Any:
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(12, 5, generator=generator).double(), torch.randn(12, 8, generator=generator).double())
     trainer = namespace.Trainer(
         accelerator="cpu",
         devices=1,
@@ -139,7 +134,7 @@ def _fit(
         default_root_dir=out,
     )
     net = Net if namespace is pl else TwinNet
-    trainer.fit(net(dropout=0.1), loader(data, 4, alone=as_distributed), ckpt_path=resume)
+    trainer.fit(net(dropout=0.1), loader(samples(12, 8), 4, alone=as_distributed), ckpt_path=resume)
     return trainer
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import group_train
-from support.ranks import start
+from support.ranks import train
+from support.training import groups as group
 
 Results = dict[str, Any]
 
@@ -17,12 +16,12 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Results], list[Results]]:
     """Of every rank: of two, and of three."""
-    script, out = Path(str(group_train.__file__)), tmp_path_factory.mktemp("groups")
+    out = tmp_path_factory.mktemp("groups")
     folders = {world: out / str(world) for world in (2, 3)}
     for folder in folders.values():
         folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda world: start(script, folders[world], cwd=folders[world], world=world), folders))
+        list(pool.map(lambda world: train("groups", cwd=folders[world], world=world), folders))
 
     def load(world: int) -> list[Results]:
         return [torch.load(folders[world] / f"rank{r}.pt", weights_only=False) for r in range(world)]
@@ -98,7 +97,7 @@ def test_batches_are_cut_by_speed_and_only_some_ranks_hold_the_weights(groups: t
     ranks = [rank["tiers"] for rank in groups[1]]
     assert [r["sizes"][:4] for r in ranks] == [[3, 3, 3, 2], [5, 5, 5, 3], [4, 4, 4, 2]]
     in_memory = [max(r["in_memory"]) for r in ranks]
-    assert in_memory == [1 / group_train.LAYERS, 1, 1]  # of the blocks, as a batch begins
+    assert in_memory == [1 / group.LAYERS, 1, 1]  # of the blocks, as a batch begins
     assert ranks[0]["report"]["bytes_read"] > 0
     assert ranks[0]["report"]["disk_bytes"] > 0
     assert [r["report"]["disk_bytes"] for r in ranks[1:]] == [0, 0]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import pipeline_train
-from support.ranks import start
+from support.ranks import start, train
 from support.sources import bytes_by_source
+from support.training.pipelines import NODES
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPT = Path(str(pipeline_train.__file__))
 Results = dict[str, Any]
 
 
@@ -25,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What six ranks and one process left; and of three and one that go on from a checkpoint of the six."""
     out = tmp_path_factory.mktemp("pipelines")
     with ThreadPoolExecutor() as pool:
-        for run in [pool.submit(start, SCRIPT, out, cwd=out, world=world) for world in (6, 1)]:
+        for run in [pool.submit(train, "pipelines", cwd=out, world=world) for world in (6, 1)]:
             run.result()
         checkpoint = out / "plain-6" / "step=3.ckpt"
-        three = pool.submit(start, SCRIPT, out, checkpoint, cwd=out, world=3, nodes=("b", "a", "a"))
-        start(SCRIPT, out, checkpoint, cwd=out, world=1)
+        three = pool.submit(train, "pipelines", checkpoint, cwd=out, world=3, nodes=("b", "a", "a"))
+        train("pipelines", checkpoint, cwd=out, world=1)
         three.result()
     return out
 
@@ -179,7 +178,7 @@ def test_ranks_of_a_stage_continue_with_the_same_random_numbers(folder: Path) ->
 
 
 def test_bytes_come_from_the_nearest_place(folder: Path) -> None:
-    nodes = [folder / "nodes" / node for node in pipeline_train.NODES]
+    nodes = [folder / "nodes" / node for node in NODES]
     for rank in range(3):
         found = load(folder, f"resumed3-rank{rank}.pt")["layers"]
         expected = bytes_by_source(folder / "layers-6" / "step=3.ckpt", nodes, rank, found["weights"])

@@ -7,10 +7,18 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from scratch import free_port
 
 from support.scripts import run_script, start_server
+
+SCRIPT = Path(__file__).with_name("train.py")
+
+
+def train(scenario: str, *arguments: str | Path, cwd: Path, world: int, **options: Any) -> list[str]:
+    """Runs a scenario of :mod:`support.training` on as many ranks, with ``cwd`` as its folder; options are those of :func:`start`."""
+    return start(SCRIPT, scenario, cwd, *arguments, cwd=cwd, world=world, **options)
 
 
 def start(

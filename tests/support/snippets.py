@@ -225,7 +225,7 @@ class Staged(importlib.import_module("lightning.pytorch").LightningModule):  # t
 
 def a_cluster_plan(names: dict[str, Any]) -> None:
     """One pipeline of two stages with two layers each."""
-    from support.pipeline_train import cluster_plan
+    from support.training.pipelines import cluster_plan
 
     Path("plan.json").write_text(cluster_plan((2, (2, 2))).to_json())
     words = torch.randint(1, WORDS, (16, 5))

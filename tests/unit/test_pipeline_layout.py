@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipeline_train import Net, cluster_plan
+from support.training.pipelines import Net, cluster_plan
 from torch import nn
 
 from lightning_hetero.errors import ConfigError, UnsupportedError

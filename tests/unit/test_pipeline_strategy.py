@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from support.pipeline_train import Net, cluster_plan
+from support.training.pipelines import Net, cluster_plan
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.strategies import HeteroParallelStrategy

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelStrategy
-from support.elastic import loader, trainer
+from support.training import loader, trainer
 
 SAMPLES, BATCH = 11, 4  # three batches an epoch, the last of three samples
 RUNS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""One rank of a group in which some keep the model on tiers: ``group_train.py OUT``.
+"""One rank of a group in which some keep the model on tiers.
 
 Runs every scenario through ``Trainer.fit`` and saves what came of it. The last of three also trains alone, in one process, what all
 do together. Of two, sums do not depend on the order of ranks, so they are compared with DDP's bits.
@@ -7,7 +7,6 @@ do together. Of two, sums do not depend on the order of ranks, so they are compa
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroParallelStrategy
-from support.parallel_train import RANK, SPEEDS, WORLD, Notes, data
+from support.training import RANK, WORLD, trainer, weights_of
+from support.training.uneven import SPEEDS, Notes, data
 
-HARDWARE = Path(__file__).with_name("hardware.json")
+HARDWARE = Path(__file__).parents[1] / "hardware.json"
 WIDTH, LAYERS = 16, 4
 DISK = {"plan": "disk", "host_memory": "570KiB", "block_cls": "Block"}  # staging takes 512 KiB, weights but one block are out
 
@@ -114,27 +113,15 @@ def fit(
     saver = ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=-1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)  # overflows at first
     mixed = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if scaled else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if alone else WORLD,
-        strategy=strategy,
-        plugins=[] if alone else [LightningEnvironment(), *mixed],
-        callbacks=[notes, *([] if alone else [saver])],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=not alone,
-        default_root_dir=out,
-        num_sanity_val_steps=1,
-        **options,
-    )
-    trainer.fit(net, train, val, ckpt_path=resume)
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    report = trainer.strategy.memory_report() if hasattr(trainer.strategy, "memory_report") else {}
-    evaluated = trainer.validate(net, val, verbose=False)[0] if watches else {}
-    state = trainer.optimizers[0].state_dict()["state"]
+    callbacks = [notes, *([] if alone else [saver])]
+    made = trainer(out, strategy, *mixed, callbacks=callbacks, num_sanity_val_steps=1, **options)
+    made.fit(net, train, val, ckpt_path=resume)
+    metrics = {key: float(value) for key, value in made.callback_metrics.items()}
+    report = made.strategy.memory_report() if hasattr(made.strategy, "memory_report") else {}
+    evaluated = made.validate(net, val, verbose=False)[0] if watches else {}
+    state = made.optimizers[0].state_dict()["state"]
     return {
-        "weights": {key: value.clone() for key, value in net.state_dict().items()},
+        "weights": weights_of(net),
         "state": {key: row["exp_avg_sq" if "exp_avg_sq" in row else "momentum_buffer"].clone() for key, row in state.items()},
         "sizes": notes.sizes,
         "shares": notes.shares,
@@ -144,14 +131,12 @@ def fit(
         "metrics": metrics,
         "evaluated": evaluated,
         "scale": scaler.get_scale(),
-        "plan": getattr(getattr(trainer.strategy, "offload_plan", None), "name", None),
+        "plan": getattr(getattr(made.strategy, "offload_plan", None), "name", None),
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(folder: Path) -> None:
     os.environ["LIGHTNING_HETERO_NODE"] = f"node{RANK}"
-    folder = Path(sys.argv[1])
     speeds = [SPEEDS[rank] for rank in range(WORLD)]
 
     def strategy(**options: Any) -> Any:
@@ -187,7 +172,3 @@ def main() -> None:
         if RANK == 2:
             found["alone"] = fit(folder, "alone", "auto", **doubled)
     torch.save(found, folder / f"rank{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

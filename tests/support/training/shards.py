@@ -1,4 +1,4 @@
-"""One rank of elastic runs with FSDP2: ``elastic_shards.py OUT``.
+"""One rank of elastic runs with FSDP2.
 
 Three ranks train until one of them is told to leave. Two go on, are killed between two committed steps, and go on again. With
 ``WORLD_SIZE=2`` plain Lightning's weights of the same run, in one process and without a stop, are saved beside theirs.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import TensorDataset
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy
-from support.elastic import GRACE_S, Killed, loader, trainer
-from support.recovery_train import RANK, WORLD, Net, Sharded, whole
+from support.training import GRACE_S, RANK, WORLD, Killed, loader, lr_of, moments_of, samples, trainer, weights_of
+from support.training.recovery import Net, Sharded
 
 SAMPLES, BATCH = 42, 12  # four batches an epoch, the last of six samples
 TOLD, EVERY, KILLED, STEPS = 5, 4, 9, 11
@@ -50,10 +48,6 @@ class Events(Callback):
 def fit(out: Path, events: Events, *plugins: Any, alone: bool = False) -> dict[str, Any]:
     """Trains until the end, or until a signal ends it."""
     torch.manual_seed(0 if alone or WORLD == 3 else 9)  # those who go on have other weights before they load
-    generator = torch.Generator().manual_seed(7)
-    dataset = TensorDataset(
-        torch.randn(SAMPLES, 5, generator=generator).double(), torch.randn(SAMPLES, 8, generator=generator).double()
-    )
     strategy: Any = "auto"
     if not alone:
         strategy = HeteroParallelFsdpStrategy(
@@ -62,14 +56,13 @@ def fit(out: Path, events: Events, *plugins: Any, alone: bool = False) -> dict[s
             rebalance_every=0,
             elastic=Elastic(out, every_n_steps=EVERY, grace_s=GRACE_S),
         )
-    made = trainer(out, strategy, *plugins, devices=1 if alone else WORLD, callbacks=[events], max_steps=STEPS)
+    made = trainer(out, strategy, *plugins, callbacks=[events], max_steps=STEPS)
     net = Net() if alone else Sharded()
-    made.fit(net, loader(dataset, BATCH, alone=alone))
-    state = made.optimizers[0].state_dict()["state"].values()
+    made.fit(net, loader(samples(SAMPLES, 8), BATCH, alone=alone))
     return {
-        "weights": {name: whole(value) for name, value in net.state_dict().items()},
-        "moments": [whole(s["exp_avg_sq"]) for s in state],
-        "lr": made.optimizers[0].param_groups[0]["lr"],
+        "weights": weights_of(net),
+        "moments": moments_of(made, "exp_avg_sq"),
+        "lr": lr_of(made),
         "samples": events.samples,
         "began": events.began,
         "bytes": plugins[0].bytes_read if plugins else {},
@@ -93,14 +86,8 @@ def incarnations(out: Path, name: str) -> dict[str, Any]:
     raise AssertionError("it is killed once")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
+def main(out: Path) -> None:
     found = {name: incarnations(out, name) for name in ("files", "tiers")}
     if WORLD == 2:
         found["plain"] = fit(out, Events(stops=False), alone=True)
     torch.save(found, out / f"world{WORLD}-rank{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

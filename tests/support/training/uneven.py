@@ -1,38 +1,32 @@
-"""One rank of several that train together, or the one process that they are compared with: ``parallel_train.py OUT``.
+"""One rank of several with uneven batches, or the one process that they are compared with.
 
-Runs every scenario through ``Trainer.fit`` and saves what came of it. ``WORLD_SIZE`` says which it is. With the file of a
-checkpoint as a further argument, one process goes on from there.
+Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as an argument, one process goes on
+from there.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
+from support.training import RANK, WORLD, Regression, Shards, loader, moments_of, samples, trainer, weights_of
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = int(os.environ.get("RANK", "0"))
 SAMPLES = 43  # three batches of 12, and 7
 SPEEDS = {0: 3.0, 1: 5.0, 2: 4.0}
 
 
-class Net(pl.LightningModule):
+class Net(Regression, pl.LightningModule):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+        super().__init__(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -43,26 +37,9 @@ class Net(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self.body(batch[0]), batch[1]), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
-
-class Sharded(Net):
+class Sharded(Shards, Net):
     """The same with FSDP2."""
-
-    def configure_model(self) -> None:
-        if isinstance(self.body, FSDPModule):
-            return
-        for layer in self.body:
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
-
-
-def whole(tensor: Any) -> Any:
-    """A sharded tensor put together; every rank has to ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 class Declared:
@@ -101,16 +78,10 @@ class Notes(Callback):
 
 
 def data(world_batch: int, *, alone: bool, shuffle: bool | None = None) -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(7)
-    dataset = TensorDataset(
-        torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64),
-        torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64),
-    )
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None
-    return (
-        DataLoader(dataset, batch_size=world_batch if alone else world_batch // WORLD, sampler=sampler, shuffle=shuffle),
-        DataLoader(dataset, batch_size=8),
-    )
+    """Training and validation data; ``shuffle`` is the DataLoader's own option."""
+    dataset = samples(SAMPLES, 3)
+    batch = world_batch if alone else world_batch // WORLD
+    return loader(dataset, batch, alone=alone, shuffle=shuffle), DataLoader(dataset, batch_size=8)
 
 
 def fit(
@@ -128,40 +99,26 @@ def fit(
     alone = WORLD == 1 and strategy == "auto"
     train, val = data(12, alone=alone, shuffle=shuffled or None)
     checkpoint = ModelCheckpoint(dirpath=out / f"{name}-{WORLD}", filename="{step}", save_top_k=-1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        plugins=[] if alone else [LightningEnvironment()],
-        callbacks=[notes, checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-        num_sanity_val_steps=1,
-        **options,
-    )
-    trainer.fit(net, train, val, ckpt_path=resume)
+    made = trainer(out, strategy, callbacks=[notes, checkpoint], num_sanity_val_steps=1, **options)
+    made.fit(net, train, val, ckpt_path=resume)
     return {
-        "weights": {name: whole(value) for name, value in net.state_dict().items()},
-        "state": [whole(s["exp_avg"]) for s in trainer.optimizers[0].state_dict()["state"].values()],
+        "weights": weights_of(net),
+        "state": moments_of(made, "exp_avg"),
         "sizes": notes.sizes,
         "shares": notes.shares,
-        "epoch_loss": trainer.callback_metrics.get("train_loss_epoch"),
+        "epoch_loss": made.callback_metrics.get("train_loss_epoch"),
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
+def main(folder: Path, checkpoint: str | None = None) -> None:
     speeds = [SPEEDS[rank] for rank in range(WORLD)] if WORLD > 1 else None
     several = WORLD > 1
 
     def strategy(**options: Any) -> Any:
         return HeteroParallelStrategy(**options) if several else "auto"
 
-    if len(sys.argv) > 2:
-        out = {"resumed": fit(folder, "resumed", "auto", max_epochs=3, resume=sys.argv[2])}
+    if checkpoint is not None:
+        out = {"resumed": fit(folder, "resumed", "auto", max_epochs=3, resume=checkpoint)}
         torch.save(out, folder / "resumed.pt")
         return
     out = {
@@ -188,7 +145,3 @@ def main() -> None:
         out["one_rank"] = fit(folder, "one_rank", HeteroParallelStrategy(), max_epochs=1)
         out["one_plain"] = fit(folder, "one_plain", "auto", max_epochs=1)
     torch.save(out, folder / f"world{WORLD}-rank{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

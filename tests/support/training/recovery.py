@@ -1,58 +1,40 @@
-"""One rank of several that train with LocalFirst: ``recovery_train.py OUT PHASE``. Each has its own node, which is a folder."""
+"""One rank of several that train with LocalFirst; the argument is the phase. Each has its own node, which is a folder."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
-from scratch import free_port
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroOffloadStrategy, LocalFirst
 from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParallelStrategy
+from support.training import RANK, WORLD, Regression, Shards, lr_of, moments_of, samples, single_rank, trainer, weights_of
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = int(os.environ.get("RANK", "0"))
 KINDS = ("ddp", "fsdp", "hetero", "hetero_fsdp", "tiers")
 
 
-class Body:
+class Body(Regression):
     """A small network, for a LightningModule of either namespace."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8), nn.LayerNorm(8)).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.mse_loss(self.body(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        super().__init__(nn.Linear(5, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8), nn.LayerNorm(8))
+        self.body.double()
 
 
 class Net(Body, pl.LightningModule):
     """For ``lightning.pytorch``."""
 
 
-class Sharded(Net):
-    def configure_model(self) -> None:
-        if not isinstance(self.body, FSDPModule):
-            for layer in self.body:
-                if list(layer.parameters()):
-                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
+class Sharded(Shards, Net):
+    """The same with FSDP2."""
 
 
 class Split(Net):
@@ -79,15 +61,11 @@ class Weak(pl.Callback):
         self.batches = state_dict["batches"]
 
 
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
 SHARDED = ("fsdp", "hetero_fsdp")
 CUT = {"speeds": [2.0, 1.0][:WORLD], "rebalance_every": 0}
 
 
-def made(kind: str) -> Any:
+def strategy_of(kind: str) -> Any:
     """The strategy of a run."""
     if kind == "hetero":
         return HeteroParallelStrategy(**CUT)
@@ -109,40 +87,24 @@ def fit(
     """Trains, and says what came of it; with ``local`` the folder whose nodes keep copies."""
     torch.manual_seed(seed)
     net = Split() if kind == "tensor" else Sharded() if kind in SHARDED else Net()
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(48, 5, generator=generator, dtype=torch.float64), torch.randn(48, 8, generator=generator, dtype=torch.float64)
-    )
+    data = samples(48, 8)
     node = out / (local or "none") / f"node{RANK}"
     keeps = [] if local is None else [LocalFirst(node / "memory", node / "disk", piece_bytes=512)]
     weak = Weak()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=made(kind),
-        max_epochs=epochs,
-        plugins=[*keeps, *([LightningEnvironment()] if WORLD > 1 or kind not in ("ddp", "offload") else [])],
-        callbacks=[weak, ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=1 if name == "ddp" else -1)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
-    trainer.fit(net, DataLoader(data, batch_size=12 if kind == "tensor" else 12 // WORLD), ckpt_path=resume)
-    state = trainer.optimizers[0].state_dict()["state"].values()
+    saver = ModelCheckpoint(dirpath=out / name, filename="{epoch}", save_top_k=1 if name == "ddp" else -1)
+    made = trainer(out, strategy_of(kind), *keeps, callbacks=[weak, saver], max_epochs=epochs)
+    made.fit(net, DataLoader(data, batch_size=12 if kind == "tensor" else 12 // WORLD), ckpt_path=resume)
     return {
-        "weights": {key: whole(value) for key, value in net.state_dict().items()},
-        "moments": [whole(s["exp_avg_sq"]) for s in state],
-        "lr": trainer.optimizers[0].param_groups[0]["lr"],
-        "step": trainer.global_step,
+        "weights": weights_of(net),
+        "moments": moments_of(made, "exp_avg_sq"),
+        "lr": lr_of(made),
+        "step": made.global_step,
         "batches": weak.batches,
         "bytes": keeps[0].bytes_read if keeps else {},
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out, phase = Path(sys.argv[1]), sys.argv[2]
+def main(out: Path, phase: str) -> None:
     results: dict[str, Any] = {}
     if phase == "train":
         for kind in KINDS:
@@ -154,7 +116,7 @@ def main() -> None:
             results[f"{kind} plain"] = fit(out, f"plain {kind}", kind, epochs=2, resume=str(plain), seed=8)
         results["fsdp to tensor"] = fit(out, "tensor", "tensor", epochs=2, local="fsdp", resume=str(out / "fsdp" / "epoch=0.ckpt"))
     else:  # one rank is left; it lost what the first strategy kept there
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        single_rank()
         ddp, fsdp = (str(out / name / "epoch=1.ckpt") for name in ("ddp", "fsdp"))
         results["ddp to fsdp"] = fit(out, "other", "fsdp", epochs=2, resume=ddp, local="lost")
         results["fsdp to one"] = fit(out, "other", "ddp", epochs=2, resume=fsdp, local="fsdp")
@@ -166,7 +128,3 @@ def main() -> None:
         cut = str(out / "hetero_fsdp" / "epoch=1.ckpt")
         results["hetero_fsdp to hetero"] = fit(out, "other", "hetero", epochs=2, resume=cut, local="hetero_fsdp")
     torch.save(results, out / f"{phase}-{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""One rank of elastic runs of pipelines, or the one process that they are compared with: ``elastic_pipelines.py OUT``.
+"""One rank of elastic runs of pipelines, or the one process that they are compared with.
 
 Three ranks train, each on a node of its own. In the first run rank 1 is told to leave, in the second one it is killed, which is the
 end of it. ``WORLD_SIZE=2``: the others go on, by other plans.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.parallel.pipeline.layout import NODE
 from lightning_hetero.strategies import HeteroParallelStrategy
-from support.elastic import GRACE_S, ending, trainer
-from support.pipeline_train import PLANS, RANK, WORLD, Net, cluster_plan, data
+from support.training import GRACE_S, RANK, WORLD, ending, trainer
+from support.training.pipelines import PLANS, Net, cluster_plan, data
 
 STEPS, EVENT = 7, 4  # an epoch has three steps
 NODES = {3: ("a", "b", "c"), 2: ("a", "c")}  # of the ranks
@@ -47,7 +46,7 @@ def fit(folder: Path, event: signal.Signals, strategy: Any, *plugins: Any) -> di
     """Trains until the end, or until a signal ends it."""
     torch.manual_seed(RANK if WORLD > 1 else 0)
     module, events = Net().double(), Events(event)
-    made = trainer(folder, strategy, *plugins, devices=WORLD, callbacks=[events], max_steps=STEPS, limit_val_batches=0)
+    made = trainer(folder, strategy, *plugins, callbacks=[events], max_steps=STEPS, limit_val_batches=0)
     killed = event == signal.SIGKILL and WORLD == 3
     end = ending(lambda: made.fit(module, data(80, step=24, alone=WORLD == 1)[0]), killed=killed)
     return {
@@ -59,9 +58,7 @@ def fit(folder: Path, event: signal.Signals, strategy: Any, *plugins: Any) -> di
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     if WORLD == 1:
         torch.save(fit(folder, signal.SIGTERM, "auto"), folder / "alone.pt")
         return
@@ -75,7 +72,3 @@ def main() -> None:
     local_first = LocalFirst(memory=folder / "nodes" / NODES[WORLD][RANK], keep=STEPS, piece_bytes=256)
     killed = fit(folder, signal.SIGKILL, strategy, local_first)
     torch.save(killed, folder / f"killed-world{WORLD}-rank{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
-"""One rank of pipelines that train together, or the one process that they are compared with: ``pipeline_train.py OUT``.
+"""One rank of pipelines that train together, or the one process that they are compared with.
 
-Runs every scenario through ``Trainer.fit`` and saves what came of it. ``WORLD_SIZE`` says which it is. With the file of a
-checkpoint as a further argument, it goes on from there.
+Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as an argument, it goes on from
+there.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import LocalFirst
 from lightning_hetero.errors import UnsupportedError
@@ -28,9 +26,8 @@ from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.pipeline import automatic
 from lightning_hetero.parallel.pipeline.synchronise import local
 from lightning_hetero.strategies import HeteroParallelStrategy
+from support.training import RANK, WORLD, loader, lr_of, moments_of, trainer, whole
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = int(os.environ.get("RANK", "0"))
 WORDS, WIDTH, LENGTH, BATCH = 13, 8, 5, 2
 PADDING = 0
 Layers = tuple[int, ...]
@@ -192,7 +189,7 @@ class Notes(Callback):
         self.random = torch.get_rng_state()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.began = {f"state_dict.{name}": whole(value) for name, value in module.state_dict().items() if any(value.stride())}
+        self.began = {f"state_dict.{name}": value for name, value in held(module).items()}
         state = trainer.optimizers[0].state
         for name, parameter in module.named_parameters():
             self.began |= {f"optimizer_0.state.{name}.{key}": whole(value) for key, value in state.get(parameter, {}).items()}
@@ -207,8 +204,9 @@ class Notes(Callback):
         self.val.append(float(trainer.callback_metrics["val_loss"]))
 
 
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+def held(module: Any) -> dict[str, Tensor]:
+    """The weights and buffers that this rank has; others are expanded from one element."""
+    return {name: whole(value) for name, value in module.state_dict().items() if any(value.stride())}
 
 
 def data(samples: int, *, step: int, alone: bool, seed: int = 7) -> tuple[Any, Any]:
@@ -216,11 +214,7 @@ def data(samples: int, *, step: int, alone: bool, seed: int = 7) -> tuple[Any, A
     tokens = torch.randint(0, WORDS, (samples, LENGTH + 1), generator=generator)
     dataset = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     unseen = TensorDataset(tokens[:11, 1:], tokens[:11, :-1])
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None
-    return (
-        DataLoader(dataset, batch_size=step if alone else BATCH, sampler=sampler, shuffle=None if alone else True, drop_last=True),
-        DataLoader(unseen, batch_size=3),
-    )
+    return loader(dataset, step if alone else BATCH, alone=alone, drop_last=True), DataLoader(unseen, batch_size=3)
 
 
 def fit(
@@ -255,40 +249,30 @@ def fit(
     elif plan:
         strategy = HeteroParallelStrategy(plan=plan, micro_batches=micro_batches)
     local_first = [] if node is None else [LocalFirst(memory=out / "nodes" / node, keep=9, piece_bytes=256)]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if not plan else 2 if elastic else WORLD,
-        num_nodes=2 if elastic else 1,
-        strategy=strategy,
-        plugins=[*local_first, *([] if strategy == "auto" or elastic else [LightningEnvironment()])],
-        callbacks=[notes, checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-        num_sanity_val_steps=1,
-        limit_val_batches=1.0 if name in ("plain", "resumed") else 0,
-        **options,
-    )
-    trainer.fit(module, train, val, ckpt_path=resume)
+    if elastic:
+        options |= {"devices": 2, "num_nodes": 2} if plan else {}
+    limit = 1.0 if name in ("plain", "resumed") else 0
+    callbacks = [notes, checkpoint]
+    made = trainer(out, strategy, *local_first, callbacks=callbacks, num_sanity_val_steps=1, limit_val_batches=limit, **options)
+    made.fit(module, train, val, ckpt_path=resume)
     found = {
-        "weights": {n: whole(p) for n, p in module.state_dict().items() if any(p.stride())},
-        "state": [whole(s["exp_avg_sq"]) for _, s in sorted(trainer.optimizers[0].state_dict()["state"].items())],
+        "weights": held(module),
+        "state": moments_of(made, "exp_avg_sq"),
         "local": {n: tuple(local(p).shape) for n, p in module.named_parameters()},
         "losses": notes.losses,
         "gradients": notes.gradients,
         "val": notes.val,
-        "metrics": dict(trainer.callback_metrics),
+        "metrics": dict(made.callback_metrics),
         "plan": getattr(strategy, "plan", None),
         "began": notes.began,
         "random": notes.random,
         "bytes": local_first[0].bytes_read if local_first else {},
         "best": checkpoint.best_model_path,
-        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "lr": lr_of(made),
     }
     if name == "plain":
-        validated = trainer.validate(module, val, ckpt_path=checkpoint.best_model_path, verbose=False)
-        found["after"] = [*validated, *trainer.test(module, [val, val], verbose=False)]
+        validated = made.validate(module, val, ckpt_path=checkpoint.best_model_path, verbose=False)
+        found["after"] = [*validated, *made.test(module, [val, val], verbose=False)]
     return found
 
 
@@ -315,12 +299,11 @@ def measured(faster: float) -> Any:
     return times
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, plan = Path(sys.argv[1]), PLANS[WORLD]
-    if len(sys.argv) > 2:
+def main(folder: Path, checkpoint: str | None = None) -> None:
+    plan = PLANS[WORLD]
+    if checkpoint is not None:
         node = NODES[RANK] if plan else None  # LocalFirst reads an ordinary checkpoint, too
-        out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=sys.argv[2], node=node)}
+        out = {"resumed": fit(folder, "resumed", plan, max_epochs=2, resume=checkpoint, node=node)}
         kept: dict[str, tuple[str, Any]] = {"layers": ("layers", plan), "equal": ("layers", "equal"), "shared": ("layers", SHARED)}
         for name, (saved, other) in (kept if plan else {"shards": ("shards", None)}).items():
             path = str(folder / f"{saved}-6" / "step=3.ckpt")
@@ -363,7 +346,3 @@ def main() -> None:
             except UnsupportedError as error:
                 out["refused"][name] = str(error)
     torch.save(out, folder / f"world{WORLD}-rank{RANK}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
-"""One rank that is stopped again and again, and goes on each time: ``elastic_train.py OUT``.
+"""One rank that is stopped again and again, and goes on each time, all in this process.
 
-The incarnations follow each other in this process. What plain Lightning makes of the same run without a stop is saved beside it,
-and what runs of :mod:`support.elastic_restarts` see.
+The result of plain Lightning without a stop is saved beside it, and what the runs of :mod:`support.training.restarts` see.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +14,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero.parallel.elastic import CommittedSteps, Elastic
 from lightning_hetero.strategies import HeteroParallelStrategy, LocalFirst
-from support import elastic_restarts
-from support.elastic import GRACE_S, Killed, loader, single_rank, trainer
+from support.training import GRACE_S, Killed, Regression, loader, lr_of, moments_of, restarts, samples, single_rank, trainer
 
 SAMPLES, BATCH, EPOCHS = 37, 4, 3  # ten batches an epoch, the last of one sample
 KILLED, TOLD = {2, 7, 14}, {4, 5, 11}  # steps in which an incarnation dies, or is told to leave; 4 is the last of an epoch
 
 
-class Net(pl.LightningModule):
+class Net(Regression, pl.LightningModule):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.mse_loss(self.body(batch[0]), batch[1])
+        super().__init__(nn.Linear(5, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self.body(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
 class Events(Callback):
@@ -72,24 +61,20 @@ class Events(Callback):
 def fit(out: Path, notes: dict[Any, Any], strategy: Any, *further: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = strategy == "auto"
-    generator = torch.Generator().manual_seed(7)
-    dataset = TensorDataset(torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 3, generator=generator))
+    dataset = samples(SAMPLES, 3, dtype=torch.float32)
     net = Net()
     events = Events(notes, stops=not plain)
     limits = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "val_check_interval": 0.5}
     made = trainer(out, strategy, *further, callbacks=[events], **limits)
     made.fit(net, loader(dataset, BATCH, alone=plain), DataLoader(dataset, batch_size=8))
-    state = [s["exp_avg"] for s in made.optimizers[0].state_dict()["state"].values()]
-    return {"weights": net.state_dict(), "state": state, "lr": made.optimizers[0].param_groups[0]["lr"], "notes": notes}
+    return {"weights": net.state_dict(), "state": moments_of(made, "exp_avg"), "lr": lr_of(made), "notes": notes}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
+def main(out: Path) -> None:
     single_rank()
     found = {name: stopped(out / name, name) for name in ("files", "tiers")}
-    restarts = {name: elastic_restarts.restarts(out / name, options) for name, options in elastic_restarts.RUNS.items()}
-    torch.save({**found, "plain": fit(out, {}, "auto"), "restarts": restarts}, out / "elastic.pt")
+    restarted = {name: restarts.restarts(out / name, options) for name, options in restarts.RUNS.items()}
+    torch.save({**found, "plain": fit(out, {}, "auto"), "restarts": restarted}, out / "elastic.pt")
 
 
 def stopped(out: Path, name: str) -> dict[str, Any]:
@@ -115,7 +100,3 @@ def stopped(out: Path, name: str) -> dict[str, Any]:
         "kept": CommittedSteps(out / "steps").steps(),
         "files": sorted(p.name for p in (out / "steps").iterdir()),
     }
-
-
-if __name__ == "__main__":
-    main()
