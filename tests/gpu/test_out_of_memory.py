@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, run
+from support.models import LitModel, Recipe, Shape, assert_same, on_host, run
 from support.out_of_memory import FAULTS, Once, failing
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OutOfMemoryBudgetError
@@ -22,11 +21,6 @@ from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
 GPU: dict[str, Any] = {"accelerator": "cuda", "devices": 1}
-
-
-def on_host(found: Outcome) -> Outcome:
-    losses, weights, state = tree_map_only(Tensor, lambda t: t.cpu(), (found.losses, found.weights, found.state))
-    return Outcome(losses, weights, state)
 
 
 @pytest.mark.parametrize("name", FAULTS)

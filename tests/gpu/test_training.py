@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.device_plans import RESIDENT
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, on_host, outcome, quiet_trainer, run
 from support.verdicts import counted_verdicts
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, Plan, Tier, UpdateLane
@@ -28,7 +28,6 @@ same_adam_on_the_cpu = pytest.mark.xfail(
     not torch.__version__.startswith("2.13"), strict=False, reason="the native kernels promise the bits of torch 2.13's Adam"
 )
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 
 def blocks(*rows: BlockPlan) -> Plan:
@@ -62,11 +61,6 @@ RECIPES = {
     "autocast": Recipe(shape=SHAPE, precision="bf16-mixed"),
     "scaled": Recipe(shape=SHAPE, precision="16-mixed"),
 }
-
-
-def on_host(found: Outcome) -> Outcome:
-    losses, weights, state = tree_map_only(Tensor, lambda t: t.cpu(), (found.losses, found.weights, found.state))
-    return Outcome(losses, weights, state)
 
 
 def trained(recipe: Recipe, strategy: Any, folder: Path, **options: Any) -> Outcome:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from support.machines import HARDWARE
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.strategies import least_memory
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine
 from lightning_hetero.strategies.machine import ENVIRONMENT
 
-HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
 DEEP = Shape(layers=24)
 PLANNERS = ["auto", "lohan", "autohete", "protrain", "deep_optimizer_states", "zero_offload", "zero_infinity"]
 

@@ -10,11 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from support.device_plans import RESIDENT
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.strategies import SPREAD
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations.swaps import Swap
@@ -22,7 +23,6 @@ from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 SHAPE = Shape(layers=4, dropout=0.2)
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 
 def device(memory: str | int = "4MiB", **options: Any) -> EmulatedDevice:

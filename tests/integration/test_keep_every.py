@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.recipes import MIXED
 from support.resuming import after
 
 from lightning_hetero import BlockPlan, Plan, Tier
@@ -18,8 +19,6 @@ from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
-
-MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))
 
 
 class Stops(LitModel):

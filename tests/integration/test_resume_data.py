@@ -20,6 +20,7 @@ from support.loading import (
     CountingStream,
     Counts,
     Endless,
+    GoesOn,
     Own,
     Permutes,
     Positioned,
@@ -45,7 +46,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -201,16 +201,6 @@ class Shifts(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         random.shuffle(self.order)
         return iter(list(self.order))
-
-
-class GoesOn(IterableDataset[Tensor]):
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(SIZE):
-            self.given += 1
-            yield row(self.given)
 
 
 class Reads(Rows):

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, quiet_trainer
 from support.recipes import MIXED
-from support.resuming import Ends, EndsAt, after
+from support.resuming import EndsAt, after, fitted, offload
 from support.strategies import on_device
 from support.unfreezing import Unfreezing
 from torch import nn
@@ -87,18 +87,11 @@ def fit(
         strategy=strategy, max_steps=recipe.steps, gradient_clip_val=recipe.clip, precision=recipe.precision, limit_val_batches=0,
         default_root_dir=root, callbacks=[make(), *more, *([] if stop is None else [EndsAt(stop)])],
     )  # fmt: skip
-    ckpt_path = None if store is None else str(store)
-    if stop is None:
-        trainer.fit(module, data(BATCHES), ckpt_path=ckpt_path)
-        return outcome(trainer, module)
-    with pytest.raises(Ends):
-        trainer.fit(module, data(BATCHES), ckpt_path=ckpt_path)
-    return Outcome(module.losses, {}, [])
+    return fitted(trainer, module, data(BATCHES), store=store)
 
 
 def keeping(plan: Any, store: Path, **options: Any) -> Any:
-    make = plan if callable(plan) else partial(HeteroOffloadStrategy, plan)
-    return make(disk_path=store, verify_digests=True, **options)
+    return offload(plan, store, verify_digests=True, **options)
 
 
 DEVICE_RESIDENT = partial(on_device, "resident")

@@ -11,18 +11,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.recipes import MIXED
 from support.resuming import Ends
 from support.twofold import train_twofold
 from torch import Tensor
 
-from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero._native import F32, U8, Arena, Engine, NativePart, PartGeometry
 from lightning_hetero.runtime.door import OffloadedParameter
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy
-
-MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))
 
 
 @pytest.mark.parametrize("plan", ["disk", "host", MIXED], ids=["disk", "host", "mixed"])

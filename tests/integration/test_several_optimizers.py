@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.resuming import BATCHES, Ends, EndsAt, after
+from support.resuming import BATCHES, EndsAt, after, fitted
 from support.several import MAKE, Automatic, ByTurns, Several, Together, by_hand
 from support.strategies import assert_same_as_plain, least_memory, make_strategy
 from torch import nn
@@ -108,13 +108,7 @@ def go(
         strategy=strategy, max_epochs=2, default_root_dir=folder, callbacks=[] if stop is None else [EndsAt(stop)],
         gradient_clip_val=0.3 if module.automatic_optimization else None,
     )  # fmt: skip
-    path = None if store is None else str(store)
-    if stop is None:
-        trainer.fit(module, data(BATCHES), ckpt_path=path)
-        return outcome(trainer, module)
-    with pytest.raises(Ends):
-        trainer.fit(module, data(BATCHES), ckpt_path=path)
-    return Outcome(module.losses, {}, [])
+    return fitted(trainer, module, data(BATCHES), store=store)
 
 
 @pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "host")])

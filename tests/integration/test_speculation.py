@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LitModel, Recipe, Shape, assert_same, data, quiet_trainer, run
+from support.recipes import MIXED
 from support.verdicts import Overflowing, counted_verdicts, divided, fused, norms, run_scaled
 
 from lightning_hetero import BlockPlan, Plan, Tier
@@ -18,7 +19,6 @@ from lightning_hetero.runtime.worth import Worth
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))
-MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.0"), BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)))
 
 
 @pytest.fixture(autouse=True)

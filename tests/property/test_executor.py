@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.lane_kinds import KINDS, lanes_of
+from support.machines import HARDWARE
 from support.models import Recipe, Shape, run
 from support.properties import examples
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero._native import Engine
 from lightning_hetero.cost import Rates, amount_of
-from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Schedule, Updates
@@ -32,7 +32,6 @@ from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from lightning_hetero.strategies.machine import emulated
 
-HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
 MIRROR_PAGES = 16 * 4096
 FIRST = 2  # the first steps learn in which order blocks are used, and warm the cache
 ON_DISK = BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK)

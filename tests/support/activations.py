@@ -182,6 +182,15 @@ def rule(saved: Saved = Saved.KEEP, boundary: Saved = Saved.KEEP, **operators: S
     return lambda name: BlockPlan(name=name, saved=saved, boundary=boundary, operators=names)
 
 
+def observation(recorder: OperatorRecorder, line: Timeline, saved: frozenset[int], inputs: dict[int, tuple[int, ...]]) -> Observed:
+    """Everything that a recorder and a timeline have seen."""
+    return Observed(
+        stretches=tuple(attributed(line.stretches)), ran=tuple(recorder.ran), made=tuple(recorder.made),
+        live_bytes=tuple(live_bytes(recorder)), saved_live_bytes=tuple(live_bytes(recorder, only=saved)), saved=saved,
+        inputs=inputs,
+    )  # fmt: skip
+
+
 def profiled(net: nn.Module, blocks: dict[str, nn.Module], forward: Callable[[], Tensor]) -> list[BlockProfile]:
     """The blocks' operators and bytes as the profiler finds them, without a runtime."""
     rows = [SimpleNamespace(index=i, name=name, parts=()) for i, name in enumerate(blocks)]
@@ -207,12 +216,7 @@ def profiled(net: nn.Module, blocks: dict[str, nn.Module], forward: Callable[[],
     del loss
     for handle in handles:
         handle.remove()
-    observed = Observed(
-        stretches=tuple(attributed(line.stretches)), ran=tuple(recorder.ran), made=tuple(recorder.made),
-        live_bytes=tuple(live_bytes(recorder)), saved_live_bytes=tuple(live_bytes(recorder, only=saved)), saved=saved,
-        inputs=inputs,
-    )  # fmt: skip
-    memory = RecordedMemory(observed, len(blocks))
+    memory = RecordedMemory(observation(recorder, line, saved, inputs), len(blocks))
     return [
         BlockProfile(
             name=row.name, num_params=0, num_trainable_params=0, forward_s=1.0, backward_s=1.0,

@@ -10,9 +10,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from support.device_plans import RESIDENT
 from support.streams import FakeCuda
 
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 MIXED = Plan(
     name="mixed",
     blocks=(

@@ -1,4 +1,4 @@
-"""Random plans for a device with memory of its own."""
+"""Plans for a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.plan import Saved, UpdateOrder
+
+RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 
 @st.composite

@@ -112,8 +112,8 @@ class Permutes(Counts):
         self.order[:] = state["order"]
 
 
-class CountingStream(IterableDataset[Tensor]):
-    """Goes on over epochs, with a ``state_dict``."""
+class GoesOn(IterableDataset[Tensor]):
+    """Goes on over epochs, without a ``state_dict``."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -122,6 +122,10 @@ class CountingStream(IterableDataset[Tensor]):
         for _ in range(SIZE):
             self.given += 1
             yield row(self.given)
+
+
+class CountingStream(GoesOn):
+    """Goes on over epochs, with a ``state_dict``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}

@@ -1,8 +1,13 @@
-"""Machines that tests of planners start from."""
+"""Machines that tests plan for."""
+
+from pathlib import Path
 
 from lightning_hetero.ir.hardware import HardwareProfile
 
 MB = 10**6
+
+# What tests say this machine is, so that plans are the same everywhere.
+HARDWARE = HardwareProfile.load(Path(__file__).with_name("hardware.json"))
 
 ROOMY = HardwareProfile(
     name="roomy",

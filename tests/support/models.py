@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -219,6 +220,12 @@ def outcome(trainer: pl.Trainer, module: LitModel) -> Outcome:
     weights = {n: v.clone() for n, v in module.state_dict().items()}
     states = [o.state_dict() for o in trainer.optimizers]
     return Outcome(losses=module.losses, weights=weights, state=[inner for s in states for inner in s.get("inner", [s])])
+
+
+def on_host(found: Outcome) -> Outcome:
+    """With all its tensors in host memory."""
+    losses, weights, state = tree_map_only(Tensor, lambda t: t.cpu(), (found.losses, found.weights, found.state))
+    return Outcome(losses, weights, state)
 
 
 def difference(got: Outcome, expected: Outcome) -> str:

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("train.py")
 
 
 def train(scenario: str, *arguments: str | Path, cwd: Path, world: int, **options: Any) -> list[str]:
-    """Runs a scenario of :mod:`support.training` on as many ranks, with ``cwd`` as its folder; options are those of :func:`start`."""
+    """Runs a scenario of :mod:`support.training` on as many ranks, with ``cwd`` as its folder; options as for :func:`start`."""
     return start(SCRIPT, scenario, cwd, *arguments, cwd=cwd, world=world, **options)
 
 

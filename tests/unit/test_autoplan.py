@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.machines import HARDWARE
 
 from lightning_hetero.callbacks import PredictionError, num_tokens
 from lightning_hetero.errors import PlanError
@@ -22,7 +22,6 @@ from lightning_hetero.strategies.machine import Machine
 from lightning_hetero.strategies.planning import iteration_s, refined, scaled
 
 GIB = 2**30
-HARDWARE = HardwareProfile.load(Path(__file__).parents[1] / "support" / "hardware.json")
 PROFILED = [Stage.RECORD, Stage.TIME, Stage.TIME, Stage.TIME]
 
 

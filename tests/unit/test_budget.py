@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.device_plans import RESIDENT
 
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
@@ -24,7 +25,6 @@ BIG = 10**15
 ON_HOST = BlockPlan(name="*")
 ON_DISK = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
 RENEWED = BlockPlan(name="*", weights=Tier.DEVICE)
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 VISITOR = BlockPlan(name="*", weights=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 

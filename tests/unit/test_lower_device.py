@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.device_plans import RESIDENT
 from support.effort import python_calls
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, ScheduleError
@@ -18,7 +19,6 @@ EVERYTHING = 10**9
 ON_HOST = BlockPlan(name="*")
 ON_DISK = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
 RENEWED = BlockPlan(name="*", weights=Tier.DEVICE)  # ZeRO-Offload: the CPU updates weights that live on the device
-RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 VISITOR = BlockPlan(name="*", weights=Tier.DEVICE, update=UpdateLane.DEVICE)  # state from the host, updated on the device
 OPERATORS = (OperatorProfile(name="attn", flop=1.0, bytes=30), OperatorProfile(name="mlp", flop=1.0, bytes=50))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.activations import observation
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -184,12 +185,7 @@ def observe(net: Net, tokens: Tensor) -> tuple[Observed, list[Any]]:
         loss.backward()
     for handle in handles:
         handle.remove()
-    observed = Observed(
-        stretches=tuple(attributed(line.stretches)), ran=tuple(recorder.ran), made=tuple(recorder.made),
-        live_bytes=tuple(live_bytes(recorder)), saved_live_bytes=tuple(live_bytes(recorder, only=saved)), saved=saved,
-        inputs=inputs,
-    )  # fmt: skip
-    return observed, blocks
+    return observation(recorder, line, saved, inputs), blocks
 
 
 def saved_by_hooks(net: Net, tokens: Tensor) -> int:
