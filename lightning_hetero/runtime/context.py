@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import RLock
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.activations.swaps import SwapFiles
@@ -30,6 +32,8 @@ class Run:
         updater: Runs the updates of one part.
         recorder: Records spans; may be off.
         heap: Gives free memory back when the process exceeds its budget.
+        mirror: Brings the files of a block up to date with the step that has ended, after native tickets; ``None`` where steps are
+            not kept.
         poison: Fill memory that is free or not yet filled with NaN (tests).
         turn: Held by the thread that uses the store; see [Note: One user of the store] in ``runtime.handlers``.
     """
@@ -41,6 +45,7 @@ class Run:
     updater: Updater
     recorder: Recorder
     heap: Heap
+    mirror: Callable[[Block, Sequence[Ticket]], Sequence[Ticket]] | None = None
     poison: bool = False
     turn: AbstractContextManager[bool | None] = field(default_factory=RLock)
 

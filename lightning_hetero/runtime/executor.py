@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule, Updates
+from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, Updates
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.context import RunContext
@@ -324,11 +324,20 @@ class Executor:
             end.wait()
         self.handlers.updating.clear()
 
+    def mirror(self) -> None:
+        """A step that is kept has ended: writes what of it lives in memory to the disk. The engine has all of that on return."""
+        with self.recorder.of_last_step():
+            done = set() if self._step is None else self._step.mirror()
+            for block in self.blocks:
+                if block.index not in done and any(part.mirrors for part in block.parts):
+                    self.handlers.mirror_now(block)
+        self.handlers.wait_handed()
+
     def commit(self, *, always: bool = False) -> None:
-        """Makes what was written a step; ``always``: even if no block has changed."""
-        ticket = self.store.commit(always=always)
-        tickets = [] if ticket is None else [ticket]
-        self.recorder.watch("COMMIT", "", tickets, lane=Lane.DISK_WRITE, late=not self.batch.commits)
+        """Makes what was written a step; ``always``: even if no block has changed. The engine has it on return."""
+        with self.recorder.of_last_step():
+            self.handlers.commit(always=always)
+        self.handlers.wait_handed()
 
     def _verdict(self, scale: float) -> None:
         """What was tried is kept; or it has been taken back, and the step goes on with the schedule that updates it again."""
@@ -450,6 +459,8 @@ class Executor:
             return self.handlers.ends.get((kind, block)) or self._before.get((kind, block))
 
         self.residency.wait_for_record(latest, whole=whole)
+        if whole:
+            self.mirror()
         with self.context.run.turn:
             yield
 

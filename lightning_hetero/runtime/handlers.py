@@ -102,6 +102,8 @@ class Handlers:
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
         self._latest: dict[int, list[NativeTicket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._tries: dict[int, bool] = {}  # block whose update is tried -> whether its gradients were divided before they left
+        self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
+        self._write_mirrors, self._commits_always = run.mirror, False
         self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
         self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
         self.saved: list[BlockActivations] = []
@@ -130,6 +132,7 @@ class Handlers:
     def begin_batch(self) -> None:
         """The ops to come belong to another batch."""
         self.ends = {}
+        self._ending.clear()
         self._tries.clear()
         if self._side is not None:
             self._marked = -1, All(())
@@ -174,9 +177,10 @@ class Handlers:
             end = self._lanes.submit(op, run, after)
             if end.error is not None:
                 self._lanes.drain()  # raises it, or an earlier one
-        elif op.kind is OpKind.COMMIT:
-            # The commit follows all updates as they are handed to the engine, not as they end: that lane is theirs.
-            end = self._lanes.submit(replace(op, lane=Lane.CPU), run, ())
+        elif op.lane is Lane.DISK_WRITE and op.kind in (OpKind.MIRROR, OpKind.COMMIT):
+            # They follow all updates as they are handed to the engine, not as they end: that lane is theirs.
+            lent = self.ends.get((OpKind.MIRROR, op.block))
+            end = self._lanes.submit(replace(op, lane=Lane.CPU), run, () if lent is None else (lent,))
         else:
             end = self._lanes.submit(op, run, (*after, self._mark(op.at)) if _follows_compute(op) else after)
             self._note(op, end, side)
@@ -185,8 +189,16 @@ class Handlers:
             self._speculation.remember(trial.due, trial.tickets, partial(trial.wait, end))
         if op.kind is OpKind.UPDATE and (side is None or op.lane is Lane.CPU):
             self.updating.append(end)
+        elif op.kind in (OpKind.MIRROR, OpKind.COMMIT):
+            self._ending.append(end)
         self.ends[op.kind, op.block] = end
         return end
+
+    def wait_handed(self) -> None:
+        """Waits until the engine has the MIRRORs and COMMITs so far."""
+        for end in self._ending:
+            end.handed()
+        self._ending.clear()
 
     def update_now(self, block: Block, *, after: Sequence[Event] = ()) -> Event:
         """Submits the update of a block for which the schedule has none.
@@ -230,9 +242,15 @@ class Handlers:
             self.ends[key] = All((before, end))
         return end
 
-    def commit(self) -> None:
-        """Submits the COMMIT that ends a step."""
-        self.submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
+    def mirror_now(self, block: Block) -> None:
+        """Submits the MIRRORs of a block for which the schedule has none."""
+        lent = (self._submit_now(OpKind.MIRROR, block, Lane.D2H),) if self._residency.lends(block) else ()
+        self._submit_now(OpKind.MIRROR, block, Lane.DISK_WRITE, lent)
+
+    def commit(self, *, always: bool = False) -> Event:
+        """Submits the COMMIT that ends a step; ``always``: a record is written even if no block has changed."""
+        self._commits_always = always
+        return self.submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
 
     def gather(self, block: Block) -> None:
         """Backward has ended: gradients that are on the host and on the device are added up on the host."""
@@ -395,18 +413,32 @@ class Handlers:
         tickets = self._latest.pop(op.block, None)
         return None if tickets is None else lambda: tickets
 
-    def _mirror(self, op: Op) -> Run | None:
-        """MIRROR follows once the batch has ended and all hooks have run (``KeptSteps.keep``)."""
-        return None
+    def _lend(self, op: Op) -> Run:
+        """MIRROR on the way to the host: what the device has alone gets host memory until it is on the disk."""
+        self._marked = -1, All(())  # hooks may have given compute more since the last mark
+        return partial(self._residency.lend, self._blocks[op.block])
 
-    def _commit(self, op: Op) -> Run | None:
-        """COMMIT: one record makes the step's writes the valid ones."""
-        if not self._batch.commits:
+    def _mirror(self, op: Op) -> Run | None:
+        """MIRROR: what of a block lives in memory goes to the disk."""
+        block, mirror = self._blocks[op.block], self._write_mirrors
+        if mirror is None:
             return None
 
         def run() -> Sequence[Ticket]:
             with self._turn:
-                ticket = self._store.commit()
+                tickets = mirror(block, self._lanes.behind)
+            self._residency.take_back(block, tickets)
+            return tickets
+
+        return run
+
+    def _commit(self, op: Op) -> Run:
+        """COMMIT: one record makes the step's writes the valid ones."""
+        always = self._commits_always
+
+        def run() -> Sequence[Ticket]:
+            with self._turn:
+                ticket = self._store.commit(always=always)
             return [] if ticket is None else [ticket]
 
         return run
@@ -483,7 +515,7 @@ class Handlers:
 
 def _follows_compute(op: Op) -> bool:
     """Whether the op works on what compute made, or takes away what compute has used."""
-    return op.kind in (OpKind.GRAD, OpKind.SWAP_OUT) or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
+    return op.lane is Lane.D2H or op.kind is OpKind.SWAP_OUT or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
 
 
 TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None]] = {
@@ -500,8 +532,8 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): Handlers._download,
     (OpKind.STORE, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._store_updated,
     (OpKind.STORE, Payload.STATE, Lane.DISK_WRITE): Handlers._store_updated,
-    (OpKind.MIRROR, Payload.WEIGHTS, Lane.D2H): Handlers._mirror,
-    (OpKind.MIRROR, Payload.STATE, Lane.D2H): Handlers._mirror,
+    (OpKind.MIRROR, Payload.WEIGHTS, Lane.D2H): Handlers._lend,
+    (OpKind.MIRROR, Payload.STATE, Lane.D2H): Handlers._lend,
     (OpKind.MIRROR, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._mirror,
     (OpKind.MIRROR, Payload.STATE, Lane.DISK_WRITE): Handlers._mirror,
     (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): Handlers._commit,

@@ -84,6 +84,7 @@ class Recorder:
         self._stays: deque[_Stay] = deque()
         self._order = 0
         self._last_order = 0  # of the step that has just ended
+        self._late = False
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -105,29 +106,28 @@ class Recorder:
             now = self.now("")
             self._stays.append(_Stay(self.step, "", now, now, ()))
 
-    def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane, late: bool = False) -> list[Ticket]:
-        """Remembers an op that has just been issued; its times are read once its tickets are done.
+    @contextmanager
+    def of_last_step(self) -> Iterator[None]:
+        """What is submitted inside belongs to the step that has just ended."""
+        self._late = True
+        try:
+            yield
+        finally:
+            self._late = False
 
-        ``late``: it belongs to the step that has just ended.
-        """
+    def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane) -> list[Ticket]:
+        """Remembers an op that has just been issued; its times are read once its tickets are done."""
         if self.enabled and tickets:
-            order = self._last_order if late else self._order
-            step = self.step - late
+            step, order = self._next()
             self._watched.append(_Watched(step, order, kind, block, lane, time.monotonic(), tuple(tickets), ()))
-            self._last_order += late
-            self._order += not late
         return tickets
 
-    def did(self, kind: str, block: str, lane: Lane, begin_s: float, num_bytes: int) -> None:
-        """Work of a lane that the calling thread has done by now, since ``begin_s`` of ``time.monotonic``; of the last step."""
-        if self.enabled:
-            order, self._last_order = self._last_order, self._last_order + 1
-            self._spans.append(
-                Span(
-                    step=self.step - 1, name=f"{kind} {block}", lane=lane.value, start_s=begin_s, end_s=time.monotonic(),
-                    num_bytes=num_bytes, order=order, issued_s=begin_s,
-                )
-            )  # fmt: skip
+    def _next(self) -> tuple[int, int]:
+        """The step of the op that is being issued, and its place there."""
+        order = self._last_order if self._late else self._order
+        self._last_order += self._late
+        self._order += not self._late
+        return self.step - self._late, order
 
     def observe(self, lanes: Lanes, blocks: Sequence[str]) -> None:
         """Follows what lanes do, if enabled.
@@ -146,12 +146,12 @@ class Recorder:
         op, lane = queued.op, queued.op.lane
         if op.kind is OpKind.RELEASE:
             lane = Lane.COMPUTE  # it takes no time of the lane
-        elif op.kind is OpKind.COMMIT:
+        elif lane is Lane.CPU and op.kind in (OpKind.MIRROR, OpKind.COMMIT):
             lane = Lane.DISK_WRITE  # whatever thread hands it over
         block = "" if op.block == NO_BLOCK else self._blocks[op.block]
         after = self.names(queued.after)
-        self._watched.append(_Watched(self.step, self._order, op.what, block, lane, queued.submitted_s, (), after, queued))
-        self._order += 1
+        step, order = self._next()
+        self._watched.append(_Watched(step, order, op.what, block, lane, queued.submitted_s, (), after, queued))
 
     def names(self, events: Iterable[Event]) -> tuple[str, ...]:
         """What the ops that end with these events are called."""
@@ -214,7 +214,7 @@ class Recorder:
                 end_s = max(t.ready_ns or t.done_ns for t in ran) / 1e9
             moved = sum(t.bytes_read for t in ran), sum(t.bytes_written for t in ran)
             num_bytes = {"FETCH": moved[0], "FETCH state": moved[0], "UPDATE": 0}.get(op.kind, moved[1])
-        elif lane_times is not None and op.kind != OpKind.COMMIT:  # one with nothing to commit is none
+        elif lane_times is not None and op.lane is not Lane.DISK_WRITE:  # with nothing to write it is none
             start_s, end_s = lane_times
         else:
             return True

@@ -173,7 +173,7 @@ class Session(Budgets):
         self.recorder.observe(lanes, [block.name for block in self.blocks])
         run = Run(
             blocks=self.blocks, store=self.store, lanes=lanes, side=side, updater=updater, recorder=self.recorder, heap=heap,
-            poison=self.options.poison,
+            mirror=self.steps.mirror if self.steps is not None and self.steps.kept else None, poison=self.options.poison,
         )  # fmt: skip
         self.executor = Executor(self._install(run, placement, placer.model))
         self.executor.batch.commits = self.steps is None or not self.steps.kept

@@ -6,8 +6,9 @@ steps that it carries (``reach``). Compute follows: autograd runs it, the step o
 - ``F:0 … F:n``, the forwards: weights come, and wait for their update of the step before.
 - ``B:n … B:0``, the backwards in reverse order. Each begins once the one before has ended, so its gradients leave and its block
   is updated meanwhile.
-- ``V``, the verdict: all gradients are known. ``finish`` submits the updates that are left, mirrors, and all but the COMMIT, which
-  follows what no op of the schedule has updated.
+- ``V``, the verdict: all gradients are known. ``finish`` submits the updates that are left.
+- The step ends: MIRRORs and the COMMIT follow what no op of the schedule has updated, and where steps are kept also the hooks of
+  the training loop. ``mirrors`` are the ops for that.
 
 Edges are all that orders ops: :class:`Step` turns ``after`` and ``carried`` into events, and lanes wait for these.
 """
@@ -20,6 +21,8 @@ from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule
 from lightning_hetero.runtime.handlers import Handlers, Key
 from lightning_hetero.runtime.lanes import Event, Lanes
 from lightning_hetero.runtime.recorder import Recorder
+
+_END = (OpKind.MIRROR, OpKind.COMMIT)
 
 
 class Step:
@@ -54,7 +57,7 @@ class Step:
     def is_whole(self) -> bool:
         """Whether all ops have been submitted."""
         ops = self.schedule.ops
-        return self._op == len(ops) or ops[self._op].kind is OpKind.COMMIT
+        return self._op == len(ops) or ops[self._op].kind in _END
 
     def find(self, phase: Phase, block: int) -> int | None:
         """The next anchor of this phase and block; ``None`` if the schedule expects none."""
@@ -84,25 +87,39 @@ class Step:
         return needs
 
     def finish(self) -> None:
-        """The verdict: submits all that is left, but for the COMMIT."""
+        """The verdict: submits all that is left, but for MIRRORs and COMMIT."""
         self._submit_through(len(self.schedule.anchors) - 1)
+
+    def mirror(self) -> set[int]:
+        """The step has ended: submits its MIRRORs; returns their blocks."""
+        ops, blocks = self.schedule.ops, set[int]()
+        if not self.is_whole:
+            return blocks
+        while self._op < len(ops) and ops[self._op].kind is OpKind.MIRROR:
+            blocks.add(ops[self._op].block)
+            self._submit_next()
+        return blocks
 
     def _submit_through(self, index: int) -> None:
         ops, computed = self.schedule.ops, []
-        while self._op < len(ops) and ops[self._op].at <= index and ops[self._op].kind is not OpKind.COMMIT:
-            op = ops[self._op]
-            self._op += 1
-            after = []
-            for one in op.after:
-                after.append(self._ends[one])
-            for key in op.carried:
-                if key in self._before:
-                    after.append(self._before[key])
-            end = self._handlers.submit(op, after)
-            self._ends.append(end)
+        while self._op < len(ops) and ops[self._op].at <= index and ops[self._op].kind not in _END:
+            end = self._submit_next()
             if self._serial:
                 end.wait()
-            elif op.lane is Lane.COMPUTE:
+            elif ops[self._op - 1].lane is Lane.COMPUTE:
                 computed.append(end)
         if computed:
             self._lanes.compute_waits(computed)
+
+    def _submit_next(self) -> Event:
+        op = self.schedule.ops[self._op]
+        self._op += 1
+        after = []
+        for one in op.after:
+            after.append(self._ends[one])
+        for key in op.carried:
+            if key in self._before:
+                after.append(self._before[key])
+        end = self._handlers.submit(op, after)
+        self._ends.append(end)
+        return end

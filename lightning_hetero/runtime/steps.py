@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -79,6 +78,7 @@ class KeptSteps:
         self._entries: dict[Part, str] = {}
         self._found: dict[Part, record.PartEntry] = {}
         self._retired: list[NativePart] = []
+        self._mirrored: set[int] = set()  # blocks whose files a MIRROR has brought up to date with the step that ends
         self._state, self._why = "", _NO_STEP
         self._is_too_large = False
         self._store: TierStore | None = None
@@ -245,8 +245,12 @@ class KeptSteps:
         self._count += 1
         whole = last or self._count % self._every == 0
         text = self._take(state) if whole else ""
+        self._mirrored.clear()
         with executor.handed(whole=whole):
-            self._write(executor, whole=whole)
+            for block in self._blocks:
+                if block.index not in self._mirrored:
+                    self._write(block, whole=whole)
+                executor.residency.doors.guard(block)
             executor.store.unrecorded.changed = False
             self._state, self._why = text, _BETWEEN
             if whole and not text:
@@ -255,7 +259,8 @@ class KeptSteps:
             retired = [*self._retired, *blobs.retired]
             for native in retired:
                 native.retire()
-            executor.commit(always=whole or bool(retired))
+        executor.commit(always=whole or bool(retired))
+        with executor.context.run.turn:
             if self._state:
                 self._states.committed()
             self._retired, blobs.retired = [], []
@@ -323,25 +328,33 @@ class KeptSteps:
         unpin(self._store.files.directory.path)
         self._has_pins = False
 
-    def _write(self, executor: Executor, *, whole: bool) -> None:
+    def mirror(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
+        """MIRROR: brings the files of a block up to date with a step that is kept.
+
+        Args:
+            block: The block.
+            after: What the writes wait for.
+        """
+        self._mirrored.add(block.index)
+        return self._write(block, whole=True, after=after)
+
+    def _write(self, block: Block, *, whole: bool, after: Sequence[Ticket] = ()) -> list[Ticket]:
         """Brings the files up to date with the step; ``whole``: those of what lives in memory too."""
-        store = executor.store
-        blobs = executor.updater.blobs
-        for block in self._blocks:
-            tickets: list[Ticket] = []
-            with executor.residency.on_host(block, whole=whole):
-                for part in block.parts:
-                    for binding in self._bindings:
-                        if whole and binding.rule is not Rule.NATIVE:
-                            blobs.keep(part, binding.optimizer)
-                    if whole or part.state_home is None:
-                        store.refresh_master(part)  # the next update would do it, and a resume cannot know
-                    store.flush(part)
-                    tickets += write_mirrors(store, part) if whole else []
-                    if part.mirrors or part.native is not None:
-                        self._entries[part] = self._entry(part)
-            executor.recorder.watch("MIRROR", block.name, tickets, lane=Lane.DISK_WRITE, late=True)
-            executor.residency.doors.guard(block)
+        store, blobs = self._store, self._blobs
+        assert store is not None
+        assert blobs is not None
+        tickets: list[Ticket] = []
+        for part in block.parts:
+            for binding in self._bindings:
+                if whole and binding.rule is not Rule.NATIVE:
+                    blobs.keep(part, binding.optimizer)
+            if whole or part.state_home is None:
+                store.refresh_master(part)  # the next update would do it, and a resume cannot know
+            store.flush(part)
+            tickets += write_mirrors(store, part, after=after) if whole else []
+            if part.mirrors or part.native is not None:
+                self._entries[part] = self._entry(part)
+        return tickets
 
     def _describe(self) -> bytes:
         assert self._store is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.lanes import Event
+from lightning_hetero.runtime.lanes import Event, Ticket
 from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.sources import DeviceCopies
@@ -135,5 +135,11 @@ class Residency(Protocol):
             whole: The step is kept.
         """
 
-    def on_host(self, block: Block, *, whole: bool) -> AbstractContextManager[None]:
-        """Between two batches; ``whole``: inside, host memory has what updates of the block have made."""
+    def lends(self, block: Block) -> bool:
+        """Between two batches: whether a device has weights or state of the block that the host has not."""
+
+    def lend(self, block: Block) -> list[Ticket]:
+        """MIRROR on ``d2h``: host memory gets what the device has alone, until :meth:`take_back`."""
+
+    def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
+        """What was lent is on the disk once ``tickets`` are done; then its host memory goes back to the system."""

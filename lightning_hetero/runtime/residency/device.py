@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
-from lightning_hetero.ir.schedule import Lane, OpKind, Schedule
+from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
-from lightning_hetero.runtime.lanes import Event
+from lightning_hetero.runtime.lanes import Event, Ticket
 from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host import wait_written
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
-from lightning_hetero.store.live.mirrors import readers_of, writes_of
+from lightning_hetero.store.live.mirrors import readers_of
 
 
 class DeviceResidency:
@@ -35,7 +34,7 @@ class DeviceResidency:
 
     def __init__(self, context: RunContext, side: DeviceSide) -> None:
         run = context.run
-        self._blocks, self._store, self._recorder = run.blocks, run.store, run.recorder
+        self._blocks, self._store = run.blocks, run.store
         self._lanes, self._side = run.lanes, side
         self.casts = WeightCasts(run.lanes.device_type, side.weights.reference)
         self.doors = Doors(self, run.blocks, run.store, self.casts)
@@ -43,6 +42,7 @@ class DeviceResidency:
         self.renewed: set[int] = set()
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
+        self._lent: dict[int, tuple[list[Part], list[Part]]] = {}  # weights and state of blocks that the host has until MIRROR ends
         self._cache_bytes = context.device_cache_bytes
 
     @property
@@ -255,8 +255,9 @@ class DeviceResidency:
         """Waits for what the record of a step names: what the device has updated and that lives on the host."""
         behind = False
         for block in self._blocks:
+            changed = whole and self._side.weights.changed(block)  # also brings back what was moved
             if block.plan.update is UpdateLane.CPU:
-                behind |= whole and self._side.weights.changed(block)
+                behind |= changed
             elif whole or block.weights_on_disk:
                 last = latest(OpKind.SWAP_OUT, block.index)
                 if last is not None:
@@ -264,25 +265,25 @@ class DeviceResidency:
         if behind:  # user code has written to weights that the CPU has updated
             self._lanes.drain()
 
-    @contextmanager
-    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
-        """What lives on the device alone has host memory only until it is mirrored."""
-        copies = self._side.weights
-        if not whole or (block.plan.update is UpdateLane.CPU and not copies.changed(block)):
-            yield
-            return
-        copies.changed(block)  # brings back what was moved
+    def lends(self, block: Block) -> bool:
+        """Whether the device has weights or state that the host has not; brings back what was moved."""
+        changed = self._side.weights.changed(block)
+        if block.plan.update is UpdateLane.CPU:
+            return changed
+        return any(part.mirrored_versions != versions(part) for part in block.parts)
+
+    def lend(self, block: Block) -> list[Ticket]:
+        """MIRROR on ``d2h``: host memory gets what the device has alone, until :meth:`take_back`."""
         changed = [part for part in block.parts if part.mirrored_versions != versions(part)]
-        begin_s = time.monotonic()
-        weights = [part for part in changed if copies.lend(part)]
-        states = [part for part in changed if self._side.updates.lend(part)]
+        weights = [part for part in changed if self._side.weights.lend(part)]
+        self._lent[block.index] = weights, [part for part in changed if self._side.updates.lend(part)]
+        return []
+
+    def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
+        """What was lent is on the disk once ``tickets`` are done; then its host memory goes back to the system."""
+        weights, states = self._lent.pop(block.index, ([], []))
         if weights or states:
-            geometries = [part.native.geometry for part in states if part.native is not None]
-            moved = sum(part.weight_bytes for part in weights) + sum(4 * g.num_state * g.num_elements for g in geometries)
-            self._recorder.did("MIRROR", block.name, Lane.D2H, begin_s, moved)
-        yield
-        for part in block.parts:
-            for ticket in writes_of(part):  # ops of the device know nothing of them
+            for ticket in tickets:
                 ticket.wait()
         for part in weights if not self.is_on_host(block) else ():
             part.arena.drop()

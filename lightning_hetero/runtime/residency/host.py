@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_hetero._native import READY
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.lanes import Event
+from lightning_hetero.runtime.lanes import Event, Ticket
 from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.store.live.blocks import Block, Part
@@ -157,10 +157,16 @@ class HostResidency:
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
         """The engine orders a record behind everything that it names."""
 
-    @contextmanager
-    def on_host(self, block: Block, *, whole: bool) -> Iterator[None]:
+    def lends(self, block: Block) -> bool:
         """Host memory has what updates have made."""
-        yield
+        return False
+
+    def lend(self, block: Block) -> list[Ticket]:
+        """There is nothing to lend."""
+        return []
+
+    def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
+        """Nothing was lent."""
 
 
 def wait_written(store: TierStore, part: Part) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store.live import mirrors
@@ -30,14 +32,20 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
     return [m.native for m in gone.values()]
 
 
-def write_mirrors(store: TierStore, part: Part) -> list[Ticket]:
-    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them, too."""
+def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ()) -> list[Ticket]:
+    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them, too.
+
+    Args:
+        store: The tiers.
+        part: The part.
+        after: What the writes wait for, beside what last wrote the part.
+    """
     now = versions(part)
     if not part.mirrors or part.mirrored_versions == now:
         return []
     part.mirrored_versions = now
     tickets = []
-    after = [part.updated] if part.updated is not None else []
+    after = [*after, *([part.updated] if part.updated is not None else [])]
     for kind, mirror in part.mirrors.items():
         if kind == mirrors.STATE and not part.stepped:
             continue
