@@ -467,17 +467,17 @@ class Handlers:
         """What an op waits for: an update that follows the verdict takes gradients along that no GRAD could take."""
         if op.kind is not OpKind.UPDATE or op.lane is not Lane.CPU or self._is_early(self._blocks[op.block]):
             return after
-        block = self._blocks[op.block]
-        self._take_rest(block, side)
-        return (*after, *side.gradients.arriving(block))
+        return (*after, *self._take_rest(self._blocks[op.block], side))
 
-    def _take_rest(self, block: Block, side: DeviceSide) -> None:
-        """Gradients of a backward that has ended leave, where they are still on the device."""
+    def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
+        """Gradients of a backward that has ended leave, where they are still on the device; returns when they have."""
         if any(p.numel() and p.grad is not None and type(p.grad) is not HostGradient for p in block.params()):
             op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
             run = self._gradients_of(block, side)
             end = self.ends[op.kind, op.block] = self._lanes.submit(op, run, (self._mark(op.at),))
             side.gradients.sent(block, end)
+            return (end,)
+        return ()
 
     def _gradients_of(self, block: Block, side: DeviceSide) -> Run:
         """GRAD; what an update that is tried has to know of the gradients is taken before they leave."""

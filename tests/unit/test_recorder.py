@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
+from lightning_hetero.runtime.lanes import EngineLanes
 from lightning_hetero.runtime.recorder import Moment, Recorder
 
 
@@ -92,14 +93,21 @@ def test_only_the_latest_steps_are_kept() -> None:
 
 
 def test_an_op_of_the_engine_has_its_issue_time_and_its_cause_of_waiting() -> None:
-    recorder = Recorder(enabled=True)
+    recorder, lanes = Recorder(enabled=True), EngineLanes()
+    recorder.observe(lanes, ["a", "b"])
     times: Any = dict.fromkeys(("ready_ns", "bytes_read", "bytes_written"), 0)
     later = 10**18
-    first = SimpleNamespace(times=lambda: SimpleNamespace(started_ns=1, done_ns=later, **times))
-    second = SimpleNamespace(times=lambda: SimpleNamespace(started_ns=later, done_ns=2 * later, **times))
-    recorder.watch("RELEASE", "a", [first], lane=Lane.COMPUTE)  # type: ignore[list-item]
-    recorder.after = ("RELEASE a",)
-    recorder.watch("FETCH", "b", [second], lane=Lane.DISK_READ)  # type: ignore[list-item]
+
+    def ticket(started_ns: int, done_ns: int) -> Any:
+        return SimpleNamespace(
+            times=lambda: SimpleNamespace(started_ns=started_ns, done_ns=done_ns, **times), wait=lambda what: None
+        )
+
+    def op(kind: OpKind, block: int) -> Op:
+        return Op(id=block, kind=kind, block=block, lane=Lane.DISK_READ, at=0, payload=Payload.WEIGHTS)
+
+    first = lanes.submit(op(OpKind.RELEASE, 0), lambda: [ticket(1, later)], [])
+    lanes.submit(op(OpKind.FETCH, 1), lambda: [ticket(later, 2 * later)], [first])
     spans = recorder.trace().spans
     assert [(s.name, s.waited_for) for s in spans] == [("RELEASE a", ""), ("FETCH b", "RELEASE a")]
     assert all(a.issued_s <= b.issued_s for a, b in pairwise(spans))  # type: ignore[operator]

@@ -186,7 +186,7 @@ class DeviceWeights:
                     f"the weights of {block.name!r} are not on {self._lanes.device}: the block was used without an UPLOAD before "
                     f"it. Read them inside their own block's forward, or within `with strategy.materialize(...)`."
                 )
-            if copy.outdated:  # written through the door since the UPLOAD
+            if copy.written:  # through the door since the UPLOAD; what an UPDATE writes comes by the next UPLOAD
                 if not block.resident:
                     raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
                 self._lanes.copy(_flat(part, copy.memory), _host(part))

@@ -190,8 +190,11 @@ class DeviceResidency:
         wait_written(self._store, part)
         if not readers_of(part):
             self.doors.restore(part)
-        if not self.is_away(part.block) and self._side.weights.holds(part.block):
-            self._side.weights.bind(part.block)
+        copies, block = self._side.weights, part.block
+        if not self.is_away(block) and copies.holds(block):
+            if copies.is_outdated(block):
+                copies.upload(block)
+            copies.bind(block)
 
     # ---- begin and end ------------------------------------------------------------------------------------------------------
 
