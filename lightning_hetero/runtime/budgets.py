@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.runtime.arrival import Arrival
@@ -46,6 +47,17 @@ class Budgets:
         self.steps: KeptSteps | None = None
         self._rules = StepRules()
         self._started = False
+
+    @property
+    def running(self) -> Executor:
+        """What runs its steps.
+
+        Raises:
+            HeteroError: The session has not been started, or has ended.
+        """
+        if self.executor is None:
+            raise HeteroError("the session has not been started, or has ended.")
+        return self.executor
 
     def needed_bytes(self, plan: Plan) -> int:
         """The least host memory that a resolved plan needs, whether there is as much or not."""
@@ -116,8 +128,7 @@ class Budgets:
 
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""
-        assert self.executor is not None
-        pairs = list(zip(self.executor.model.blocks, self.executor.plan.blocks, strict=True))
+        pairs = list(zip(self.running.model.blocks, self.running.plan.blocks, strict=True))
         if self.options.host_memory is not None:
             return sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
         more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)

@@ -210,39 +210,38 @@ class Session(Budgets):
             UnsupportedError: The same.
             StoreError: A transfer failed, which stops the engine.
         """
-        assert self.executor is not None
-        assert self.store is not None
+        executor, store = self.running, self.running.store
         placer = self._placer()
         if self.steps is not None:
             self.steps.about_to_move()
-        self.executor.rest()
+        executor.rest()
         placement = placer.place(plan, present_bytes=self._held_bytes)
-        self._directories.make_ready(self.store, placement, trains=self._trains, kept=self.keeps_steps)
-        if placement.staging_bytes < self.store.staging_bytes:
-            self.store.resize_staging(placement.staging_bytes)
+        self._directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
+        if placement.staging_bytes < store.staging_bytes:
+            store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
-            self.executor.residency.release(block)  # cached weights come back when they are used
+            executor.residency.release(block)  # cached weights come back when they are used
         if placement.arena_bytes:
-            self.executor.residency.set_aside(placement.arena_bytes)
+            executor.residency.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
         for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # what gives memory back goes first
-            move_block(self.executor, block, placed, placement.geometries, self._settled)
+            move_block(executor, block, placed, placement.geometries, self._settled)
             if block.weights_on_disk:
-                self.executor.residency.doors.hide(block)
-                self.executor.residency.release(block)
+                executor.residency.doors.hide(block)
+                executor.residency.release(block)
             else:
                 self._arrival.restore(block)
-        self.executor.rest()
+        executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
-            assert not any(blob.on_disk for blob in self.store.blobs), "they are dropped first"
+            assert not any(blob.on_disk for blob in store.blobs), "they are dropped first"
             self._thaw()
-            self.store.files.detach()
-        if placement.staging_bytes != self.store.staging_bytes:
-            self.store.resize_staging(placement.staging_bytes)
+            store.files.detach()
+        if placement.staging_bytes != store.staging_bytes:
+            store.resize_staging(placement.staging_bytes)
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
-        self.executor.install(self._install(self.executor.context.run, placement, placer.model))
-        self.executor.heap.allow(self.options.host_memory)
+        executor.install(self._install(executor.context.run, placement, placer.model))
+        executor.heap.allow(self.options.host_memory)
         return placement.plan
 
     def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
@@ -298,9 +297,7 @@ class Session(Budgets):
             trained = [b.plan.state for b in self.blocks if any(p.requires_grad for p in b.params())]
             what.append(f"optimizer state of {_by_tier(trained, of_device)}" if trained else "no optimizer state")
         if self.on_disk:
-            assert self.store is not None
-            assert self.store.files.directory is not None
-            what.append(f"{format_bytes(self._directories.disk_bytes)} of files in {self.store.files.directory.path}")
+            what.append(f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}")
         if placement.cache_bytes and any(b.weights_on_disk for b in self.blocks):
             what.append(f"{format_bytes(placement.cache_bytes)} of memory to cache weights from there")
         log.info("plan %r, in place after %.2g s: %s.", placement.plan.name, time.monotonic() - begin_s, "; ".join(what))
@@ -315,33 +312,31 @@ class Session(Budgets):
     # ---- while it runs ------------------------------------------------------------------------------------------------------
 
     def _on_step(self, binding: OptimizerBinding, scale: float) -> None:
-        assert self.executor is not None
         self._promote(binding)
-        self.executor.handover(binding, scale)
+        self.running.handover(binding, scale)
 
     def _promote(self, binding: OptimizerBinding) -> None:
         """Parameters that joined the optimizer during training (unfreezing) get state."""
-        assert self.store is not None
-        assert self.executor is not None
-        owners = self.executor.updater.owners
+        executor = self.running
+        owners = executor.updater.owners
         fresh = [p for p in binding.params() if id(p) not in owners]
         if not fresh:
             return
         binding.check_params(self._known())
         ids = {id(p) for p in fresh}
-        self.executor.updater.own(self.bindings)
-        check_owners(self.blocks, self.executor.updater.owners)
+        executor.updater.own(self.bindings)
+        check_owners(self.blocks, executor.updater.owners)
         if self.steps is not None:
             self.steps.owners_changed()
-        self.executor.relearn(self._placer().model)
-        owners = self.executor.updater.owners
+        executor.relearn(self._placer().model)
+        owners = executor.updater.owners
         for block in self.blocks:
             for part in block.parts:
                 mine = [p for p in part.params if id(p) in ids]
                 if mine:
                     num_state = native_state(part, owners)
                     if num_state and (part.native is None or part.native.geometry.num_state == 0):
-                        reopen(self.executor, part, num_state)
+                        reopen(executor, part, num_state)
                         if self.steps is not None:
                             self.steps.reopened(part)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
@@ -352,23 +347,23 @@ class Session(Budgets):
     @contextmanager
     def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Brings the blocks of ``params`` into memory for the time of the context: the door for reads outside a block's forward."""
-        assert self.executor is not None
+        executor = self.running
         ids = {id(p) for p in params}
         blocks = [b for b in self.blocks if any(id(p) in ids for p in b.params())]
         opened = []
         try:
             for block in blocks:
-                self.executor.residency.provide(block)
+                executor.residency.provide(block)
                 for part in block.parts:
-                    self.executor.residency.doors.free(part)
-                self.executor.residency.open(block)
+                    executor.residency.doors.free(part)
+                executor.residency.open(block)
                 opened.append(block)
                 if torch.is_grad_enabled():
-                    self.executor.hold(block)
+                    executor.hold(block)
             yield
         finally:
             for block in opened:
-                self.executor.residency.shut(block)
+                executor.residency.shut(block)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes so far: peak of the process's host memory, of files, of staging; and moved by the engine."""
@@ -416,9 +411,7 @@ class Session(Budgets):
             StoreBusyError: A process uses the checkpoint that is there.
             StoreError: A transfer or a system call failed.
         """
-        assert self.store is not None
-        assert self.store.files.directory is not None
-        source, names = self.store.files.directory.path, self.store.files.committed()
+        source, names = self.disk_root(), self.running.store.files.committed()
         check_room(source, path, names, leaving=(path, *leaving))
         snapshot(source, path, names, replace=True)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hetero._native import NativePart, Ticket
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.format import record
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.pins import pin, pins, unpin
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
@@ -49,6 +51,16 @@ _NO_STEP = "no step has been committed yet"
 _BETWEEN = "its last step was not to be kept (keep_every)"
 _TOO_LARGE = "its record was too large (the log says so)"
 _CHANGED = "it was changed after its last step, whose pin is gone, and no other step followed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The store in which steps are kept: its tiers, state that the engine does not know, its directory, and files of state."""
+
+    store: TierStore
+    blobs: StateBlobs
+    directory: StoreDirectory
+    states: StateFiles
 
 
 class KeptSteps:
@@ -81,8 +93,7 @@ class KeptSteps:
         self._mirrored: set[int] = set()  # blocks whose files a MIRROR has brought up to date with the step that ends
         self._state, self._why = "", _NO_STEP
         self._is_too_large = False
-        self._store: TierStore | None = None
-        self._blobs: StateBlobs | None = None
+        self._opened: _Open | None = None
         self._every, self._count = options.keep_every, 0
         self._has_pins = False
         self._owners: list[list[int]] = []
@@ -93,6 +104,17 @@ class KeptSteps:
             log.warning(
                 "Steps are not kept: %s. A run that is killed cannot be resumed from its store; save checkpoints.", obstacle
             )
+
+    @property
+    def _open(self) -> _Open:
+        """Where steps are kept.
+
+        Raises:
+            HeteroError: They are not, or not yet.
+        """
+        if self._opened is None:
+            raise HeteroError("no store is open in which steps are kept.")
+        return self._opened
 
     def _obstacle(self, options: SessionOptions) -> str:
         for binding in self._bindings:
@@ -116,7 +138,6 @@ class KeptSteps:
         Raises:
             ConfigError: The record is of another partition of the model, or of other optimizers, or steps are not kept.
         """
-        self._store, self._blobs = store, blobs
         blobs.kept = self.kept
         if not self.kept:
             if layout is not None:
@@ -125,15 +146,16 @@ class KeptSteps:
                     'store, and durability="process" or "power".'
                 )
             return
+        directory, states = store.files.directory, store.files.states
+        if directory is None or states is None:
+            raise HeteroError("steps are kept in a store with a directory; this one has none.")
+        self._opened = _Open(store, blobs, directory, states)
         store.describe = self._describe
-        assert store.files.directory is not None
-        self._has_pins = bool(pins(store.files.directory.path))
+        self._has_pins = bool(pins(directory.path))
         if layout is None:
-            unpin(store.files.directory.path)  # an earlier run's, whose store has been taken over
+            unpin(directory.path)  # an earlier run's, whose store has been taken over
             return
         found = record.parse(store.files.recovered)
-        directory = store.files.directory
-        assert directory is not None
         same = all(directory.layout.get(key, value) == value for key, value in layout.items())  # older stores say less
         if not same or len(found.parts) != len(self._parts):
             raise ConfigError(
@@ -175,48 +197,43 @@ class KeptSteps:
 
     def adopt(self, part: Part) -> None:
         """Brings back what the store holds of a part."""
-        assert self._store is not None
-        assert self._blobs is not None
         entry = self._found.pop(part)
-        open_recorded(self._store, part, entry)
+        open_recorded(self._open.store, part, entry)
         for blob in entry.blobs:
-            self._blobs.adopt(part, blob, self._bindings[blob.optimizer].optimizer)
+            self._open.blobs.adopt(part, blob, self._bindings[blob.optimizer].optimizer)
 
     def _entry(self, part: Part) -> str:
-        assert self._blobs is not None
-        return entry_of(part, self._blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
+        return entry_of(part, self._open.blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
 
     def settled(self, part: Part) -> list[NativePart]:
         """The part is whole where a plan wants it; the next record says so. Returns mirrors to close after that."""
-        if not self.kept or self._store is None:
+        if self._opened is None:
             return []
-        gone = arrange_mirrors(self._store, part)
-        write_mirrors(self._store, part)
+        gone = arrange_mirrors(self._open.store, part)
+        write_mirrors(self._open.store, part)
         self._entries[part] = self._entry(part)
         return gone
 
     def about_to_move(self) -> None:
         """Blocks are about to move, mirrors included: memory that was changed since the last kept step is no part of it."""
         if self.kept and any(part.mirrors and part.mirrored_versions != versions(part) for part in self._parts):
-            assert self._store is not None
-            self._store.unrecorded.changed = True
+            self._open.store.unrecorded.changed = True
 
     def reopened(self, part: Part) -> None:
         """The part has got a new home during a step, whose record says so."""
-        if self.kept and self._store is not None:
-            self._retired += arrange_mirrors(self._store, part)
+        if self._opened is not None:
+            self._retired += arrange_mirrors(self._open.store, part)
 
     def placed(self) -> None:
         """All parts are where the plan wants them."""
         if not self.kept:
             return
-        assert self._store is not None
-        with self._store.unrecorded.moving():
+        with self._open.store.unrecorded.moving():
             for part in self._parts:
                 self._retired += self.settled(part)
-        self._store.unrecorded.changed = False
+        self._open.store.unrecorded.changed = False
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in self._parts)
-        where = "" if self._store.files.directory is None else str(self._store.files.directory.path)
+        where = str(self._open.directory.path)
         often = "Every step" if self._every == 1 else f"One of {self._every} steps"
         log.info(
             "%s is kept in %r: pass it as ckpt_path to go on from the last one. What the plan keeps in memory is written "
@@ -228,8 +245,7 @@ class KeptSteps:
         """What :meth:`placed` has written is committed: the step that was resumed from is there until the next one is kept."""
         if not self.kept or not self._state:
             return
-        assert self._store is not None
-        self._store.files.wait_for_commit()  # hooks as training starts may change what is written
+        self._open.store.files.wait_for_commit()  # hooks as training starts may change what is written
         if self._every > 1:
             self._pin()
 
@@ -286,46 +302,37 @@ class KeptSteps:
 
     def put_aside(self, target: Path) -> None:
         """Links the last kept step to another path, where it stays; training goes on in the store without it."""
-        assert self._store is not None
-        assert self._store.files.directory is not None
-        path = self._store.files.directory.path
+        path = self._open.directory.path
         if not self._state:
             path = pins(path)[-1]
             os.rename(path, target)
         else:
-            snapshot(path, target, self._store.files.committed())
+            snapshot(path, target, self._open.store.files.committed())
         log.warning("disk_path %r held the last kept step of an earlier fit. It has been put aside: %r.", str(path), str(target))
 
     def await_record(self) -> None:
         """A step is about to end: the record of the one before it is on the disk."""
-        if self.kept and self._store is not None:
-            self._store.files.wait_for_commit()
+        if self._opened is not None:
+            self._open.store.files.wait_for_commit()
 
     def _take(self, state: Callable[[StateFiles], str]) -> str:
-        assert self._store is not None
-        self._store.files.begin_state()
+        self._open.store.files.begin_state()
         text = state(self._states)
         self._states.end()
         return text
 
     @property
     def _states(self) -> StateFiles:
-        assert self._store is not None
-        assert self._store.files.states is not None
-        return self._store.files.states
+        return self._open.states
 
     def _pin(self) -> None:
         """Gives the slots of the last record to a pin."""
-        assert self._store is not None
-        assert self._store.files.directory is not None
-        slots = self._store.files.committed()
-        pin(self._store.files.directory.path, self._store.files.step, slots)
+        slots = self._open.store.files.committed()
+        pin(self._open.directory.path, self._open.store.files.step, slots)
         self._has_pins = True
 
     def _unpin(self) -> None:
-        assert self._store is not None
-        assert self._store.files.directory is not None
-        unpin(self._store.files.directory.path)
+        unpin(self._open.directory.path)
         self._has_pins = False
 
     def mirror(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
@@ -340,9 +347,7 @@ class KeptSteps:
 
     def _write(self, block: Block, *, whole: bool, after: Sequence[Ticket] = ()) -> list[Ticket]:
         """Brings the files up to date with the step; ``whole``: those of what lives in memory too."""
-        store, blobs = self._store, self._blobs
-        assert store is not None
-        assert blobs is not None
+        store, blobs = self._open.store, self._open.blobs
         tickets: list[Ticket] = []
         for part in block.parts:
             for binding in self._bindings:
@@ -357,12 +362,11 @@ class KeptSteps:
         return tickets
 
     def _describe(self) -> bytes:
-        assert self._store is not None
-        if self._store.unrecorded.changed and self._state:
+        if self._open.store.unrecorded.changed and self._state:
             self._pin()
             self._state, self._why = "", _CHANGED
         parts = [self._entries.get(part, _NOWHERE) for part in self._parts]
-        blob, room = record.compose(parts, self._state, self._why, self._owners), self._store.files.user_bytes
+        blob, room = record.compose(parts, self._state, self._why, self._owners), self._open.store.files.user_bytes
         if len(blob) <= room or not self._state:
             return blob
         if not self._is_too_large:
