@@ -32,15 +32,17 @@ def parse_bytes(size: str | int | float | None, *, name: str) -> int | None:
 
     Raises:
         ConfigError: The text is not a size; the size is not positive; a number without a unit is
-            not whole; or text below 1 MiB has no unit.
+            not whole; or a number below 1 KiB, or text below 1 MiB, has no unit.
     """
     if size is None:
         return None
     match = _SIZE.fullmatch(str(int(size) if isinstance(size, float) and size.is_integer() else size))
     factor = _FACTORS.get(match.group(2).upper(), 0) if match else 0
     number = Fraction(match.group(1)) if match else Fraction(0)
-    # "256" probably means gigabytes and would be 256 bytes.
-    if isinstance(size, str) and match and not match.group(2) and number < MIB:
+    # "256" probably means gigabytes and would be 256 bytes. Numbers may be computed: refuse less.
+    least = MIB if isinstance(size, str) else KIB
+    is_bare = match and not match.group(2) and (isinstance(size, str) or number.denominator == 1)
+    if match and is_bare and not isinstance(size, bool) and 0 < number < least:
         raise ConfigError(
             f'{name}={size!r} has no unit, and would be {match.group(1)} bytes. Allowed: "{match.group(1)}GiB", '
             f'"{match.group(1)}MiB", or "{match.group(1)}B" for bytes.'

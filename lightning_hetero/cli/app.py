@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lightning_hetero.cli import options as o
 from lightning_hetero.cli.output import print_json
@@ -57,6 +57,29 @@ class Commands(TyperGroup):
         except Exception as error:
             traceback.print_exc()  # a bug, ours or the machine's: show where
             return _fail({"error": f"{type(error).__name__}: {error}"}, PROBLEM, as_json=as_json)
+
+
+class UpToScript(TyperCommand):
+    """A command whose options end at the second word that is none of them: the training script.
+
+    What follows belongs to the script, even if it is spelled like an option of this command.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts ``--`` before the script."""
+        takes_value = {name: not getattr(p, "is_flag", True) for p in self.get_params(ctx) for name in p.opts if name[:1] == "-"}
+        words, index = 0, 0
+        while index < len(args) and args[index] != "--":
+            name, equals, _ = args[index].partition("=")
+            if name in takes_value:
+                index += 2 if takes_value[name] and not equals else 1
+                continue
+            words += 1
+            if words == 2:
+                args = [*args[:index], "--", *args[index:]]
+                break
+            index += 1
+        return super().parse_args(ctx, args)
 
 
 def _fail(out: dict[str, Any], code: int, *, as_json: bool, hint: str = "") -> int:
@@ -258,7 +281,7 @@ def plan_cluster(
     command.run(request, planner=planner, out=out, as_json=as_json)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(cls=UpToScript)
 def launch(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A cluster plan (JSON).")],
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT...", help="The training script and its arguments.")],

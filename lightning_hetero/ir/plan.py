@@ -159,7 +159,7 @@ class Plan:
         """The same plan with one rule per block, in the order of ``names``.
 
         Raises:
-            ConfigError: A block has no rule, or a rule matches no block.
+            ConfigError: A block has no rule, a rule matches no block, or a rule is never reached.
         """
         names = tuple(names)
         if names == tuple(r.name for r in self.blocks):
@@ -176,10 +176,16 @@ class Plan:
             used.add(rule.name)
             resolved.append(replace(rule, name=name))
         unused = [r.name for r in self.blocks if r.name not in used and r.name != "*"]
+        unknown = [rule for rule in unused if not any(name == rule or fnmatchcase(name, rule) for name in names)]
+        if unknown:
+            raise ConfigError(
+                f"plan {self.name!r} has rules for blocks that the model lacks: {', '.join(unknown)}. The model's blocks are: "
+                f"{', '.join(names)}. Correct the names, or set block_cls so that the blocks match."
+            )
         if unused:
             raise ConfigError(
-                f"plan {self.name!r} has rules for blocks that the model lacks: {', '.join(unused)}. The model's blocks are: "
-                f"{', '.join(names)}. Correct the names, or set block_cls so that the blocks match."
+                f"plan {self.name!r} has rules that are never reached: {', '.join(unused)}. The first rule that matches a block "
+                f"counts, and rules before these match all of their blocks. Move these up, or remove them."
             )
         return replace(self, blocks=tuple(resolved))
 

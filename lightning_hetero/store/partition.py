@@ -51,8 +51,8 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
             shapes inside a ``ModuleList`` or ``Sequential``.
 
     Raises:
-        ConfigError: ``block_cls`` matches no module that has parameters, or a lazy module has not
-            set its own yet.
+        ConfigError: ``block_cls`` matches no module that has parameters, or the whole model; or a
+            lazy module has not set its own yet.
     """
     if lazy := [name for name, param in root.named_parameters() if isinstance(param, UninitializedParameter)]:
         raise ConfigError(
@@ -106,6 +106,11 @@ def _block_modules(root: nn.Module, block_cls: BlockCls | None) -> list[nn.Modul
             classes = sorted({type(m).__name__ for m in root.modules() if _has_params(m)})
             raise ConfigError(
                 f"block_cls={block_cls!r} matches no module with parameters. The model's classes are: {', '.join(classes)}."
+            )
+        if found == [root]:
+            raise ConfigError(
+                f"block_cls={block_cls!r} matches the whole model, {type(root).__name__}; allowed: modules inside it. As one block "
+                f"it would have to be in memory whole. Give the class of a layer, or leave block_cls out."
             )
         return found
     names = {n for m in root.modules() for n in _no_split_modules(m)}

@@ -132,6 +132,11 @@ class Checkpoints(Core):
         own = own.absolute()
         if not own.exists() or not path.samefile(own):
             path = self._brought(path, own)
+        elif self.options.new_run:
+            log.warning(
+                "new_run=True has no effect: ckpt_path is the store at disk_path, %r, and training resumes from its last kept "
+                "step. To start a new run, leave ckpt_path out.", str(own),
+            )  # fmt: skip
         kept = last_kept(path)
         self._resumed = self._state_of(kept)
         if kept != path:

@@ -16,6 +16,7 @@ from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.units import format_bytes
 
+REPLAN_DRIFT = 0.5  # the default
 _AUTO = "holistic"  # the planner behind plan="auto"
 
 
@@ -123,12 +124,32 @@ def sources(value: Weights | None) -> Weights | None:
     return value
 
 
-def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
-    """Refuses what is about kept steps where none are kept, and links to a step that may not be kept.
+def check_planning(plan: object, *, hardware_profile: object, replan_drift: float | None) -> None:
+    """Refuses options of planners where the plan is given: nothing would read them.
 
     Raises:
         ConfigError: It says which.
     """
+    given = {"hardware_profile": (hardware_profile, None), "replan_drift": (replan_drift, REPLAN_DRIFT)}
+    for name, (value, default) in given.items():
+        if value is not None and value != default:
+            raise ConfigError(
+                f'{name}={value!r} is for planners, and plan={plan!r} is a plan. Pass plan="auto" or the name of a planner, or '
+                f"leave {name} out."
+            )
+
+
+def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
+    """Refuses options of stores where there is none, and links to a step that may not be kept.
+
+    Raises:
+        ConfigError: It says which.
+    """
+    if options.new_run and options.disk_path is None:
+        raise ConfigError(
+            "new_run=True renames the store of an earlier run at disk_path, and there is no disk_path. Pass a disk_path, or leave "
+            "new_run out."
+        )
     durability, keep_every = options.engine.durability, options.keep_every
     given = {
         f"keep_every={keep_every}": keep_every > 1,

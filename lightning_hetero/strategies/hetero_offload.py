@@ -15,8 +15,10 @@ from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.choices import (
+    REPLAN_DRIFT,
     check_device_memory,
     check_keeping,
+    check_planning,
     count,
     drift,
     emulated,
@@ -74,7 +76,7 @@ class HeteroOffload(Lifecycle):
         hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
             ``LIGHTNING_HETERO_HARDWARE`` names, else micro-benchmarks, which run once per machine.
         replan_drift: By how much, relatively, the batch, the budget or the time of a step may differ from what the plan was made
-            for before a new one is made; ``None``: by anything.
+            for before a new one is made; ``None``: no difference makes a new one.
         trace: Record what happens; see :attr:`trace`.
     """
 
@@ -103,17 +105,19 @@ class HeteroOffload(Lifecycle):
         verify_digests: bool = False,
         link_checkpoints: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
-        replan_drift: float | None = 0.5,
+        replan_drift: float | None = REPLAN_DRIFT,
         trace: bool = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
         device = emulated(device)
-        autoplan = None
+        autoplan, most_drift = None, drift(replan_drift)
         if (name := planner_name(plan)) is not None:
             machine = Machine(hardware_profile)
-            autoplan = Autoplan(name, machine.profile, drift=drift(replan_drift), corrects=not machine.is_given)
+            autoplan = Autoplan(name, machine.profile, drift=most_drift, corrects=not machine.is_given)
+        else:
+            check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
         options = SessionOptions(
             plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,

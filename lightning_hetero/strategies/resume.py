@@ -131,7 +131,12 @@ def read_for_evaluation(path: Path, module: Any, precision: Any, opened: ExitSta
             weights[name] = weights[first[parameter]]
     checkpoint = as_checkpoint(state, precision)
     del checkpoint["loops"]  # an evaluation begins with its first batch
-    return {**checkpoint, "state_dict": weights | state["buffers"]}
+    # The record has the callbacks as they were when the step's batch ended. What ModelCheckpoint and EarlyStopping know of the
+    # validation after that batch is newer in this process, or unknown; an older "best" would be a wrong one.
+    trainer = module.trainer
+    newer = {callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)}
+    callbacks = {key: value for key, value in state["callbacks"].items() if key not in newer}
+    return {**checkpoint, "callbacks": callbacks, "state_dict": weights | state["buffers"]}
 
 
 def _last_record(path: Path) -> record.StepRecord:

@@ -51,7 +51,7 @@ class Breaks(pl.Callback):
 def budget(tmp_path_factory: pytest.TempPathFactory) -> int:
     """So small that weights come and go at every block."""
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        train(tmp_path_factory.mktemp("budget"), HeteroOffloadStrategy(plan="disk", host_memory=1))
+        train(tmp_path_factory.mktemp("budget"), HeteroOffloadStrategy(plan="disk", host_memory="1B"))
     return refusal.value.needed_bytes
 
 

@@ -147,7 +147,7 @@ def callback_of(call: Any, begins: Any = id) -> Any:
 def strategy_of(path: Path | None, **options: Any) -> Any:
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(plan="disk", disk_path=path, new_run=True, verify_digests=True, **options)
+    return HeteroOffloadStrategy(plan="disk", disk_path=path, new_run=path is not None, verify_digests=True, **options)
 
 
 def content(trainer: Any, module: Any) -> dict[str, Any]:

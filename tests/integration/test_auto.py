@@ -248,7 +248,7 @@ def test_a_missing_solver_is_named_with_a_remedy(tmp_path: Path, monkeypatch: py
 
 def test_a_budget_below_the_least_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs"):
-        run(Recipe(), HeteroOffloadStrategy(host_memory=1000), tmp_path)
+        run(Recipe(), HeteroOffloadStrategy(host_memory="1000B"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["holistics", "Auto", "", None, {"zero_optimization": {"stage": 3}}])

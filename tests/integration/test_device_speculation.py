@@ -224,7 +224,7 @@ def test_a_rate_of_discards_decides_whether_to_try(monkeypatch: pytest.MonkeyPat
 def test_a_budget_without_room_for_copies_waits_for_the_verdict(verdicts: Counter[str], tmp_path: Path) -> None:
     recipe, plan = Recipe(steps=2, clip=100.0), PLANS["device"]
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        run(recipe, HeteroOffloadStrategy(plan=plan, host_memory=1, device=EmulatedDevice(memory="4MiB")), tmp_path)
+        run(recipe, HeteroOffloadStrategy(plan=plan, host_memory="1B", device=EmulatedDevice(memory="4MiB")), tmp_path)
     for budget in (refusal.value.needed_bytes, 2 * refusal.value.needed_bytes):
         assert not verdicts["tried"]
         run(recipe, HeteroOffloadStrategy(plan=plan, host_memory=budget, device=EmulatedDevice(memory="4MiB")), tmp_path)

@@ -128,7 +128,9 @@ def test_new_run_renames_the_store_even_if_the_run_fails(
     assert_same(got, after(plain, RECIPE.steps - KEPT))
 
 
-def test_each_new_run_gets_a_name_of_its_own_and_trains_from_the_beginning(store: Path, plain: Outcome, tmp_path: Path) -> None:
+def test_each_new_run_gets_a_name_of_its_own_and_trains_from_the_beginning(
+    store: Path, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in (1, 2, 3):
         got = train(tmp_path, HeteroOffloadStrategy("disk", disk_path=store, new_run=True), RECIPE)
         assert_same(got, plain)
@@ -137,6 +139,7 @@ def test_each_new_run_gets_a_name_of_its_own_and_trains_from_the_beginning(store
     assert_same(train(tmp_path, HeteroOffloadStrategy("disk", disk_path=store, new_run=True), RECIPE, store=store), after(plain, 0))
     assert contents(store).keys() == before.keys(), "a ckpt_path that is the store at disk_path is gone on from in any case"
     assert not (tmp_path / "store.earlier-4").exists()
+    assert f"new_run=True has no effect: ckpt_path is the store at disk_path, {str(store)!r}" in caplog.text
 
 
 def test_a_step_that_is_only_pinned_counts(tmp_path: Path) -> None:

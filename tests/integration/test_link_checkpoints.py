@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.resuming import BATCHES, Ends, Model, after, train
 
@@ -238,3 +238,29 @@ def test_the_best_step_is_evaluated_as_plain_lightning_does(tmp_path: Path, plan
     assert ours.keys() == weights.keys()
     assert all(torch.equal(ours[name], value) for name, value in weights.items())
     assert str(got) == str(expected)
+
+
+class Improves(Evaluates):
+    """Each validation is better than the one before."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("worse", -float(self.global_step))
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_an_evaluation_does_not_bring_back_an_older_best_checkpoint(tmp_path: Path, links: bool) -> None:
+    """Validation runs after the step's record was written, so the record knows of one validation less."""
+    saves = ModelCheckpoint(dirpath=tmp_path / "saves", filename="{step}", monitor="worse", save_top_k=2, save_last=True)
+    waits = EarlyStopping(monitor="worse", patience=3)
+    strategy = HeteroOffloadStrategy("disk", disk_path=tmp_path / "store", link_checkpoints=links)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=8, default_root_dir=tmp_path, callbacks=[saves, waits], enable_checkpointing=True
+    )
+    module = Improves(RECIPE)
+    trainer.fit(module, data(BATCHES), data(1))
+    best, last = saves.best_model_path, tmp_path / "saves" / "last.ckpt"
+    assert Path(best).name == "step=8.ckpt"
+    assert last.is_dir() == links
+    trainer.validate(module, data(1), ckpt_path=str(last), verbose=False)
+    assert saves.best_model_path == best
+    assert float(waits.best_score) == -8

@@ -231,7 +231,7 @@ def test_a_common_model_without_reset_parameters_is_refused_with_the_reason(tmp_
 def test_a_refused_budget_leaves_it_on_the_meta_device_to_try_again(tmp_path: Path) -> None:
     expected, module = fit(Lit("cpu"), "auto", tmp_path), Lit("meta")
     with pytest.raises(OutOfMemoryBudgetError):
-        fit(module, hetero(host_memory=1), tmp_path)
+        fit(module, hetero(host_memory="1B"), tmp_path)
     assert all(p.is_meta for p in module.parameters())
     assert_same(fit(module, hetero(), tmp_path), expected)
 

@@ -34,7 +34,7 @@ SHAPE = Shape(layers=6, dropout=0.2, counting=False)
 def needs(plan: Any, train: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Device memory that the plan needs before anybody knows of activations, and the most that those take."""
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        train(HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=1)))
+        train(HeteroOffloadStrategy(plan, device=EmulatedDevice(memory="1B")))
     seen = [0]
     allocated = EmulatedLanes.allocated
 

@@ -60,7 +60,9 @@ def trainer_of(strategy: Any, root: Path, **options: Any) -> pl.Trainer:
 def smallest(plan: Any, recipe: Recipe, root: Path) -> int:
     """The least budget that the refusal names: far less than weights and state."""
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        trainer_of(HeteroOffloadStrategy(plan=plan, host_memory=1), root, precision=recipe.precision).fit(module_of(recipe), data())
+        trainer_of(HeteroOffloadStrategy(plan=plan, host_memory="1B"), root, precision=recipe.precision).fit(
+            module_of(recipe), data()
+        )
     return refusal.value.needed_bytes
 
 

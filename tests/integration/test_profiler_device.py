@@ -178,7 +178,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("case")
     profile = profile_of(replace(LONG, steps=5), folder)
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), folder)
+        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory="1B")), folder)
     saved = sum(block.activation_bytes for block in profile.blocks)
     return Case(refusal.value.needed_bytes + saved // 2, run(LONG, "auto", folder), profile)
 
@@ -233,7 +233,7 @@ def test_a_planned_step_that_does_not_fit_is_recorded_and_planned_anew(tmp_path:
     small = profile_of(replace(LONG, steps=5), tmp_path)
     saved = sum(block.activation_bytes for block in small.blocks)
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), tmp_path)
+        run(LONG, HeteroOffloadStrategy("host", device=EmulatedDevice(memory="1B")), tmp_path)
     strategy = HeteroOffloadStrategy("protrain", device=on_link(refusal.value.needed_bytes + 2 * saved), replan_drift=None)
     with caplog.at_level(logging.INFO, "lightning_hetero"):
         got = run(recipe, strategy, tmp_path, module_class=Growing, callbacks=[predictions])

@@ -282,7 +282,7 @@ def test_it_continues_with_a_smaller_budget(tmp_path: Path) -> None:
     plain = train(tmp_path, "auto", recipe)
     store = tmp_path / "store"
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory=1), recipe)
+        train(tmp_path, HeteroOffloadStrategy(plan="disk", host_memory="1B"), recipe)
     train(tmp_path, offload("disk", store), recipe, stop=2)
     got = train(tmp_path, offload("disk", store, host_memory=refusal.value.needed_bytes), recipe, store=store)
     assert_same(got, after(plain, 2))

@@ -181,7 +181,7 @@ def test_a_budget_without_room_for_copies_waits_for_the_verdict(verdicts: Counte
 
     recipe = Recipe(steps=3, clip=1.9)
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory=1), tmp_path)
+        run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory="1B"), tmp_path)
     least = refusal.value.needed_bytes
     expected = run(recipe, "auto", tmp_path)
     assert_same(run(recipe, HeteroOffloadStrategy(plan=STATE_ON_DISK, host_memory=least), tmp_path), expected)

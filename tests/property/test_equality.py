@@ -61,5 +61,5 @@ def tight_budget(plan: Any, recipe: Recipe, folder: Path) -> int:
     from lightning_hetero.errors import OutOfMemoryBudgetError
 
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        run(recipe, HeteroOffloadStrategy(plan=plan, host_memory=1), folder)
+        run(recipe, HeteroOffloadStrategy(plan=plan, host_memory="1B"), folder)
     return refusal.value.needed_bytes

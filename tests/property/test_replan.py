@@ -134,7 +134,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_training_could_continue(tmp_pat
                 assert session.executor.plan.name == "disk"
 
     with pytest.raises(OutOfMemoryBudgetError) as least:
-        run(recipe, HeteroOffloadStrategy("disk", host_memory=1), tmp_path)
+        run(recipe, HeteroOffloadStrategy("disk", host_memory="1B"), tmp_path)
     budget = least.value.needed_bytes
     got = run(recipe, HeteroOffloadStrategy("disk", host_memory=budget), tmp_path, callbacks=[Tries()])
     assert needed[0] > budget

@@ -66,7 +66,7 @@ def make_strategy(kind: str, train: Train) -> Any:
 def least_memory(train: Train, plan: Any = "disk") -> int:
     """The least budget that the plan accepts, as its refusal says."""
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
-        train(HeteroOffloadStrategy(plan=plan, host_memory=1))
+        train(HeteroOffloadStrategy(plan=plan, host_memory="1B"))
     return int(refusal.value.needed_bytes)
 
 

@@ -172,7 +172,7 @@ CHANGES: dict[str, Callable[[Any, str | int], None]] = {
 }
 
 # What holds between keys, or between the items of a list, only the reader checks.
-BETWEEN_KEYS = ("needs both in memory", "names repeat", "allowed: at most", "has rules for blocks")
+BETWEEN_KEYS = ("needs both in memory", "names repeat", "allowed: at most", "has rules")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -12,10 +12,9 @@ from lightning_hetero.units import GIB, format_bytes, parse_bytes, round_up
     ("size", "expected"),
     [
         (None, None),
-        (1, 1),
+        (1024, 1024),
         (4096.0, 4096),
         ("17B", 17),
-        (17, 17),
         ("4294967296", 4 * GIB),
         ("1KB", 1000),
         ("1 kb", 1000),
@@ -38,6 +37,10 @@ def test_sizes_are_read_as_people_write_them(size: str | float | None, expected:
     [
         "17",
         "256",
+        4,
+        256,
+        1023,
+        512.0,
         "1048575",
         "",
         "GiB",

@@ -29,14 +29,14 @@ from lightning_hetero.units import parse_bytes
 def test_a_small_host_budget_is_refused_with_a_table(root: Path, plain: Outcome) -> None:
     module = new_module()
     words = ["plan 'disk' needs", "host_memory allows 1 B", "how much", "the cache for weights", "staging", "Raise host_memory"]
-    refused(OutOfMemoryBudgetError, words, root, module, host_memory=1)
+    refused(OutOfMemoryBudgetError, words, root, module, host_memory="1B")
     assert_usable(module, root, plain)
 
 
 def test_the_refusal_names_the_smallest_budget_that_works(root: Path, plain: Outcome) -> None:
     module = new_module()
     with pytest.raises(OutOfMemoryBudgetError) as caught:
-        fit(module, root, HeteroOffloadStrategy(plan="disk", host_memory=1))
+        fit(module, root, HeteroOffloadStrategy(plan="disk", host_memory="1B"))
     needed = caught.value.needed_bytes
     refused(OutOfMemoryBudgetError, ["needs"], root, module, host_memory=needed - 1)
     torch.manual_seed(11)
@@ -79,7 +79,7 @@ def test_the_default_budget_is_the_rest_of_the_control_group(root: Path, plain: 
 def test_a_small_device_budget_is_refused(root: Path, plain: Outcome) -> None:
     module = new_module()
     words = ["plan 'resident' puts", "device_memory allows 1000 B", "Raise device_memory"]
-    refused(OutOfMemoryBudgetError, words, root, module, plan="resident", device_memory=1000)
+    refused(OutOfMemoryBudgetError, words, root, module, plan="resident", device_memory="1000B")
     assert_usable(module, root, plain)
 
 
@@ -93,7 +93,7 @@ def test_state_that_is_written_only_later_counts_too(root: Path) -> None:
     """An optimizer without native kernels makes its state at the first step."""
     recipe = Recipe(steps=2, shape=Shape(width=128), optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9))
     with pytest.raises(OutOfDiskError) as caught:
-        fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_capacity=1))
+        fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", disk_capacity="1B"))
     match = re.search(r"the plan needs ([0-9.]+ [KM]iB)", str(caught.value))
     assert match is not None
     needed = parse_bytes(match[1], name="needed")

@@ -73,6 +73,8 @@ def test_a_block_cls_that_matches_nothing_is_refused(root: Path, plain: Outcome)
     refused(ConfigError, ["block_cls='LlamaDecoderLayer'", "matches no", "MlpBlock"], root, module, block_cls="LlamaDecoderLayer")
     refused(ConfigError, ["GELU", "matches no", "MlpBlock"], root, module, block_cls=nn.GELU)
     refused(ConfigError, ["block_cls has 3", "allowed"], root, module, block_cls=[nn.GELU, 3])
+    for whole in (type(module), [nn.Module]):
+        refused(ConfigError, ["matches the whole model", type(module).__name__, "of a layer"], root, module, block_cls=whole)
     assert_usable(module, root, plain)
 
 
@@ -110,6 +112,24 @@ def test_more_memory_than_the_emulated_device_has_is_refused() -> None:
     assert EmulatedDevice("4MiB") == device
     with pytest.raises(ConfigError, match=r"device_memory=5\.0 MiB of an emulated device that has 4\.0 MiB; allowed: at most that"):
         HeteroOffloadStrategy(device=device, device_memory="5MiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"new_run": True}, "new_run=True .* no disk_path"),
+        ({"plan": "disk", "hardware_profile": "machine.json"}, "hardware_profile='machine.json' .*plan='disk' is a plan"),
+        ({"plan": "host", "replan_drift": 0.1}, "replan_drift=0.1 .*plan='host' is a plan"),
+        ({"plan": "host", "replan_drift": -1}, "replan_drift=-1; allowed"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        HeteroOffloadStrategy(**options)
+
+
+def test_a_given_plan_may_say_that_no_difference_makes_a_new_one() -> None:
+    HeteroOffloadStrategy(plan="host", replan_drift=None)
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:

@@ -271,7 +271,22 @@ def test_the_lines_are_printed_for_people_and_programs(plan_file: Path) -> None:
     arguments = ["launch", plan_file, "--rendezvous", "head:29400", "train.py", "--lr=1"]
     shown = invoke(*arguments).stdout
     assert "# On node0\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 LIGHTNING_HETERO_NODE=node0 torchrun --nproc-per-node=" in shown
-    assert shown.count("train.py --lr=1") == len(parsed("launch", plan_file, "--rendezvous", "head:29400", "train.py")["nodes"])
+    lines = json.loads(invoke("launch", plan_file, "--rendezvous", "head:29400", "--json", "train.py").stdout)
+    assert shown.count("train.py --lr=1") == len(lines["nodes"])
+
+
+@pytest.mark.parametrize("own", [["--rendezvous", "h:1", "--json"], ["--json", "--rendezvous=h:1"]])
+def test_words_after_the_script_belong_to_the_script(plan_file: Path, own: list[str]) -> None:
+    script = ["train.py", "--steps", "100", "--run-id", "x", "--run=node0", "--json", "--help", "--", "y"]
+    for arguments in ([plan_file, *own, *script], [*own, plan_file, *script], [*own, plan_file, "--", *script]):
+        lines = json.loads(invoke("launch", *arguments).stdout)
+        assert [node["command"][-len(script) :] for node in lines["nodes"]] == [script] * len(lines["nodes"])
+        assert "LIGHTNING_HETERO_STEPS" not in lines["environment"]
+    assert "least-nodes" in invoke("launch", "--help").stdout
+
+
+def test_an_unknown_option_before_the_plan_is_refused(plan_file: Path) -> None:
+    assert "--rendevous" in invoke("launch", "--rendevous", "h:1", plan_file, "train.py", code=2).stderr
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:99999", "head:port"])
