@@ -109,10 +109,11 @@ class StateBlobs:
         self._attach(part, optimizer)
 
     def _attach(self, part: Part, optimizer: Optimizer) -> None:
-        blob, entries = self._blobs.get((part, optimizer), (None, ()))
+        if (part, optimizer) not in self._blobs:
+            return
+        blob, entries = self._blobs[part, optimizer]
         lazy: dict[nn.Parameter, dict[str, Tensor]] = {}
         for i, entry in enumerate(entries):
-            assert blob is not None
             name = f"{part.names[_index(part, entry.param)]}.{entry.key}"
             source = BlobSource(self._store, blob, i, name, entry.shape, entry.dtype)
             lazy.setdefault(entry.param, {})[entry.key] = OffloadedTensor(source, stride=entry.stride)
@@ -165,8 +166,7 @@ class StateBlobs:
         if not self.kept:
             close_native(self._store, blob)
             return
-        assert blob.native is not None
-        self.retired.append(blob.native)
+        self.retired.append(blob.require_native())
         self._store.blobs.remove(blob)
         self._store.forget(blob)
 

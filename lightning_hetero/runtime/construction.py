@@ -141,10 +141,9 @@ class Construction:
                 self._give_back()
 
     def _give_back(self) -> None:
-        assert self._scratch is not None
         with torch._C.DisableTorchFunction():
             for ref in self._touched.values():
-                if (param := ref()) is not None:
+                if (param := ref()) is not None and self._scratch is not None:
                     self._scratch.filled(param.detach())
         self._touched.clear()
         self._touched_bytes = 0

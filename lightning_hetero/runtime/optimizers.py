@@ -68,7 +68,6 @@ class OptimizerBinding:
         self._on_step, self._on_read, self._on_zero, self._on_load = on_step, on_read, on_zero, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
-        self._store: TierStore | None = None
         self._replaced: dict[str, Any] = {}
         self._handle: RemovableHandle | None = None
 
@@ -229,7 +228,6 @@ class OptimizerBinding:
 
     def advance(self, part: Part, indices: Iterable[int]) -> None:
         """Counts one more step for parameters that are about to be updated natively."""
-        assert self._store is not None
         for index in indices:
             param = part.params[index]
             state = self.optimizer.state[param]
@@ -260,7 +258,6 @@ class OptimizerBinding:
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Sets state to its beginning where the optimizer has none: after a checkpoint without it, or ``state.clear()``."""
-        assert self._store is not None
         runs: list[tuple[int, int, Tensor]] = []
         for index in indices:
             param = part.params[index]
@@ -273,7 +270,6 @@ class OptimizerBinding:
             write_state(self._store, part, runs)
 
     def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
-        assert self._store is not None
         param = part.params[index]
         for array, name in enumerate(adam.state_names(part.dtype)):
             source = StateSource(self._store, part, index, array, name)
@@ -314,7 +310,6 @@ class OptimizerBinding:
 
     def _import(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Moves state in torch's format into the store, one rewrite per part."""
-        assert self._store is not None
         runs: dict[Part, list[tuple[int, int, Tensor]]] = {}
         for param, values in states.items():
             part, index = self._homes[param]

@@ -154,16 +154,15 @@ class Placer:
             OutOfMemoryBudgetError: As for :meth:`place`, of the last one.
             UnsupportedError: None of them runs with these optimizers, of the first one.
         """
-        refusal: HeteroError | None = None
+        refusals: list[HeteroError] = []
         for make in plans:
             try:
                 return self.place(make(self.model), present_bytes=present_bytes)
             except OutOfMemoryBudgetError as error:
-                refusal = error
+                refusals.append(error)
             except UnsupportedError as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+                refusals.append(refusals[-1] if refusals else error)
+        raise refusals[-1]
 
     def place(self, plan: Plan, *, present_bytes: int) -> Placement:
         """Resolves a plan, and refuses one that cannot run.
@@ -192,8 +191,10 @@ class Placer:
             profiled=self._profile is not None, device_memory=self.device_memory,
         )  # fmt: skip
         arena_bytes = 0
-        if self._options.device is not None and self._options.device.partitioned:
-            room, arena_bytes = self._partitioned(plan, needs, room)
+        device, cache_bytes = self._options.device, room.device_cache_bytes
+        if device is not None and device.partitioned and self.device_memory is not None and cache_bytes is not None:
+            cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, self.device_memory)
+            room = replace(room, device_cache_bytes=cache_bytes)
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
         self._check_schedule(plan, room, rules)
@@ -281,17 +282,15 @@ class Placer:
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
 
-    def _partitioned(self, plan: Plan, needs: Needs, room: CacheSizes) -> tuple[CacheSizes, int]:
-        """Shares a device out whose memory for weights and state is set aside, beside what torch allocates.
+    def _partitioned(self, plan: Plan, needs: Needs, cache_bytes: int, device_memory: int) -> tuple[int, int]:
+        """Divides a device between memory set aside for weights and state, and torch's allocator.
 
         Returns:
-            The rooms, with a smaller cache if need be, and what is set aside.
+            The bytes of the cache, smaller than ``cache_bytes`` if necessary, and those set aside.
 
         Raises:
             OutOfMemoryBudgetError: It is too small for both.
         """
-        assert self.device_memory is not None
-        assert room.device_cache_bytes is not None
         placed = placements(plan, self.model, device=True)
         native = {block.index for block in self._blocks if any(native_state(part, self.owners) for part in block.parts)}
         ours = sum(p.shape.state_bytes for i, p in enumerate(placed) if p.plan.state is Tier.DEVICE and i in native)
@@ -301,15 +300,15 @@ class Placer:
         if not rows[Purpose.ACTIVATIONS]:  # then state takes their place at the moment that needs most, but cannot have it
             rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
         rows[Purpose.MOVING] = moving
-        least = max((*needs.device_caches, 0)) if plan.device_cache_bytes is None else room.device_cache_bytes
-        cache = min(room.device_cache_bytes, self.device_memory - total_bytes(rows))
+        least = max((*needs.device_caches, 0)) if plan.device_cache_bytes is None else cache_bytes
+        cache = min(cache_bytes, device_memory - total_bytes(rows))
         if cache < least:
             rows[Purpose.CACHE] = least
-            raise device_too_small(plan.name, rows, device_memory=self.device_memory, profiled=self._profile is not None)
+            raise device_too_small(plan.name, rows, device_memory=device_memory, profiled=self._profile is not None)
         set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # an optimizer's own code makes its state of torch's memory
         # First fit leaves gaps between blocks of different sizes.
-        spare = min(max((*needs.device_caches, 0)), self.device_memory - total_bytes(rows) - cache)
-        return replace(room, device_cache_bytes=cache), set_aside + spare
+        spare = min(max((*needs.device_caches, 0)), device_memory - total_bytes(rows) - cache)
+        return cache, set_aside + spare
 
     @property
     def device_memory(self) -> int | None:

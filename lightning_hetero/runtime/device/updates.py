@@ -116,8 +116,8 @@ class DeviceUpdates:
         """The system gets the pages back that the engine has for state that lives on the device."""
         for ticket in writes_of(part):
             ticket.wait()
-        for array in range(_native_of(part).geometry.num_state):
-            _native_of(part).drop_state(array)
+        for array in range(part.require_native().geometry.num_state):
+            part.require_native().drop_state(array)
 
     # ---- ops ----------------------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class DeviceUpdates:
             raise HeteroError(
                 f"the state of {part.block.name!r} is on {self._lanes.device} already; SWAP_OUT comes before SWAP_IN."
             )
-        count, length = _native_of(part).geometry.num_state, part.num_elements
+        count, length = part.require_native().geometry.num_state, part.num_elements
         memory = self._lanes.memory().take(4 * count * length, f"optimizer state of {part.block.name}")
         state = self._states[part] = _State(memory, list(memory.view(torch.float32).view(count, length).unbind()), kept)
         return state
@@ -261,25 +261,18 @@ class DeviceUpdates:
             event.wait()
 
 
-def _native_of(part: Part) -> _native.NativePart:
-    assert part.native is not None, "the engine knows every part that has state of torch's Adam"
-    return part.native
-
-
 def _host(part: Part) -> list[Tensor]:
     """The state arrays in the engine's memory, flat."""
-    native, flats = _native_of(part), []
+    native, flats = part.require_native(), []
     for array in range(native.geometry.num_state):
-        address = native.state_address(array)
-        assert address is not None, "a device update has its state in memory"
-        flats.append(tensor_at(native, address, part.num_elements, torch.float32))
+        flats.append(tensor_at(native, native.state_memory(array), part.num_elements, torch.float32))
     return flats
 
 
 def _host_run(part: Part) -> Tensor:
     """The whole pages in which the engine has the state arrays."""
     address, num_bytes = spans(part)[STATE]
-    return tensor_at(_native_of(part), address, num_bytes, torch.uint8)
+    return tensor_at(part.require_native(), address, num_bytes, torch.uint8)
 
 
 def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:
