@@ -110,14 +110,14 @@ class Ticket:
         pointer = engine.pointer
         check_range("what", what, low=READY, high=DONE)
         call = functions()["wait"]
-        begin = time.monotonic()
+        begin = time.perf_counter()
         deadline = math.inf if timeout is None else begin + timeout
         while True:
-            remaining = deadline - time.monotonic()
+            remaining = deadline - time.perf_counter()
             code = call(pointer, self.id, what, min(max(remaining, 0.0), _WAIT_SLICE_S))
             if code != ETIMEDOUT or remaining <= _WAIT_SLICE_S:
                 break
-        engine.waited_s += time.monotonic() - begin
+        engine.waited_s += time.perf_counter() - begin
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
         self._let_go(DONE if code < 0 else what)  # failed tasks drain their transfers

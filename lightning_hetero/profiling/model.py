@@ -175,7 +175,7 @@ class BatchProfiler:
 
     def _now(self) -> float:
         self._settle()
-        return time.monotonic() - self._waited_s() - self._looking_s
+        return time.perf_counter() - self._waited_s() - self._looking_s
 
     def _waited_s(self) -> float:
         """Seconds that compute has waited, Python updates at anchors included."""

@@ -90,12 +90,12 @@ class Recorder:
     def waiting(self, name: str) -> Iterator[None]:
         """A wait on the compute lane for the time that compute spends issuing and waiting at an anchor."""
         self.settle()
-        start_s = time.monotonic()
+        start_s = time.perf_counter()
         begin = self.now("") if self.enabled else None
         try:
             yield
         finally:
-            self.waited_s += time.monotonic() - start_s
+            self.waited_s += time.perf_counter() - start_s
             if begin is not None:
                 self._stays.append(_Stay(self.step, name, begin, self.now(name), self.needs))
                 self.needs = ()
@@ -119,7 +119,7 @@ class Recorder:
         """Remembers an op that has just been issued; its times are read once its tickets are done."""
         if self.enabled and tickets:
             step, order = self._next()
-            self._watched.append(_Watched(step, order, kind, block, lane, time.monotonic(), tuple(tickets), ()))
+            self._watched.append(_Watched(step, order, kind, block, lane, time.perf_counter(), tuple(tickets), ()))
         return tickets
 
     def _next(self) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -11,12 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, Timer
 from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain
 from torch import Tensor, nn
 
 from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]
 
@@ -285,3 +288,20 @@ def test_the_order_of_blocks_may_change(kind: str, tmp_path: Path) -> None:
             return loss_through(self, torch.randperm(3).tolist(), batch)
 
     assert_same_as_plain(kind, partial(run, Recipe(steps=5), tmp_path=tmp_path, module_class=Shuffled))
+
+
+def test_the_runtime_leaves_the_clock_that_lightning_reads_to_those_who_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests of Lightning's timers put ``time.monotonic`` forward."""
+    real, readers = time.monotonic, set[str]()
+
+    def monotonic() -> float:
+        readers.add(sys._getframe(1).f_code.co_filename)
+        return real()
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    timer = Timer(duration={"hours": 1})
+    run(Recipe(steps=2), HeteroOffloadStrategy("disk", trace=True), tmp_path, callbacks=[timer])
+    assert readers
+    assert not [file for file in readers if "lightning_hetero/runtime" in file or "lightning_hetero/_native" in file]

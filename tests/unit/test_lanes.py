@@ -154,7 +154,7 @@ class Clock:
     def __init__(self, late_s: float = 0.0) -> None:
         self.now, self.busy, self.late_s = 100.0, 50.0, late_s
 
-    def monotonic(self) -> float:
+    def perf_counter(self) -> float:
         return self.now
 
     def process_time(self) -> float:

@@ -102,7 +102,7 @@ class CudaLanes(QueuedLanes):
             origin = self._cuda.Event(enable_timing=True, blocking=True)
             origin.record(self._compute_stream())
             origin.synchronize()
-            self._origin = origin, time.monotonic()
+            self._origin = origin, time.perf_counter()
         self._timed = timed
 
     # ---- waits ------------------------------------------------------------------------------------------------------------

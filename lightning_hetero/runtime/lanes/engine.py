@@ -35,7 +35,7 @@ class EngineOp:
         behind: The tickets that an op after this one waits for: its own, or those that it waits for itself if it has none.
             A FETCH of state has none of its own for others: its ticket waits for gradients.
         error: What ``run`` raised.
-        submitted_s: When it was submitted, in seconds of ``time.monotonic``.
+        submitted_s: When it was submitted, in seconds of ``time.perf_counter``.
     """
 
     __slots__ = ("_ended_s", "_passed_at", "after", "behind", "error", "op", "submitted_s", "tickets")
@@ -45,19 +45,19 @@ class EngineOp:
         self.tickets: tuple[Ticket, ...] = ()
         self.behind: Sequence[NativeTicket] = ()
         self.error: BaseException | None = None
-        self.submitted_s = self._ended_s = time.monotonic()
+        self.submitted_s = self._ended_s = time.perf_counter()
         self._passed_at = passed_at(op)
 
     def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
         """``run`` has returned ``tickets``; it had these ``behind`` it."""
-        self.tickets, self._ended_s = tuple(tickets), time.monotonic()
+        self.tickets, self._ended_s = tuple(tickets), time.perf_counter()
         own = [ticket for ticket in self.tickets if isinstance(ticket, NativeTicket)] if self._passed_at else []
         self.behind = own or behind
 
     def failed(self, error: BaseException, failures: Failures) -> None:
         """``run`` has raised an error."""
         traceback.clear_frames(error.__traceback__)  # they hold tensors
-        self.error, self._ended_s = error, time.monotonic()
+        self.error, self._ended_s = error, time.perf_counter()
         failures.note(error)
 
     def handed(self) -> None:

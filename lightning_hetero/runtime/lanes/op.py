@@ -59,7 +59,7 @@ class QueuedOp:
         moment: Where on its stream the op ends; ``None`` if it ends on the host.
         stream_times: Its start and end as the stream knows them.
         keep: What must live until the stream is through with it.
-        submitted_s: When it was submitted, in seconds of ``time.monotonic``.
+        submitted_s: When it was submitted, in seconds of ``time.perf_counter``.
         started_s: When it started; 0 before.
         is_observed: Whether its tickets are kept, in :attr:`tickets`.
         tickets: What ``run`` returned.
@@ -92,7 +92,7 @@ class QueuedOp:
         self.moment: StreamEvent | None = None
         self.stream_times: Callable[[], tuple[float, float]] | None = None
         self.keep: list[Tensor] = []
-        self.submitted_s = time.monotonic()
+        self.submitted_s = time.perf_counter()
         self.started_s = self._ended_s = 0.0
         self.is_observed = False
         self.tickets: tuple[Ticket, ...] = ()
@@ -116,7 +116,7 @@ class QueuedOp:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
         finally:
-            self._ended_s = time.monotonic()
+            self._ended_s = time.perf_counter()
             del self.run, self.after  # they may hold large things
             self._returned.set()
 

@@ -24,7 +24,7 @@ _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
 
 def host_moment(name: str = "") -> Moment:
     """Now, where compute is the calling thread."""
-    now_s = time.monotonic()
+    now_s = time.perf_counter()
     return lambda: now_s
 
 
@@ -160,7 +160,7 @@ class QueuedLanes:
     def _run(self, queued: QueuedOp) -> Iterable[Ticket]:
         """Runs the op, so that :meth:`copy` knows which one it is part of."""
         outer, self._local.op = self._current(), queued
-        queued.started_s = queued.started_s or time.monotonic()
+        queued.started_s = queued.started_s or time.perf_counter()
         try:
             with torch.no_grad():
                 return tuple(queued.run())
@@ -249,8 +249,8 @@ class QueuedLanes:
         queues = list(self._queues.values())
         for queue in queues:
             queue.put(None)
-        deadline = time.monotonic() + _JOIN_S
-        stuck = [q for q in queues if not q.join(max(0.0, deadline - time.monotonic()))]
+        deadline = time.perf_counter() + _JOIN_S
+        stuck = [q for q in queues if not q.join(max(0.0, deadline - time.perf_counter()))]
         self._submitted.clear()
         if stuck:
             which = ", ".join(f"{q.lane.value}: {q.current}" for q in stuck)
