@@ -29,6 +29,7 @@ from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Watcher
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import HostGradient
+from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -38,7 +39,6 @@ from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.schedules import Schedules
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.runtime.step import Step
-from lightning_hetero.runtime.sums import GradientRoom
 from lightning_hetero.store.live.blocks import Block
 
 

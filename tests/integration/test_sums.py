@@ -12,9 +12,9 @@ from support.models import data, quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.runtime import sums
+from lightning_hetero.runtime import gradient_room
+from lightning_hetero.runtime.gradient_room import gradients_added, largest_sum
 from lightning_hetero.runtime.heap import Heap
-from lightning_hetero.runtime.sums import gradients_added, largest_sum
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
@@ -69,9 +69,9 @@ def test_cached_weights_give_way_to_gradients_that_are_added_up(
     """As many as are lacking, before the last block's backward; and the bits are those of plain Lightning."""
     asked: list[int] = []
     left: list[list[int]] = []
-    monkeypatch.setattr(sums, "WORTH_IT", 1)
+    monkeypatch.setattr(gradient_room, "WORTH_IT", 1)
     monkeypatch.setattr(Heap, "lacking", lambda heap, coming: asked.append(coming) or 10**9)
-    give_way = sums.GradientRoom.give_way
+    give_way = gradient_room.GradientRoom.give_way
 
     def looked_at(self: Any, block: Any) -> None:
         before = [b.index for b in self._blocks if b.resident and b.weights_on_disk]
@@ -79,7 +79,7 @@ def test_cached_weights_give_way_to_gradients_that_are_added_up(
         after = [b.index for b in self._blocks if b.resident and b.weights_on_disk]
         left.append([block.index, len(before), len(after), self._sum_bytes])
 
-    monkeypatch.setattr(sums.GradientRoom, "give_way", looked_at)
+    monkeypatch.setattr(gradient_room.GradientRoom, "give_way", looked_at)
 
     def trained(strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
         module = LitTied()
