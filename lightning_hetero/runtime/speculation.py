@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.speculation_choice import Worth
 from lightning_hetero.runtime.updates import DueUpdate
-from lightning_hetero.runtime.worth import Worth
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.tier_store import TierStore
 

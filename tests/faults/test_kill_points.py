@@ -121,7 +121,7 @@ def strategy_of(root: Path, case: Case) -> Any:
     from support.recipes import MIXED
 
     from lightning_hetero import EmulatedDevice
-    from lightning_hetero.runtime.worth import Worth
+    from lightning_hetero.runtime.speculation_choice import Worth
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
     Worth.fixed = 1.0  # every step tries

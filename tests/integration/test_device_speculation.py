@@ -13,7 +13,7 @@ from support.verdicts import counted_verdicts, divided, fused, norms, run_scaled
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
-from lightning_hetero.runtime import worth
+from lightning_hetero.runtime import speculation_choice
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -215,7 +215,7 @@ def test_a_rate_of_discards_decides_whether_to_try(monkeypatch: pytest.MonkeyPat
         tried.append(self.trying)
 
     monkeypatch.setattr(Speculation, "begin", seen)
-    monkeypatch.setattr(worth, "_MEMORY", 4)
+    monkeypatch.setattr(speculation_choice, "_MEMORY", 4)
     recipe = Recipe(steps=5, clip=0.01)
     run(recipe, strategy_of(PLANS["disk"]), tmp_path)
     assert tried == [False, True, False, False, False]  # the first batch has to fit; then 1/4, 7/16 and more of the verdicts so far

@@ -15,7 +15,7 @@ from support.verdicts import Overflowing, counted_verdicts, divided, fused, norm
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.runtime import speculation
 from lightning_hetero.runtime.speculation import Speculation
-from lightning_hetero.runtime.worth import Worth
+from lightning_hetero.runtime.speculation_choice import Worth
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK),))

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_hetero.runtime.speculation import Speculation
-from lightning_hetero.runtime.worth import Worth
+from lightning_hetero.runtime.speculation_choice import Worth
 from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer, run
 
 

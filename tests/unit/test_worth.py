@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.ir.step_seconds import StepSeconds
-from lightning_hetero.runtime.worth import Worth
+from lightning_hetero.runtime.speculation_choice import Worth
 
 
 class Machine:
