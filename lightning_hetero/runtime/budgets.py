@@ -11,10 +11,10 @@ from lightning_hetero.runtime.arrival import Arrival
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
+from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer, least_bytes
-from lightning_hetero.runtime.steps import KeptSteps
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 
 

@@ -159,8 +159,8 @@ def die_at(root: Path, file: Path, case: Case) -> None:
     """Trains until the point, waits for everything that has been submitted, and kills itself."""
     from lightning_hetero._native import DONE
     from lightning_hetero.runtime.executor import Executor
+    from lightning_hetero.runtime.kept_steps import KeptSteps
     from lightning_hetero.runtime.speculation import Speculation
-    from lightning_hetero.runtime.steps import KeptSteps
 
     strategy = strategy_of(root, case)
     step, tried = [0], list[Any]()
