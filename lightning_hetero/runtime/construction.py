@@ -9,7 +9,7 @@ replaced, so weights and generators are those of a construction without the cont
 
 A parameter moves only while nobody else refers to its storage, because its other views would not move with it. It is looked at
 again when the next one is made. Where the plan's blocks are placed, one block at a time is copied out of the file
-(``runtime.arrival``).
+(``runtime.model_setup``).
 """
 
 from __future__ import annotations
