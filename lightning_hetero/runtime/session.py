@@ -27,6 +27,7 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_gradient
+from lightning_hetero.runtime.block_moves import growth, move_block, reopen
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.context import Run, RunContext
@@ -37,7 +38,6 @@ from lightning_hetero.runtime.frozen import Frozen, freeze
 from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
-from lightning_hetero.runtime.moving import growth, move_block, reopen
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state
