@@ -5,7 +5,7 @@ Each class does the work of some op kinds, and the executor says when: what is c
 """
 
 from lightning_hetero.runtime.device.gradients import HostGradients
-from lightning_hetero.runtime.device.held import HostGradient
+from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.device.references import WeightRef
 from lightning_hetero.runtime.device.side import DeviceSide
 from lightning_hetero.runtime.device.updates import DeviceUpdates

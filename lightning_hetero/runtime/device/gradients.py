@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hetero._native import READY
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.runtime.device.held import Buffer, GradientSource, Held, HostGradient, run_of
+from lightning_hetero.runtime.device.host_gradient import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
 from lightning_hetero.store.live.blocks import Block, Part
 
