@@ -4,10 +4,10 @@ Each class does the work of some op kinds, and the executor says when: what is c
 ``Lanes.submit`` (``runtime.lanes``). Everything else is called in the thread that computes.
 """
 
+from lightning_hetero.runtime.device.device_side import DeviceSide
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.device.references import WeightRef
-from lightning_hetero.runtime.device.side import DeviceSide
 from lightning_hetero.runtime.device.updates import DeviceUpdates
 from lightning_hetero.runtime.device.weights import DeviceWeights
 
