@@ -15,7 +15,7 @@ _FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
 
 
 def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
-    """Gives the part the mirrors that it needs where it is now; :func:`write_mirrors` and a commit have to follow.
+    """Opens the mirrors that the part needs now; :func:`write_mirrors` and a commit must follow.
 
     Returns:
         Mirrors that it does not need any more, to be closed after that commit.
@@ -33,7 +33,7 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
 
 
 def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ()) -> list[Ticket]:
-    """Writes the part's mirrors if what they mirror may have changed; the tickets are kept with them, too.
+    """Writes the part's mirrors if their content may have changed. Mirrors keep the tickets.
 
     Args:
         store: The tiers.
