@@ -1,1 +1,1 @@
-"""What a block's forward saves for backward: kept, recomputed, or swapped to the host or to the disk, as the plan says."""
+"""Saved tensors of a block's forward: kept, recomputed, or swapped to the host or the disk."""

@@ -46,7 +46,8 @@ class WeightCasts:
     """The casts of one model's weights.
 
     Contract: :meth:`enter` and :meth:`leave` surround a forward of a block whose weights leave
-    memory between uses. :meth:`drop` comes when a use of a block ends, before its weights may leave.
+    memory between uses. :meth:`drop` comes when a use of a block ends, before its weights may
+    leave.
 
     Args:
         device_type: As the attribute.
@@ -68,9 +69,9 @@ class WeightCasts:
         self.entered: list[_Forward] = []
         self.on_made: Callable[[torch.UntypedStorage], object] | None = None
         self.on_saved: Callable[[torch.UntypedStorage], object] | None = None
-        self._known: weakref.WeakValueDictionary[int, Cast] = weakref.WeakValueDictionary()  # by the storage's identity
+        self._known: weakref.WeakValueDictionary[int, Cast] = weakref.WeakValueDictionary()  # by storage
 
-    # ---- a forward ----------------------------------------------------------------------------------------------------------
+    # ---- a forward -------------------------------------------------------------------------------
 
     def enter(self, block: Block) -> None:
         """A forward of the block begins under autocast; its weights are in place."""
@@ -111,7 +112,7 @@ class WeightCasts:
         return cast if cast is not None and cast.is_in(storage) else None
 
     def reference(self, tensor: Tensor) -> CastRef | None:
-        """What autograd saves in place of a tensor that lies in a cast; ``None`` for other tensors."""
+        """What autograd saves in place of a tensor in a cast; ``None`` for other tensors."""
         cast = self.cast_of(tensor)
         if cast is None or tensor._version or tensor.is_conj() or tensor.is_neg():
             return None
@@ -119,7 +120,7 @@ class WeightCasts:
             self.on_saved(tensor.untyped_storage())
         return CastRef(cast, Layout.of(tensor))
 
-    # ---- the end of a use ---------------------------------------------------------------------------------------------------
+    # ---- the end of a use ------------------------------------------------------------------------
 
     def drop(self, block: Block) -> None:
         """The block is about to be closed: casts of its weights give their memory back."""
@@ -127,7 +128,7 @@ class WeightCasts:
             del self.blocks[block.index]
 
     def needed(self, block: Block, *, trained: bool) -> list[Cast]:
-        """The casts of the block's weights that backward may need and that have not kept their memory.
+        """The casts of the block's weights that backward may need and that have no memory now.
 
         Args:
             block: The block.
@@ -178,7 +179,7 @@ class Cast:
     def __init__(self, casts: WeightCasts, source: WeightRef, tensor: Tensor) -> None:
         self.source, self.stays = source, False
         self._casts, self._layout = casts, Layout.of(tensor)
-        self._held: torch.UntypedStorage | None = tensor.untyped_storage()  # while the block is in use
+        self._held: torch.UntypedStorage | None = tensor.untyped_storage()  # in use
         self._storage = weakref.ref(self._held)
         self._num_bytes = self._held.nbytes()
 
@@ -237,7 +238,7 @@ class CastRef:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Active during a block's forward: sees the casts of its weights, and the operators that use them.
+    """Active during a block's forward: sees casts of its weights, and operators that use them.
 
     Args:
         casts: The model's casts.
@@ -272,7 +273,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         return made
 
     def finish(self) -> None:
-        """The last operator has its node in the graph now, and the node has saved what backward needs."""
+        """The last operator's node is in the graph now, and has saved its tensors for backward."""
         last, self._last = self._last, None
         node = next((leaf.grad_fn for leaf in leaves(last) if isinstance(leaf, Tensor)), None)
         for saved, raw in () if node is None else _saved_by(type(node)):
@@ -296,7 +297,7 @@ class _Forward:
 
 
 def is_followed() -> bool:
-    """Whether hooks decide what becomes of saved tensors, such as those of activation checkpointing."""
+    """Whether hooks handle saved tensors, such as those of activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -311,7 +312,7 @@ def _saved_by(node_type: type) -> tuple[tuple[str, str], ...]:
 
 
 def _is_half(weight: object, made: object) -> bool:
-    """Whether one tensor is a 16-bit cast of the other, on the same device, and of a size that matters."""
+    """Whether one tensor is a large 16-bit cast of the other on the same device."""
     if type(weight) not in (Tensor, nn.Parameter) or type(made) is not Tensor:
         return False
     assert isinstance(weight, Tensor)
@@ -320,7 +321,7 @@ def _is_half(weight: object, made: object) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has taken the module over: its casts are part of the compiled code."""
+    """Whether ``torch.compile`` runs the module: its casts are part of the compiled code."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 

@@ -1,4 +1,4 @@
-"""Activations of a model's blocks: which forward of which block runs, and what hooks on it begin and end.
+"""Activations of a model's blocks: hooks say which forward of which block runs.
 
 What is done with every tensor that autograd saves meanwhile: [Note: What is saved].
 """
@@ -38,18 +38,20 @@ class SavedWatcher(Protocol):
         """A storage that was saved goes elsewhere."""
 
     def set_aside(self, storage: torch.UntypedStorage) -> None:
-        """A storage was made for the runtime: for what comes back, or for what a recomputation will find."""
+        """The runtime made a storage: for a swap that comes back, or for a recomputation."""
 
 
 class Activations:
     """The activations of one model.
 
-    Contract: one thread computes; it alone calls, and autograd's threads while it waits for backward. A forward may be left by any
-    exception; :meth:`begin_batch` clears up what it has left open.
+    Contract: one thread computes; it alone calls, and autograd's threads while it waits for
+    backward. A forward may be left by any exception; :meth:`begin_batch` clears up what it has left
+    open.
 
     Args:
         lanes: What moves bytes.
-        weights: Says what stands for a tensor that lies in weight memory; ``None`` for one that does not.
+        weights: Says what stands for a tensor that lies in weight memory; ``None`` for one that
+            does not.
         casts: 16-bit casts of weights; ``None`` where nobody follows them.
         files: Files for what goes to the disk.
         poison: Fill memory with NaN when it is given up (tests).
@@ -70,7 +72,7 @@ class Activations:
         self.lanes, self.weights, self.casts = lanes, weights, casts
         self.watcher: SavedWatcher | None = None
         self.swapper = Swapper(lanes, files, poison=poison, made=self.set_aside)
-        self.stack: list[tuple[BlockActivations, Use | Aside | None]] = []  # forwards that are under way
+        self.stack: list[tuple[BlockActivations, Use | Aside | None]] = []  # running forwards
         self._blocks: list[BlockActivations] = []
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
 
@@ -84,7 +86,8 @@ class Activations:
             module: The block.
             rules: Its row of the resolved plan.
             index: Its place among the blocks, as ops name it.
-            weights_move: Its weights' memory may be another's in backward; else a block that keeps everything needs no hooks.
+            weights_move: Its weights' memory may be another's in backward; else a block that keeps
+                everything needs no hooks.
         """
         block = BlockActivations(self, name, module, rules, index=index, weights_move=weights_move)
         self._blocks.append(block)
@@ -121,7 +124,8 @@ class Activations:
         """Lets go of the device memory of what has left.
 
         Args:
-            waited: SWAP_OUTs that compute has been made to wait for; those that have passed are known.
+            waited: SWAP_OUTs that compute has been made to wait for; those that have passed are
+                known.
         """
         self.swapper.sweep(waited)
 
@@ -139,7 +143,7 @@ class Activations:
 
 
 class BlockActivations:
-    """The activations of one block. ``enter`` and ``leave`` surround each of its forwards, from module hooks.
+    """The activations of one block. Module hooks call ``enter`` and ``leave`` around forwards.
 
     Attributes:
         rules: What becomes of what it saves.

@@ -1,8 +1,9 @@
 """Files of the disk tier for swapped activations, by the native engine.
 
-They are native parts of plain bytes with one slot, in a store of their own: no commit record ever names them, so that activations
-never wait for a commit of weights, nor a commit for them. Their weight memory is whatever host memory a transfer lends
-(``NativePart.bind``), so bytes go between that and the disk without a copy.
+They are native parts of plain bytes with one slot, in a store of their own: no commit record ever
+names them, so that activations never wait for a commit of weights, nor a commit for them. Their
+weight memory is whatever host memory a transfer lends (``NativePart.bind``), so bytes go between
+that and the disk without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class NativeSwapFiles:
 
     Args:
         engine: The engine; its io back end moves the bytes.
-        directory: A private directory that nothing else uses. It is closed, and removed with what is in it.
+        directory: A private directory that nothing else uses. It is closed, and removed with what
+            is in it.
         direct_io: Bypass the page cache.
         priority: Of the transfers, among those of the engine.
 

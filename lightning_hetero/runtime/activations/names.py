@@ -1,10 +1,11 @@
-"""Names of a block's operators: the one rule by which a profile gives them and the runtime finds them again.
+"""Names of a block's operators, by one rule for profiles and runtime.
 
 [Note: Names of operators]
-An operator is called after the module of the first parameter that it takes (``"attn.c_proj"``); one without a parameter, or whose
-parameter is the block's own, has ATen's name (``"gelu"``), and a number where the block has several (``"add.1"``). Numbers count
-operators that make storages, in the order in which they run inside the block's own forwards of one batch: what runs in a block
-inside it, or between two blocks, has no number among them.
+An operator is called after the module of the first parameter that it takes (``"attn.c_proj"``); one
+without a parameter, or whose parameter is the block's own, has ATen's name (``"gelu"``), and a
+number where the block has several (``"add.1"``). Numbers count operators that make storages, in the
+order in which they run inside the block's own forwards of one batch: what runs in a block inside
+it, or between two blocks, has no number among them.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ class ParameterAddresses:
 
 
 def has_storage(leaf: object, device_type: str) -> TypeGuard[Tensor]:
-    """An ordinary dense tensor of a device: neither a handle of the door nor one that a compiler traces with."""
+    """Whether this is a plain dense tensor on a device: no handle, and none of a compiler."""
     return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == device_type and leaf.layout is torch.strided  # type: ignore[attr-defined]
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What is in an operator's arguments or results, in order: they nest in tuples, lists and dicts only."""
+    """The leaves of an operator's arguments or results, in tuples, lists and dicts, in order."""
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if not isinstance(tree, tuple | list):

@@ -1,14 +1,17 @@
-"""Follows the operators of a block's forward: whose output is saved, and which ones a recomputation need not repeat.
+"""Follows a block's operators: which outputs are saved, and which a recomputation can skip.
 
 [Note: Spared operators]
-A recomputation runs the block's forward again. An operator whose outputs backward has anyway, because all of them were saved and
-are kept or swapped, is not repeated: its outputs are taken from there (LoHan eq. 7). Never spared are operators that repeat
-nothing (no tensor comes in, or a view goes out), that write in place, and casts, which autocast may or may not have in its cache;
-nor outputs that were changed in place before they were saved. Random operators leave the generators as they left them in forward.
+A recomputation runs the block's forward again. An operator whose outputs backward has anyway,
+because all of them were saved and are kept or swapped, is not repeated: its outputs are taken from
+there (LoHan eq. 7). Never spared are operators that repeat nothing (no tensor comes in, or a view
+goes out), that write in place, and casts, which autocast may or may not have in its cache; nor
+outputs that were changed in place before they were saved. Random operators leave the generators as
+they left them in forward.
 
-Operators are found again by their order. Where it differs from forward's, as after a cache was filled, nothing is spared from
-there on: whatever Python does, what is repeated is right. What writes to memory behind ATen's back, as a Triton kernel does, is
-repeated by Python, on top of the same outputs.
+Operators are found again by their order. Where it differs from forward's, as after a cache was
+filled, nothing is spared from there on: whatever Python does, what is repeated is right. What
+writes to memory behind ATen's back, as a Triton kernel does, is repeated by Python, on top of the
+same outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from lightning_hetero.runtime.activations.random import RandomState
 from lightning_hetero.runtime.activations.saved import Layout, SavedTensor
 
 _ATEN = torch.ops.aten
-_OURS = frozenset({_ATEN.detach.default, _ATEN.alias.default})  # hooks on saved tensors call them too
+_OURS = frozenset({_ATEN.detach.default, _ATEN.alias.default})  # hooks call them too
 _NEVER_SPARED = frozenset({_ATEN._to_copy.default})
 
 
@@ -68,7 +71,7 @@ class Output:
     layout: Layout
 
     def tensor(self) -> Tensor | None:
-        """A fresh tensor over the bytes that backward has; ``None`` if it has none that are as the operator left them."""
+        """A new tensor over backward's bytes of an output; ``None`` if they are gone or changed."""
         saved = None if self.made.saved is None else self.made.saved()
         if saved is None or saved.is_changed() or not saved.covers(self.layout):
             return None
@@ -77,7 +80,7 @@ class Output:
 
 @dataclass(slots=True)
 class Record:
-    """The operators of one forward of a block, in order, and those that may be spared by their place."""
+    """The operators of one forward in order, and those that a recomputation may skip."""
 
     order: list[Any] = field(default_factory=list)
     spared: dict[int, Ran] = field(default_factory=dict)
@@ -179,7 +182,7 @@ class Spare(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         order = self._record.order
         casts = self._place < len(order) and order[self._place] in _NEVER_SPARED
-        while casts and order[self._place] is not func:  # autocast had none in its cache then and has one now
+        while casts and order[self._place] is not func:  # autocast has a cached one now
             self._place += 1
             casts = self._place < len(order) and order[self._place] in _NEVER_SPARED
         if self._place >= len(order) or order[self._place] is not func:

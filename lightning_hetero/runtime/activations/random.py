@@ -1,4 +1,4 @@
-"""The state of the random generators that a forward uses, so that its recomputation draws the same numbers."""
+"""Random generators' states, so that a recomputation draws the numbers of its forward."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
 """Running a block's forward once more, for the saved tensors that it has dropped.
 
 [Note: Recomputation]
-A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, the state of the random generators
-and of autocast, and what was in the buffers that its forward changes. The first tensor that backward misses runs the module again,
-on detached arguments and under a hook that counts what autograd saves: the n-th saved tensor is what the n-th was in forward. When
-all that are missing have been met the run is broken off. The graph that it has built is thrown away; backward goes on in the first
-one.
+A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, the
+state of the random generators and of autocast, and what was in the buffers that its forward
+changes. The first tensor that backward misses runs the module again, on detached arguments and
+under a hook that counts what autograd saves: the n-th saved tensor is what the n-th was in forward.
+When all that are missing have been met the run is broken off. The graph that it has built is thrown
+away; backward goes on in the first one.
 
-This is torch's non-reentrant checkpointing, written anew with public parts. torch's own has a form for hooks
-(``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which ``torch.distributed._composable.checkpoint`` uses), but
-it takes *every* tensor that is saved inside it, so nothing there could be kept, swapped, or refer to weights; and its private
-parameters are positional and have changed from release to release.
+This is torch's non-reentrant checkpointing, written anew with public parts. torch's own has a form
+for hooks (``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which
+``torch.distributed._composable.checkpoint`` uses), but it takes *every* tensor that is saved inside
+it, so nothing there could be kept, swapped, or refer to weights; and its private parameters are
+positional and have changed from release to release.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class RecomputationError(HeteroError):
 
 
 class _AllThere(Exception):  # noqa: N818  # no error
-    """Breaks a recomputation off: whatever follows is not needed. An ``Exception``, so that hooks that are always called are."""
+    """Ends a recomputation early. An ``Exception``, so that ``always_call`` hooks run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Rerun:
         """Refuses what could not be run again.
 
         Raises:
-            UnsupportedError: Forward has changed its arguments in place, or buffers of which there is no copy.
+            UnsupportedError: Forward has changed its arguments in place, or buffers of which there
+                is no copy.
         """
         inputs, self._inputs = self._inputs, []
         if not self.dropped:
@@ -208,9 +211,10 @@ class _Collector:
 class Buffers:
     """The buffers of a block, as its forwards change them.
 
-    A recomputation finds them as its forward did, and what it does to them is thrown away: every forward counts once. Which ones
-    forward changes in place is learned from the first one, by their version counters; only those are copied from then on, and the
-    running statistics of normalization, whose version counters do not count.
+    A recomputation finds them as its forward did, and what it does to them is thrown away: every
+    forward counts once. Which ones forward changes in place is learned from the first one, by their
+    version counters; only those are copied from then on, and the running statistics of
+    normalization, whose version counters do not count.
 
     Args:
         name: The block's name, for errors.
@@ -283,7 +287,8 @@ class FoundBuffers:
         """Keeps what forward has changed.
 
         Raises:
-            UnsupportedError: It has changed a buffer in place that no forward had changed before, so that there is no copy.
+            UnsupportedError: It has changed a buffer in place that no forward had changed before,
+                so that there is no copy.
         """
         for row in self._rows:
             row.is_written |= row.buffer is not None and row.buffer._version != row.version
@@ -301,7 +306,7 @@ class FoundBuffers:
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Inside, the block has these buffers with the content that the forward has found; afterwards, those that it had before."""
+        """Inside, the block's buffers have the content that the forward found."""
         known: dict[int, Tensor] = {}  # one that several modules have is one
         after = [(row, row.owner._buffers.get(row.key)) for row in self._rows]
         for row in self._rows:

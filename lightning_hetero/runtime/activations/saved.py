@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, storage: torch.UntypedStorage, shift_bytes: int = 0) -> Tensor:
-        """A tensor of this layout in another storage, ``shift_bytes`` further on; it counts versions by itself."""
+        """A tensor of this layout in another storage, shifted, with a version counter of its own."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset + shift_bytes // self.dtype.itemsize, self.size, self.stride)
 
@@ -60,13 +60,14 @@ class Layout(NamedTuple):
 
 
 class SavedTensor:
-    """One saved tensor, wherever its bytes are; autograd holds it, and everything that it needs goes with it.
+    """One saved tensor, wherever its bytes are. Autograd holds it.
 
     Attributes:
         use: The forward that saved it.
         number: Its place among what that forward has saved.
         layout: How it lies in its storage.
-        made_by: The autograd node that made it, to tell whether a recomputation met the same tensor; empty for leaves.
+        made_by: The autograd node that made it, to tell whether a recomputation met the same
+            tensor; empty for leaves.
         tensor: It, while it is on the device; ``None`` while it is away.
         version: The version counter of ``tensor`` when it was saved.
         home: Its storage, where that may leave.
@@ -109,14 +110,14 @@ class SavedTensor:
         self.tensor = None
 
     def covers(self, layout: Layout) -> bool:
-        """Whether all that a tensor of this layout in its storage covers is where its own bytes are."""
+        """Whether a tensor of this layout lies within the bytes that were moved with this one."""
         if self.home is None or self.home.swap is None:
             return True
         (begin, end), (first, last) = self.home.moved, layout.span()
         return begin <= first and last <= end
 
     def shift_bytes(self) -> int:
-        """How much further on its storage's first byte lies in the storage of :meth:`view`'s tensor."""
+        """The offset of its storage's first byte in the storage of :meth:`view`'s tensor."""
         assert self.tensor is not None, "viewed"
         return (int(self.tensor.storage_offset()) - self.layout.offset) * self.layout.dtype.itemsize
 
@@ -135,7 +136,7 @@ class SavedTensor:
 
 
 def maker_of(tensor: Tensor) -> str:
-    """The name of the autograd node that made a tensor; empty for leaves, and for what code that torch compiled saves."""
+    """The name of the autograd node that made a tensor; empty for leaves and compiled code."""
     return "" if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
@@ -153,7 +154,8 @@ class SavedStorage:
 
     Attributes:
         owner: The use whose swap takes it along; ``None``: it stays.
-        shared: Several uses have saved it, so it stays: the later ones need it before the owner's turn comes.
+        shared: Several uses have saved it, so it stays: the later ones need it before the owner's
+            turn comes.
         to_disk: It goes to the disk.
         tensors: The saved tensors in it.
         swap: The swap that took it along.
@@ -184,12 +186,12 @@ class SavedStorage:
         return [tensor for tensor in (ref() for ref in self.tensors) if tensor is not None]
 
     def span(self) -> tuple[int, int]:
-        """First byte that a tensor on the device covers, and the one after the last; as multiples of 64 from the begin."""
+        """The first byte that a device tensor covers, a multiple of 64, and the one after the last."""
         spans = [tensor.layout.span() for tensor in self.alive() if tensor.tensor is not None]
         return (min(begin for begin, _ in spans) // 64 * 64, max(end for _, end in spans)) if spans else (0, 0)
 
     def stay(self, other: Tensor) -> None:
-        """Nobody takes it along any more, because another use has saved it too: what had left already is back.
+        """The storage stays on the device, because another use has saved it too.
 
         Args:
             other: The tensor that the other use saved.
@@ -201,7 +203,7 @@ class SavedStorage:
                 tensor.fill(other.detach().as_strided(layout.size, layout.stride, layout.offset))
 
     def leave(self, *, poison: bool) -> None:
-        """The swap has its bytes: lets go of them here. Poison shows a copy that is still under way."""
+        """Releases the bytes here: the swap has them. Poison reveals a copy that still runs."""
         raw, self.raw = self.raw, None
         for tensor in self.alive():
             tensor.leave()

@@ -1,12 +1,14 @@
-"""The way of one use's activations out of the device and back: over host memory, and from there to the disk what goes there.
+"""The hops of one use's activations: to host memory, to the disk, and back.
 
 [Note: Hops]
-Each hop moves a use's activations together: from their storages into one host buffer, tensor beside tensor at multiples of 64
-bytes, and back into one run of device memory by one copy. What goes to the disk has a host buffer and a file of its own. Host
-buffers and files are lent out again from step to step, because page-locking memory and allocating files is slow.
+Each hop moves a use's activations together: from their storages into one host buffer, tensor beside
+tensor at multiples of 64 bytes, and back into one run of device memory by one copy. What goes to
+the disk has a host buffer and a file of its own. Host buffers and files are lent out again from
+step to step, because page-locking memory and allocating files is slow.
 
-Compute's thread submits the hops; their host buffers are taken as they start, when those that they take over are free. Device
-memory to come back to is allocated by compute's thread, so that the allocator of a device with streams knows one stream.
+Compute's thread submits the hops; their host buffers are taken as they start, when those that they
+take over are free. Device memory to come back to is allocated by compute's thread, so that the
+allocator of a device with streams knows one stream.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class SwapFile(Protocol):
         """Begins to write all of it; nothing of the file is under way.
 
         Args:
-            memory: Host memory, uint8, flat, whole pages; it stays as it is until the ticket is DONE.
+            memory: Host memory, uint8, flat, whole pages; it stays as it is until the ticket is
+                DONE.
         """
 
     def read(self, memory: Tensor) -> Ticket:
@@ -96,7 +99,7 @@ class Pool(Generic[_T]):
             return Lease(self._make(num_bytes), free)
 
     def trim(self) -> None:
-        """Ends what is free and of a size that was not asked for since the last time, if any was."""
+        """Frees unused entries of sizes that were not requested since the last call."""
         if self._taken:
             self._end(num_bytes for num_bytes in list(self._free) if num_bytes not in self._taken)
             self._taken.clear()
@@ -138,7 +141,7 @@ class Swapper:
         self._lock = Lock()
 
     def afterwards(self, event: Event, action: Callable[[], object]) -> None:
-        """Does something small soon after an event has passed, in any thread; what it refers to lives until then."""
+        """Calls a small function soon after an event, in any thread."""
         with self._lock:
             self._afterwards.append((event, action))
 
@@ -236,7 +239,7 @@ class Swap:
         return self._out
 
     def left(self, waited: Sequence[Event] = ()) -> bool:
-        """Lets go of device memory if the copy to the host is over, or compute comes after it; says whether that is settled."""
+        """Releases device memory once the copy to the host is over. Returns whether that is done."""
         if self._has_left or self._out is None or self._comes_back:
             return True
         if self._out not in waited and not _passed(self._out):
@@ -314,7 +317,7 @@ class Swap:
         return self._in
 
     def memory(self) -> torch.UntypedStorage:
-        """The device memory that holds everything; brings it there if nobody has yet. Compute comes after that."""
+        """The device memory with everything, brought back if necessary. Compute waits for it."""
         if self._in is None:
             self.bring(self._demand(Lane.H2D, self.num_bytes), ())
         assert self._in is not None
@@ -329,7 +332,7 @@ class Swap:
         """What moves between device and host."""
         return self._host_bytes + self._disk_bytes
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     @property
     def _comes_back(self) -> bool:
@@ -344,7 +347,7 @@ class Swap:
         return [storage for storage in (ref() for ref in self._storages) if storage is not None]
 
     def _pack(self, *, to_disk: bool) -> list[tuple[Tensor, int]]:
-        """Lays out what leaves in one buffer: its bytes on the device, and their places in the buffer."""
+        """Packs leaving storages into one buffer: their bytes on the device, and their places in it."""
         rows: list[tuple[Tensor, int]] = []
         at = 0
         for storage in self._alive():
@@ -372,7 +375,7 @@ class Swap:
         after: Sequence[Event],
         then: Callable[[], object] = lambda: None,
     ) -> Event:
-        """Submits a hop with the bytes that it moves, which no schedule knows before a batch has been profiled.
+        """Submits a hop with the bytes that it moves.
 
         What its ``run`` puts on the list is not lent to others until the hop is over.
         """

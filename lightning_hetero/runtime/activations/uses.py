@@ -5,18 +5,21 @@ A pack hook decides for every tensor that autograd saves while a block's forward
 
 - it lies in weight memory: a reference, because that memory is another's before backward comes;
 - it is a 16-bit cast of a weight: a reference ([Note: Casts of weights]);
-- it is a parameter or buffer, small (below 4 KiB), on another device, sparse, or of a tensor class of its own: kept;
+- it is a parameter or buffer, small (below 4 KiB), on another device, sparse, or of a tensor class
+  of its own: kept;
 - it lies in an argument of the block: as ``boundary`` says;
 - an operator with a policy of its own has made it: as ``operators`` says;
 - else as ``saved`` says.
 
-*Kept* is what autograd would do. *Dropped* tensors come back by recomputation ([Note: Recomputation]), *swapped* ones leave by
-storage, so a storage moves once however often it was saved ([Note: Hops]). A storage that several uses of blocks save stays on
-the device: the later one needs it in backward before the earlier one brings it back. What a block returns is left to the block
-that takes it as its argument. In-place changes are found when backward asks for a tensor, as autograd finds them; a swapped one
-that changed after it had left is given back as it was saved.
+*Kept* is what autograd would do. *Dropped* tensors come back by recomputation ([Note:
+Recomputation]), *swapped* ones leave by storage, so a storage moves once however often it was saved
+([Note: Hops]). A storage that several uses of blocks save stays on the device: the later one needs
+it in backward before the earlier one brings it back. What a block returns is left to the block that
+takes it as its argument. In-place changes are found when backward asks for a tensor, as autograd
+finds them; a swapped one that changed after it had left is given back as it was saved.
 
-What autograd holds keeps alive what it needs, and nothing else does: a graph that is thrown away takes its host memory along.
+What autograd holds keeps alive what it needs, and nothing else does: a graph that is thrown away
+takes its host memory along.
 """
 
 from __future__ import annotations
@@ -125,7 +128,7 @@ class Use:
         if self._rerun is not None:
             self._rerun.forward_ended()
 
-    # ---- saved tensors ------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook; see [Note: What is saved]."""
@@ -145,7 +148,7 @@ class Use:
         return self._owner.weights(tensor) or self._save(tensor, None)
 
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
-        """Saves what autograd saves, or an argument (``number=None``), which belongs to the use itself and must not hold it."""
+        """Saves a tensor for autograd, or an argument of the use (``number=None``)."""
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor)
         storage = tensor.untyped_storage()
@@ -184,7 +187,7 @@ class Use:
             made.saved = weakref.ref(saved)
         return saved
 
-    # ---- swaps --------------------------------------------------------------------------------------------------------------
+    # ---- swaps -----------------------------------------------------------------------------------
 
     def hop(self, op: Op, after: Sequence[Event]) -> Event | None:
         """Submits one hop of what leaves; ``None`` if nothing does."""
@@ -207,7 +210,7 @@ class Use:
         swap = None if self._swap is None else self._swap()
         return 0 if swap is None else swap.num_bytes
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _is_inside(self) -> bool:
         return self._owner.stack[-1][1] is self
