@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, storage: torch.UntypedStorage, shift_bytes: int = 0) -> Tensor:
-        """A tensor of this layout in another storage, shifted, with a version counter of its own."""
+        """A tensor of this layout in another storage, shifted, with its own version counter."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset + shift_bytes // self.dtype.itemsize, self.size, self.stride)
 
@@ -186,7 +186,7 @@ class SavedStorage:
         return [tensor for tensor in (ref() for ref in self.tensors) if tensor is not None]
 
     def span(self) -> tuple[int, int]:
-        """The first byte that a device tensor covers, a multiple of 64, and the one after the last."""
+        """The first byte of the device tensors, a multiple of 64, and the one after the last."""
         spans = [tensor.layout.span() for tensor in self.alive() if tensor.tensor is not None]
         return (min(begin for begin, _ in spans) // 64 * 64, max(end for _, end in spans)) if spans else (0, 0)
 

@@ -239,7 +239,7 @@ class Swap:
         return self._out
 
     def left(self, waited: Sequence[Event] = ()) -> bool:
-        """Releases device memory once the copy to the host is over. Returns whether that is done."""
+        """Releases device memory once the copy to the host is over; returns whether it has."""
         if self._has_left or self._out is None or self._comes_back:
             return True
         if self._out not in waited and not _passed(self._out):
@@ -347,7 +347,7 @@ class Swap:
         return [storage for storage in (ref() for ref in self._storages) if storage is not None]
 
     def _pack(self, *, to_disk: bool) -> list[tuple[Tensor, int]]:
-        """Packs leaving storages into one buffer: their bytes on the device, and their places in it."""
+        """Packs leaving storages into one buffer: their device bytes, and their places in it."""
         rows: list[tuple[Tensor, int]] = []
         at = 0
         for storage in self._alive():
