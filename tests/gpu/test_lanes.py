@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.lanes import MEMORY_BYTES, LanesContract, Program, doing, op
+from support.lanes import MEMORY_BYTES, Program, doing, op
+from support.lanes_contract import LanesContract
 from torch import Tensor
 
 from lightning_hetero.ir.schedule import Lane, OpKind

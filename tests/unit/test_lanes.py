@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.lanes import MEMORY_BYTES, PATIENCE_S, FakeTicket, LanesContract, Program, doing, nothing, op
+from support.lanes import MEMORY_BYTES, PATIENCE_S, FakeTicket, Program, doing, nothing, op
+from support.lanes_contract import LanesContract
 from support.machines import ROOMY
 
 from lightning_hetero import _native

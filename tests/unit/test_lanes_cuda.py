@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.lanes import MEMORY_BYTES, PATIENCE_S, LanesContract, Program, doing, op
+from support.lanes import MEMORY_BYTES, PATIENCE_S, Program, doing, op
+from support.lanes_contract import LanesContract
 from support.streams import FakeCuda
 
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
