@@ -41,7 +41,9 @@ class Session:
         self.present_bytes = 0
         self.device_memory = None
         self.on_disk = False
-        self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=SimpleNamespace(enabled=False))
+        lanes = SimpleNamespace(allocated_bytes=lambda: 0)
+        speculation = SimpleNamespace(enabled=False)
+        self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=speculation, lanes=lanes)
 
     def host_memory(self) -> int:
         return self.budget
