@@ -104,7 +104,7 @@ class StoreError(HeteroError, OSError):
 
 
 class OutOfDiskError(StoreError):
-    """The disk or the quota is full."""
+    """The disk, the quota or ``disk_capacity`` is too small: before training, or in a step."""
 
 
 class StoreBusyError(StoreError):

@@ -216,6 +216,11 @@ def explain(
     if plan.is_file() and is_cluster_plan(plan.read_bytes()):
         from lightning_hetero.cli import explain_cluster
 
+        if given := o.Request.of(context).given():
+            raise ConfigError(
+                f"{plan} is a cluster plan, which names its own model and cluster; {given} would change nothing. Leave it out, or "
+                f"plan anew with plan-cluster."
+            )
         explain_cluster.run(plan, as_json=as_json)
         return
     from lightning_hetero.cli import explain as command

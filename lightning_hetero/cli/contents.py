@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_hetero.convert.safetensors import WeightFiles
-    from lightning_hetero.store.format.audit import StoreFiles
+    from lightning_hetero.store.format.audit import CommitRecord, StoreFiles
 
+_ARCHIVE = b"PK\x03\x04"  # of a zip archive's first record
 STORE, SAFETENSORS, CHECKPOINT, PLAN = "store", "safetensors", "checkpoint", "plan"
 
 
@@ -80,11 +81,13 @@ def kind_of(path: Path) -> str:
         raise ConfigError(f"{str(path)!r} does not exist. Give a store's directory, weights, a checkpoint or a plan file.")
     if path.suffix == ".safetensors":
         return SAFETENSORS
-    if zipfile.is_zipfile(path):
-        return CHECKPOINT
     with open(path, "rb") as file:
-        if file.read(64).lstrip()[:1] == b"{":
-            return PLAN
+        head = file.read(64)
+    # A truncated archive has its first bytes, and not the directory at its end.
+    if path.suffix == ".ckpt" or head.startswith(_ARCHIVE) or zipfile.is_zipfile(path):
+        return CHECKPOINT
+    if head.lstrip()[:1] == b"{":
+        return PLAN
     raise ConfigError(
         f"{str(path)!r} is no safetensors file, no checkpoint (a zip archive, as torch.save writes since 1.6) and no plan (JSON)."
     )
@@ -163,11 +166,22 @@ def _of_store(store: StoreFiles) -> Contents:
         "model": geometry.get("model"),
         "uuid": store.manifest.get("uuid"),
         "temporary": store.manifest.get("temporary"),
+        "global_step": None if record is None else training_step(record),
         "step": None if record is None else record.step,
         "state_files": {} if record is None else dict(record.states),
         "notes": [str(note) for note in store.notes],
     }
     return Contents(kind=STORE, path=store.path, facts=facts, tensors=tensors, blocks=tuple(blocks))
+
+
+def training_step(record: CommitRecord) -> int | None:
+    """Lightning's ``global_step`` of a commit; ``None`` if it stands for no kept step."""
+    from lightning_hetero.store.format.record import global_step_of
+
+    try:
+        return global_step_of(record.user)
+    except ConfigError:  # of another version: the rest of the store can be shown
+        return None
 
 
 def _num_bytes(dtype: str, shape: Iterable[int]) -> int:

@@ -87,6 +87,10 @@ class Request:
         """The request that the options of a command give."""
         return cls(**{f.name: context.params[f.name] for f in fields(cls)})
 
+    def given(self) -> str:
+        """The options that are given, as one writes them; empty without any."""
+        return _flags(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
     @classmethod
     def from_origin(cls, origin: Any, *, folder: Path) -> Request:
         """Reads the request that :meth:`origin` wrote into a plan file in ``folder``.
@@ -142,6 +146,12 @@ class Request:
         """
         self._check()
         hardware = self.hardware()
+        if self.model_profile is not None and self._names(("machine", "device")):
+            typer.echo(
+                "note: compute is as fast as on the machine that --model-profile was measured on: its seconds are not scaled to "
+                f"{hardware.name}. For times of that device, use a --preset-model.",
+                err=True,
+            )
         return self.model(hardware), hardware
 
     def _check(self) -> None:

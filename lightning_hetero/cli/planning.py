@@ -113,7 +113,7 @@ def planners(name: str) -> dict[str, Callable[..., Plan]]:
     if name == ALL:
         return dict(PLANNERS)
     if name not in PLANNERS:
-        hint = did_you_mean(name, [*PLANNERS, ALL])
+        hint = f' plan="auto" of the strategy is {DEFAULT!r}.' if name == "auto" else did_you_mean(name, [*PLANNERS, ALL])
         raise ConfigError(f"--planner {name!r}; allowed: {', '.join(sorted(PLANNERS))}, {ALL}.{hint}")
     return {name: PLANNERS[name]}
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_hetero.cli.contents import CHECKPOINT, PLAN, STORE, kind_of, unsafe_globals
+from lightning_hetero.cli.contents import CHECKPOINT, PLAN, STORE, kind_of, training_step, unsafe_globals
 from lightning_hetero.cli.output import console, pairs, print_json, working
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir import cluster_plan, hardware, model
+from lightning_hetero.ir.cluster_plan import ClusterPlan
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning_hetero.store.format.audit import CommitRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +60,7 @@ def run(path: Path, *, as_json: bool) -> bool:
         return bool(report.faults)
     screen = console()
     screen.print(
-        pairs("", {"path": str(path), "kind": kind, "checked": report.checked, "faults": str(len(report.faults) or "none")})
+        pairs("", {"path": str(path), "kind": report.kind, "checked": report.checked, "faults": str(len(report.faults) or "none")})
     )
     for title, lines in (("fault", report.faults), ("note", report.notes)):
         for line in lines:
@@ -71,7 +80,7 @@ def _store(path: Path) -> VerifyReport:
         faults += tuple(f"{report.path.name}: {fault}" for report in kept for fault in report.faults)
         blocks = () if store.record is None else store.record.blocks
         states = 0 if store.record is None else len(store.record.states)
-        step = "no step" if store.record is None else f"step {store.record.step}"
+        step = "no step" if store.record is None else _step(store.record)
         notes = [] if store.record is None else [f"an older record is in use: {note}" for note in store.notes]
         without = sum(not store.has_digests(block) for block in blocks) if not faults else 0
     if without:
@@ -82,6 +91,12 @@ def _store(path: Path) -> VerifyReport:
     what = f"stamps and digests of {len(blocks)} blocks" + (f" and {states} state files" if states else "")
     checked = "; ".join([f"{step}: {what}", *(f"{r.path.name}, {r.checked}" for r in kept)])
     return VerifyReport(kind=STORE, path=path, checked=checked, faults=faults, notes=tuple(notes))
+
+
+def _step(record: CommitRecord) -> str:
+    """The training step, and the commit's own number, which counts every commit."""
+    step = training_step(record)
+    return f"commit {record.step}, no training step" if step is None else f"training step {step} (commit {record.step})"
 
 
 def _weights(path: Path) -> VerifyReport:
@@ -122,9 +137,27 @@ def _archive_faults(path: Path) -> Iterator[str]:
         yield f"{path.name}: {error}"
 
 
+_Reader = tuple[str, Callable[[Path], object]]  # what it reads, and how
+_PLAN: _Reader = (PLAN, Plan.load)
+_READERS: dict[str, _Reader] = {  # of JSON files, by their format
+    cluster_plan.FORMAT: ("cluster plan", ClusterPlan.load),
+    model.FORMAT: ("model profile", ModelProfile.load),
+    hardware.FORMAT: ("hardware profile", HardwareProfile.load),
+}
+
+
 def _plan(path: Path) -> VerifyReport:
+    kind, load = _PLAN
+    checked = "the plan's rules"
     try:
-        Plan.load(path)
+        form = json.loads(path.read_bytes()).get("format")
+    except (ValueError, AttributeError, RecursionError):
+        form = None  # the reader says what is wrong
+    if form in _READERS:
+        kind, load = _READERS[form]
+        checked = f"the {kind}'s keys and values"
+    try:
+        load(path)
     except ConfigError as error:
-        return VerifyReport(kind=PLAN, path=path, checked="the plan's rules", faults=(str(error),))
-    return VerifyReport(kind=PLAN, path=path, checked="the plan's rules", faults=())
+        return VerifyReport(kind=kind, path=path, checked=checked, faults=(str(error),))
+    return VerifyReport(kind=kind, path=path, checked=checked, faults=())

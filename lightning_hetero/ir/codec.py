@@ -33,7 +33,9 @@ def check_format(data: dict[str, Any], name: str, version: int, *, what: str, so
         ConfigError: They belong to another format or version.
     """
     got = data.pop("format", name), data.pop("version", version)
-    if got != (name, version) or isinstance(got[1], bool):
+    if got[0] == name and (got[1] != version or isinstance(got[1], bool)):
+        raise ConfigError(f"{source} is a {what} of version {got[1]!r}; this package reads version {version}. Make it anew.")
+    if got[0] != name:
         raise ConfigError(f"{source} is not a {what}: got format {got[0]!r}, version {got[1]!r}, expected {name!r}, {version}.")
 
 

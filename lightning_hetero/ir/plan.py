@@ -180,7 +180,8 @@ class Plan:
         if unknown:
             raise ConfigError(
                 f"plan {self.name!r} has rules for blocks that the model lacks: {', '.join(unknown)}. The model's blocks are: "
-                f"{', '.join(names)}. Correct the names, or set block_cls so that the blocks match."
+                f"{', '.join(names)}. Correct the names, or take the model that the plan is for; in training block_cls says "
+                f"what its blocks are."
             )
         if unused:
             raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -111,6 +112,8 @@ def _zero_infinity(model: ModelShape, shared_memory: bool) -> tuple[Plan, ...]:
     return tuple(_keeping(p) for p in plans) if shared_memory else plans
 
 
+_NEEDS_DEVICE = frozenset({"full_recompute"})  # with memory of its own
+
 _VARIANTS: dict[str, Callable[[ModelShape, bool], tuple[Plan, ...]]] = {
     "resident": lambda model, _: (resident(model),),
     "full_recompute": _full_recompute,
@@ -119,6 +122,24 @@ _VARIANTS: dict[str, Callable[[ModelShape, bool], tuple[Plan, ...]]] = {
     "zero_offload": partial(_keep_or_recompute, zero_offload),
     "zero_infinity": _zero_infinity,
 }
+
+
+def check_machine(planner: str, machine: str, *, shared_memory: bool) -> None:
+    """Refuses a planner that has no plan for a kind of machine, whatever the model.
+
+    Args:
+        planner: Its name.
+        machine: The machine's name.
+        shared_memory: The device is the host's own CPU.
+
+    Raises:
+        PlanError: It has none.
+    """
+    if shared_memory and planner in _NEEDS_DEVICE:
+        raise PlanError(
+            f"baseline {planner!r} recomputes activations, and {machine!r} computes in host memory, where they stay. Use "
+            f"'resident', 'host' or 'disk'."
+        )
 
 
 def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan, ...]:
@@ -148,18 +169,16 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updat
     Raises:
         PlanError: No variant fits; the message is that of the last one, which needs least.
     """
-    refusal = PlanError(
-        f"baseline {baseline!r} recomputes or swaps activations, and {hardware.name!r} computes in host memory, where they stay. "
-        f"Use 'resident', 'host' or 'disk'."
-    )
-    for variant in variants(baseline, model.shape(), shared_memory=hardware.shared_memory):
-        try:
+    check_machine(baseline, hardware.name, shared_memory=hardware.shared_memory)
+    *earlier, last = variants(baseline, model.shape(), shared_memory=hardware.shared_memory)
+    found = None
+    for variant in earlier:
+        with suppress(PlanError):
             found = evaluated(variant, model, hardware, updates=updates)
-        except PlanError as error:
-            refusal = error
-            continue
-        return replace(found, objective_s=found.require_predicted().iteration_s, decisions=_decisions(found))
-    raise refusal
+            break
+    if found is None:
+        found = evaluated(last, model, hardware, updates=updates)
+    return replace(found, objective_s=found.require_predicted().iteration_s, decisions=_decisions(found))
 
 
 def _decisions(plan: Plan) -> Mapping[str, object]:

@@ -24,6 +24,7 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE as _PAGE
 from lightning_hetero.store.volume import Volume
 
+_FEWER_SWAPS = "swap fewer activations to the disk"
 _SWAPS_OF_BLOCK = 4  # files of activations that a block has at the same time, or less
 
 
@@ -74,7 +75,8 @@ class Directories:
         manifest = {"model": type(self._root).__name__, "blocks": rows}
         make_room(self._open_files)
         path = self._options.disk_path if trains else self._scratch_path()
-        return self._make(path, manifest, self.disk_bytes + placement.later_bytes, layout=layout, resume=resume)
+        needed, remedy = self.disk_bytes + placement.later_bytes, _remedy(placement, kept=kept)
+        return self._make(path, manifest, needed, layout=layout, resume=resume, remedy=remedy)
 
     def make_ready(self, store: TierStore, placement: Placement, *, trains: bool, kept: bool) -> None:
         """Room for another plan's files, before anything moves.
@@ -92,7 +94,7 @@ class Directories:
         states = 0 if store.files.states is None else store.files.states.num_bytes
         limits = DiskLimits(
             needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self._options.disk_capacity,
-            allow_tmpfs=True, allow_rotational=True,
+            allow_tmpfs=True, allow_rotational=True, remedy=_remedy(placement, kept=kept),
         )  # fmt: skip  # the directory is in use already
         store.files.directory.check_room(limits)
 
@@ -121,7 +123,7 @@ class Directories:
             directory = store.files.directory
             path = directory.path / "activations" if self._options.disk_path is not None and directory is not None else None
             manifest = {"model": type(self._root).__name__, "holds": "activations"}
-            self._swaps = NativeSwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes))
+            self._swaps = NativeSwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes, remedy=_FEWER_SWAPS))
         return self._swaps
 
     def close_swaps(self) -> None:
@@ -165,3 +167,9 @@ def _row(param: nn.Parameter) -> list[Any]:
     """What a manifest says of a parameter; strides where they are not the usual ones."""
     row = [str(param.dtype), list(param.shape)]
     return row if param.is_contiguous() else [*row, list(param.stride())]
+
+
+def _remedy(placement: Placement, *, kept: bool) -> str:
+    """How a run can write less: steps that are kept have copies of what the plan has in memory."""
+    ways = ['keep no steps (durability="none")'] if kept else []
+    return ", or ".join([*ways, *(["place fewer blocks on 'disk'"] if placement.uses_disk else [])])

@@ -38,6 +38,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.planners.baselines import check_machine
 from lightning_hetero.planners.evaluation import speculation
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
@@ -164,7 +165,12 @@ class Autoplan:
         return self.model is not None and [(b.name, b.num_params) for b in self.model.blocks] == list(sizes)
 
     def fit_begins(self, session: Session) -> None:
-        """A fit is about to start: the plan of an earlier one counts if the model has the same blocks."""
+        """A fit is about to start: the plan of an earlier one counts if the model has the same blocks.
+
+        Raises:
+            PlanError: The planner has no plan for a machine of this kind.
+        """
+        check_machine(self.planner, "CPU", shared_memory=session.options.device is None)
         self._times.clear()
         self._steps = self._odd_batches = 0
         if not self._knows((b.name, sum(p.num_elements for p in b.parts)) for b in session.blocks):

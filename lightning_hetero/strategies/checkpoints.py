@@ -160,7 +160,7 @@ class Checkpoints(Core):
                 "at ckpt_path, pass new_run=True to the strategy.", str(own),
             )  # fmt: skip
         else:
-            make_way(own, new_run=new_run, empty=True)
+            make_way(own, new_run=new_run, source=path)
             bring(kept, own)
         return own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +17,10 @@ from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.strategies.core import Core
 from lightning_hetero.units import parse_bytes
+
+log = logging.getLogger(__name__)
+
+_RECORD = "pass trace=True to the strategy to record one"
 
 
 class Reports(Core):
@@ -84,11 +89,15 @@ class Reports(Core):
 
     @property
     def trace(self) -> Trace:
-        """Spans of the latest steps, with ``trace=True``."""
+        """Spans of the latest steps, with ``trace=True``; without it there are none, and a warning says so."""
+        if not self.options.trace:
+            log.warning("There is no trace: %s.", _RECORD)
         return self.session.recorder.trace() if self.session is not None else self._last_trace
 
     def stall_report(self) -> str:
         """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
+        if not self.options.trace:
+            return f"no trace: {_RECORD}"
         trace = self.trace
         found = stalls(trace)
         return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))

@@ -375,7 +375,7 @@ def test_a_store_with_a_kept_step_does_not_give_way_to_another_one(store: Path, 
     other = tmp_path / "other"
     train(tmp_path, HeteroOffloadStrategy("disk", disk_path=other), RECIPE, stop=1)
     before = contents(other)
-    with pytest.raises(ConfigError, match="holds step 1 of an earlier run"):
+    with pytest.raises(ConfigError, match=rf"holds step 1 of an earlier run.*To begin at ckpt_path '{store}', pass new_run=True"):
         train(tmp_path, HeteroOffloadStrategy("disk", disk_path=other), RECIPE, store=store)
     assert contents(other) == before
     got = train(tmp_path, HeteroOffloadStrategy("disk", disk_path=other, new_run=True), RECIPE, store=store)

@@ -172,7 +172,7 @@ def _edited(profile: HardwareProfile | ModelProfile, **changes: Any) -> str:
         ({"source": {"name": 3}}, r"source=.*expected an object of text"),
         ({"name": 3}, r"name=3; expected text"),
         ({"format": "lightning-hetero-model"}, r"is not a hardware profile: got format 'lightning-hetero-model'"),
-        ({"version": 2}, r"version 2, expected 'lightning-hetero-hardware', 1"),
+        ({"version": 2}, r"is a hardware profile of version 2; this package reads version 1"),
     ],
 )
 def test_a_hardware_profile_out_of_range_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -110,7 +110,7 @@ def plan(
 def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfile) -> list[int]:
     """The allowed splits that this machine runs and the batch has, smallest first."""
     if not allowed or not all(isinstance(m, int) and not isinstance(m, bool) and 1 <= m <= 1024 for m in allowed):
-        raise ConfigError(f"micro_batches={allowed!r}; allowed: integers from 1 to 1024, such as (1, 2, 4).")
+        raise ConfigError(f"micro_batches={allowed!r}; allowed: integers from 1 to 1024, such as [1, 2, 4].")
     found = [m for m in sorted(set(allowed)) if m == 1 or (model.tokens % m == 0 and not hardware.shared_memory)]
     if not found:
         where = "the host's own CPU splits no batch" if hardware.shared_memory else f"a batch has {model.tokens} tokens"

@@ -120,7 +120,7 @@ def infeasible(request: SearchRequest) -> PlanError:
     remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]
     smaller = request.smaller()
     if smaller is not None:
-        what = f"micro_batches=({smaller * request.parts},), micro-batches" if request.may_split(smaller) else "a batch"
+        what = f"micro_batches=[{smaller * request.parts}], micro-batches" if request.may_split(smaller) else "a batch"
         remedies.insert(0, f"{what} {smaller} times smaller")
     if lacking:
         tier = min(lacking, key=lambda t: lacking[t])

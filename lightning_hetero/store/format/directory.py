@@ -45,6 +45,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 log = logging.getLogger(__name__)
 
 
+_FEWER_BLOCKS = "place fewer blocks on 'disk'"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskLimits:
     """What a store's directory must offer.
@@ -54,12 +57,19 @@ class DiskLimits:
         capacity_bytes: The user's ``disk_capacity``; ``None`` for none.
         allow_tmpfs: Accept a file system in memory.
         allow_rotational: Accept a disk with moving heads.
+        whose: Who chose the directory, for errors.
+        remedy: How less can be written.
     """
 
     needed_bytes: int
     capacity_bytes: int | None = None
     allow_tmpfs: bool = False
     allow_rotational: bool = False
+    whose: str = "disk_path"
+    remedy: str = _FEWER_BLOCKS
+
+
+_DEFAULT_ROOT = "without disk_path files go to the Trainer's root directory;"
 
 
 class StoreDirectory:
@@ -108,6 +118,7 @@ class StoreDirectory:
         capacity_bytes: int | None = None,
         allow_tmpfs: bool = False,
         allow_rotational: bool = False,
+        remedy: str = _FEWER_BLOCKS,
         layout: dict[str, Any] | None = None,
         resume: bool = False,
     ) -> StoreDirectory:
@@ -123,6 +134,7 @@ class StoreDirectory:
             capacity_bytes: The user's ``disk_capacity``.
             allow_tmpfs: Accept a file system in memory.
             allow_rotational: Accept a disk with moving heads.
+            remedy: How less can be written, for errors.
             layout: What a resume has to know to open the files, as JSON-able data; see
                 :attr:`layout`.
             resume: Keep the files that are there, and their uuid and layout, instead of starting
@@ -135,8 +147,9 @@ class StoreDirectory:
             StoreError: A system call failed.
         """
         limits = DiskLimits(
-            needed_bytes=needed_bytes, capacity_bytes=capacity_bytes, allow_tmpfs=allow_tmpfs, allow_rotational=allow_rotational
-        )
+            needed_bytes=needed_bytes, capacity_bytes=capacity_bytes, allow_tmpfs=allow_tmpfs, allow_rotational=allow_rotational,
+            whose="disk_path" if path is not None else _DEFAULT_ROOT, remedy=remedy,
+        )  # fmt: skip
         geometry = json.loads(json.dumps(manifest))  # as it reads back: lists for tuples
         place = Path(default_root if path is None else path).expanduser().absolute()
         _check_capacity(place, limits)
@@ -426,8 +439,8 @@ def _check_empty(path: Path, directory_fd: int) -> None:
 def _check_capacity(path: Path, limits: DiskLimits) -> None:
     if limits.capacity_bytes is not None and limits.needed_bytes > limits.capacity_bytes:
         raise OutOfDiskError(
-            f"disk_path {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, disk_capacity allows "
-            f"{format_bytes(limits.capacity_bytes)}. Raise disk_capacity, or place fewer blocks on 'disk'."
+            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, disk_capacity allows "
+            f"{format_bytes(limits.capacity_bytes)}. Raise disk_capacity, or {limits.remedy}."
         )
 
 
@@ -446,8 +459,8 @@ def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> Volume:
     free = volume.free_bytes + _own_bytes(directory_fd)
     if limits.needed_bytes > free:
         raise OutOfDiskError(
-            f"disk_path {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are free. Free "
-            f"some, choose a disk_path on a larger disk, or place fewer blocks on 'disk'."
+            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are free. "
+            f"Free some, choose a disk_path on a larger disk, or {limits.remedy}."
         )
     return volume
 

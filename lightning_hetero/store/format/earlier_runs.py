@@ -24,15 +24,15 @@ _UNREADABLE = "commit records that cannot be read"
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 
 
-def make_way(path: Path, *, new_run: bool, empty: bool = False) -> None:
+def make_way(path: Path, *, new_run: bool, source: Path | None = None) -> None:
     """Sees to it that a new store at ``path`` writes over no kept step.
 
     Args:
         path: The run's ``disk_path``; it may be missing.
         new_run: Put a store that has a kept step aside: it is renamed, and a warning names its new
             path.
-        empty: The new store needs an empty directory, so files of a store without a kept step are
-            removed, too.
+        source: The store or snapshot that the new store begins as. It needs an empty directory, so
+            files of a store without a kept step are removed, too.
 
     Raises:
         ConfigError: A store with a kept step is there and ``new_run`` is false, or it is of another
@@ -45,25 +45,27 @@ def make_way(path: Path, *, new_run: bool, empty: bool = False) -> None:
     with StoreFiles(path) as store:  # its lock is held until it has another name
         if kept := what_is_kept(store):
             if not new_run:
-                raise refusal(path, kept)
+                raise refusal(path, kept, source)
             log.warning("disk_path %r held %s. It has been put aside: %r.", str(path), kept, str(_put_aside(path)))
-        elif empty:
+        elif source is not None:
             remove_store(path)
 
 
-def refusal(path: Path, kept: str) -> ConfigError:
+def refusal(path: Path, kept: str, source: Path | None = None) -> ConfigError:
     """The refusal to write over a store.
 
     Args:
         path: The store.
         kept: What it keeps; see :func:`what_is_kept`.
+        source: The store or snapshot that the run begins at.
     """
+    begin = "begin anew" if source is None else f"begin at ckpt_path {str(source)!r}"
     if kept == _UNREADABLE:
         go_on = "No run can go on from them: to do so, bring the file COMMIT back from a copy of the store."
     else:
         go_on = f"To go on from it, pass ckpt_path={str(path)!r} to trainer.fit."
     return ConfigError(
-        f"disk_path {str(path)!r} holds {kept} of an earlier run, which this run would write over. {go_on} To begin anew, pass "
+        f"disk_path {str(path)!r} holds {kept} of an earlier run, which this run would write over. {go_on} To {begin}, pass "
         f"new_run=True to the strategy: the store is then renamed, and stays. Or choose another disk_path."
     )
 

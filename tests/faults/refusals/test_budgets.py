@@ -89,6 +89,16 @@ def test_a_small_disk_capacity_is_refused(root: Path, plain: Outcome) -> None:
     assert_usable(module, root, plain)
 
 
+def test_a_disk_that_only_kept_steps_fill_is_remedied_by_keeping_none(root: Path, tmp_path: Path) -> None:
+    store = tmp_path / "kept"
+    with pytest.raises(OutOfDiskError, match=r"^disk_path '.*kept': .*Raise disk_capacity, or keep no steps") as found:
+        fit(new_module(), root, HeteroOffloadStrategy(plan="host", disk_path=store, disk_capacity="10KiB"))
+    assert "fewer blocks" not in str(found.value)
+    fit(new_module(), root, HeteroOffloadStrategy(plan="host", disk_path=store, disk_capacity="10KiB", durability="none"))
+    with pytest.raises(OutOfDiskError, match=r"^without disk_path files go to the Trainer's root directory.*fewer blocks"):
+        fit(new_module(), root, HeteroOffloadStrategy(plan="disk", disk_capacity="10KiB"))
+
+
 def test_state_that_is_written_only_later_counts_too(root: Path) -> None:
     """An optimizer without native kernels makes its state at the first step."""
     recipe = Recipe(steps=2, shape=Shape(width=128), optimizer=lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9))

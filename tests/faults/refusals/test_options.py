@@ -14,6 +14,7 @@ from torch import nn
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import (
     ConfigError,
+    PlanError,
 )
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -114,6 +115,18 @@ def test_more_memory_than_the_emulated_device_has_is_refused() -> None:
         HeteroOffloadStrategy(device=device, device_memory="5MiB")
 
 
+def test_a_planner_of_clusters_is_said_to_be_one() -> None:
+    with pytest.raises(ConfigError, match="'autohet' plans clusters: lightning-hetero plan-cluster --planner autohet"):
+        HeteroOffloadStrategy(plan="autohet")
+
+
+def test_a_planner_that_has_no_plan_for_a_cpu_is_refused_before_training(root: Path, plain: Outcome) -> None:
+    module = new_module()
+    refused(PlanError, ["'full_recompute' recomputes activations", "'CPU'", "'host'"], root, module, plan="full_recompute")
+    assert not module.losses
+    assert_usable(module, root, plain)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -135,3 +148,17 @@ def test_a_given_plan_may_say_that_no_difference_makes_a_new_one() -> None:
 def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="host_budget"):
         HeteroOffloadStrategy(host_budget="4GiB")
+
+
+# ---- reports ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_that_was_not_recorded_is_said_to_be_none(caplog: pytest.LogCaptureFixture) -> None:
+    strategy: Any = HeteroOffloadStrategy(plan="host")
+    assert strategy.stall_report() == "no trace: pass trace=True to the strategy to record one"
+    assert not strategy.trace.spans
+    assert "There is no trace: pass trace=True" in caplog.text
+    caplog.clear()
+    traced: Any = HeteroOffloadStrategy(plan="host", trace=True)
+    assert traced.stall_report() == ""
+    assert not caplog.text

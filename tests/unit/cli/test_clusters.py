@@ -162,6 +162,12 @@ def test_explain_shows_the_binding_stage_and_other_clusters(plan_file: Path) -> 
         assert word in shown
 
 
+def test_explain_of_a_cluster_plan_refuses_options_of_other_plans(plan_file: Path) -> None:
+    refused = invoke("explain", plan_file, "--batch", "16", "--host-memory", "4GiB", code=2).stderr
+    assert "--batch, --host-memory would change nothing" in refused
+    assert "plan-cluster" in refused
+
+
 def test_explain_tries_the_degrees_that_the_plan_was_made_with(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     made = parsed("plan-cluster", CLUSTER, *MODEL, "--tensor-parallel", "2", "--out", path)

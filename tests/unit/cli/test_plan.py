@@ -142,6 +142,30 @@ def test_planner_options_are_json_or_text_and_reach_the_planners_that_know_them(
         planning.run(planners, MODEL, HARDWARE, {"j": 1})
 
 
+def test_the_notation_that_a_refusal_recommends_is_accepted(profiles: list[str]) -> None:
+    refused = invoke("plan", *profiles, "--option", "micro_batches=(8,)", code=2).stderr
+    (recommended,) = re.findall(r"such as (\[.*\])", refused)
+    invoke("plan", *profiles, "--option", f"micro_batches={recommended}", "--option", "evaluations=5")
+
+
+def test_auto_is_named_as_the_planner_that_it_is(profiles: list[str]) -> None:
+    refused = invoke("plan", *profiles, "--planner", "auto", code=2).stderr
+    assert "is 'holistic'" in refused
+    assert "Did you mean" not in refused
+
+
+def test_seconds_of_another_machine_are_said_to_be_those(profiles: list[str], tmp_path: Path) -> None:
+    model = profiles[:2]
+    noted = invoke("simulate", *_planned(tmp_path, profiles), *model, "--device", "rtx4090", "--host-memory", "64GiB").stderr
+    assert "not scaled to" in noted
+    assert "note" not in invoke("simulate", *_planned(tmp_path, profiles)).stderr
+
+
+def _planned(folder: Path, profiles: list[str]) -> list[str]:
+    invoke("plan", *profiles, "--planner", "zero_infinity", "--out", folder / "p.json")
+    return [str(folder / "p.json")]
+
+
 def test_an_option_with_few_values_is_one_of_them() -> None:
     chosen: list[Saved] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cli import invoke, parsed
+from support.cli import HARDWARE, MODEL, invoke, parsed
 from support.models import LitModel, Recipe, quiet_trainer
 from support.models import data as batches
 
@@ -50,6 +50,7 @@ def test_inspect_shows_a_stores_step_blocks_and_parameters(trained: Path) -> Non
     got = parsed("inspect", trained / "store")
     assert got["kind"] == "store"
     assert got["facts"]["step"] > 0
+    assert got["facts"]["global_step"] == 2, "Lightning's, whatever the commit's own number is"
     assert got["facts"]["model"] == "LitModel"
     assert {row["name"]: tuple(row["shape"]) for row in got["tensors"]}["model.blocks.0.up.weight"] == (51, 24)
     assert all(row["has_digests"] for row in got["blocks"])
@@ -130,6 +131,8 @@ def test_a_complete_file_has_no_faults(trained: Path, tmp_path: Path) -> None:
         "kind": "store", "path": str(trained / "store"), "faults": [], "notes": [],
         "checked": parsed("verify", trained / "store")["checked"],
     }  # fmt: skip
+    commit = parsed("inspect", trained / "store")["facts"]["step"]
+    assert parsed("verify", trained / "store")["checked"].startswith(f"training step 2 (commit {commit}): stamps")
     assert "faults" in invoke("verify", trained / "store").output
     assert parsed("verify", trained / "x.ckpt")["faults"] == []
     save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
@@ -153,6 +156,34 @@ def test_a_changed_byte_of_a_checkpoint_is_named_with_its_record(root: Path) -> 
     (fault,) = parsed("verify", root / "x.ckpt", code=1)["faults"]
     assert "x.ckpt at offset" in fault
     assert "data/" in fault
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.pt"])
+@pytest.mark.parametrize("size", [0, 40, -100])
+def test_a_truncated_checkpoint_is_a_fault(name: str, size: int, root: Path) -> None:
+    raw = (root / "x.ckpt").read_bytes()[:size]
+    path = root / name
+    path.write_bytes(raw)
+    if name == "x.pt" and not raw:  # nothing says what it was
+        invoke("verify", path, code=2)
+        return
+    report = parsed("verify", path, code=1)
+    assert report["kind"] == "checkpoint"
+    assert name in report["faults"][0]
+    invoke("inspect", path, code=2)
+
+
+def test_profiles_and_cluster_plans_are_checked_by_their_own_rules(tmp_path: Path) -> None:
+    for kind, value in (("model profile", MODEL), ("hardware profile", HARDWARE)):
+        path = tmp_path / "x.json"
+        path.write_text(value.to_json())
+        report = parsed("verify", path)
+        assert (report["kind"], report["faults"]) == (kind, [])
+        path.write_text(value.to_json().replace('"name"', '"nom"', 1))
+        assert "missing keys ['name']" in parsed("verify", path, code=1)["faults"][0]
+    cluster = ["--preset-model", "gpt:layers=4,hidden=512,heads=8", "--batch", "1", "--sequence", "128", "--micro-batches", "6"]
+    invoke("plan-cluster", "2xa100-80", *cluster, "--out", tmp_path / "c.json")
+    assert parsed("verify", tmp_path / "c.json")["kind"] == "cluster plan"
 
 
 def test_a_short_safetensors_file_is_a_fault(tmp_path: Path) -> None:
