@@ -22,8 +22,10 @@ plans for a model and a machine that ``gpu_step.py --profiles`` has profiled, wi
 and trains nothing; ``gpu_step.py --variants DIR`` does.
 
     python benchmarks/gpu_step.py --cap 24GiB --only zero_offload --profiles DIR --dir DISK
-    python benchmarks/ablation.py --plans DIR/plans --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json
-    python benchmarks/gpu_step.py --cap 24GiB --variants DIR/plans --continue LOG --minutes 9 --dir DISK
+    python benchmarks/ablation.py --plans DIR/plans --model-profile DIR/model.json \\
+        --hardware-profile DIR/hardware-24GiB.json
+    python benchmarks/gpu_step.py --cap 24GiB --variants DIR/plans --continue LOG --minutes 9 \\
+        --dir DISK
 
 Figures are speeds relative to the experiment's reference: above 1 is faster; * marks each column's
 best. With ``--continue FILE`` measurements of the same settings in the file are not repeated, and
@@ -69,7 +71,7 @@ HOST_MEMORY = "4GiB"
 
 
 class Clock(pl.Callback):
-    """Times steps, from the begin of one batch to the next one's, says that they are done, and ends the fit."""
+    """Times steps from the start of one batch to the next, reports their end, and stops the fit."""
 
     def __init__(self, steps: int, done: Callable[[], object] = lambda: None) -> None:
         self.steps, self.done = steps, done
@@ -102,7 +104,7 @@ def small(emulation: Emulation) -> PacedGPT2:
 
 
 def train(answer: Connection, args: argparse.Namespace, emulation: Emulation, plan: Plan) -> None:
-    """Sends seconds of the steps, what compute waited for in one, and a digest of all losses, which weights decide."""
+    """Sends the steps' seconds, the waits of compute in one of them, and a digest of all losses."""
     strategy = HeteroOffloadStrategy(
         plan=plan, device=emulation.device, update_threads=1, host_memory=HOST_MEMORY, replan_drift=None, trace=True
     )

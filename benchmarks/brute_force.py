@@ -34,7 +34,7 @@ _SAVED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCase:
-    """A model of few blocks, a machine, and when updates may run: during backward, after the verdict, or by speculation."""
+    """A model of few blocks, a machine, and when updates may run (``updates``)."""
 
     name: str
     model: ModelProfile
@@ -64,7 +64,9 @@ class Fastest:
 
 
 def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
-    """Every rule for one block: tiers of weights and state, the place of the update, and what becomes of what forward saves.
+    """Every rule for one block.
+
+    A rule gives tiers of weights and state, where the update runs, and how activations are kept.
 
     What a rule says of a block does not matter where the runtime does not ask it: pinned blocks
     keep what they save, and their weights stay on a device with memory of its own; what is not
@@ -88,7 +90,10 @@ def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
 
 
 def least_s(rows: tuple[BlockPlan, ...], model: ModelProfile, hardware: HardwareProfile) -> float:
-    """What a plan takes at least: the work of its busiest lane, with nothing that a cache could spare; infinite without a rate."""
+    """A lower bound of a plan's seconds: the work of its busiest lane, less what caches may save.
+
+    Infinite where a rate is missing.
+    """
     work = dict.fromkeys(("compute", "device", "cpu", "up", "down", "read", "write"), 0.0)
     alone = not hardware.shared_memory
     for block, row in zip(model.blocks, rows, strict=True):
@@ -128,7 +133,7 @@ def least_s(rows: tuple[BlockPlan, ...], model: ModelProfile, hardware: Hardware
 
 
 def fastest(case: SmallCase) -> Fastest:
-    """Tries every plan of the product, those with the smallest bound first, for as long as one may be faster than the best."""
+    """Tries plans by increasing lower bound, until no other one can be faster than the best."""
     model, hardware = case.model, case.hardware
     choices = [rules(b, hardware) for b in model.blocks]
     ordered = sorted(((least_s(rows, model, hardware), i, rows) for i, rows in enumerate(product(*choices))), key=lambda r: r[:2])
@@ -154,7 +159,7 @@ def fastest(case: SmallCase) -> Fastest:
 
 
 def small_cases(count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False) -> Iterator[SmallCase]:
-    """Models of 1 to 3 blocks, mostly large ones, on random machines, all with at most so many plans."""
+    """Models of 1 to 3 blocks, mostly large ones, on random machines, within a number of plans."""
     number = attempt = 0
     while number < count:
         rng = random.Random(f"small {seed} {attempt}")

@@ -153,7 +153,7 @@ def compete(args: argparse.Namespace) -> tuple[dict[float, dict[str, list[Turn]]
     Of each rate the first round does not count.
 
     ``plain`` takes its turns of a rate after all others. It leaves the disk alone, and a disk that
-    has rested is faster for whoever comes next, which was the same contestant every other round.
+    has rested is faster for the next contestant, which was the same one every other round.
     """
     turns: dict[float, dict[str, list[Turn]]] = {rate: defaultdict(list) for rate in args.rates}
     with contextlib.ExitStack() as stack:

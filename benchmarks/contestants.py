@@ -95,7 +95,7 @@ class Baton:
 
 
 def interval(values: list[float]) -> list[float]:
-    """Bounds of the median, 19 times of 20, whatever the distribution: the values that a sign test does not reject."""
+    """A confidence interval of at least 95 % for the median, by the sign test."""
     ordered, n = sorted(values), len(values)
     tails = (sum(math.comb(n, j) for j in range(k + 1)) / 2**n for k in range(n))  # at most k of n fall below the median
     left_out = max(0, sum(tail <= 0.025 for tail in tails) - 1)

@@ -33,7 +33,7 @@ class Loss(nn.Module):
 
 
 def deepspeed_peer(baton: Baton, args: argparse.Namespace, name: str) -> None:
-    """Trains under ZeRO-3 with the optimizer offloaded to memory (``deepspeed_cpu``) or to the disk (``deepspeed_nvme``)."""
+    """Trains under ZeRO-3, offloaded to memory (``deepspeed_cpu``) or disk (``deepspeed_nvme``)."""
     port = free_port()
     os.environ |= {
         "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0",

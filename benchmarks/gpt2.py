@@ -1,4 +1,4 @@
-"""The model of the benchmarks: GPT-2 as in its paper, in plain torch and Lightning, on random tokens.
+"""The benchmarks' model: GPT-2 as in its paper, in plain torch and Lightning, on random tokens.
 
 Shapes: B batch, T tokens, C width, H heads, V vocabulary.
 """

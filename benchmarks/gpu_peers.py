@@ -1,4 +1,4 @@
-"""The other contestants of gpu_step.py, with loops of their own, and shared code of all contestants."""
+"""The other contestants of gpu_step.py, with their own loops, and code that all of them share."""
 
 from __future__ import annotations
 

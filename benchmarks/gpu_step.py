@@ -1,4 +1,6 @@
-"""Step time of a GPT of 1 to 3 billion parameters on a GPU whose memory is capped, offloaded by this library and by others.
+"""Step time of an offloaded GPT on a GPU with capped memory, by this library and by others.
+
+The GPT has 1 to 3 billion parameters.
 
 * ``zero_offload``, ``zero_infinity``, ``auto``: Lightning under ``HeteroOffloadStrategy`` with that
   plan. ``auto`` is the planner ``holistic``, which needs cvxpy. A machine without it saves the
@@ -20,10 +22,15 @@ the other, each in a process with the device to itself. ``--continue LOG`` keeps
 contestant by contestant, and after ``--minutes`` no contestant begins; the same command again
 continues. For short sessions without cvxpy:
 
-    python benchmarks/gpu_step.py --cap 24GiB --only peak zero_offload --profiles DIR --continue LOG --dir DISK
-    lightning-hetero plan --model-profile DIR/model.json --hardware-profile DIR/hardware-24GiB.json --out plan-24.json  # elsewhere
-    python benchmarks/gpu_step.py --cap 24GiB --plan plan-24.json --minutes 7 --continue LOG --dir DISK
-    python benchmarks/gpu_step.py --device emulated --model tiny --seq 16 --cap 1GiB --batch 1     # how it runs without a GPU
+    python benchmarks/gpu_step.py --cap 24GiB --only peak zero_offload --profiles DIR \\
+        --continue LOG --dir DISK
+    # on any machine with cvxpy:
+    lightning-hetero plan --model-profile DIR/model.json \\
+        --hardware-profile DIR/hardware-24GiB.json --out plan-24.json
+    python benchmarks/gpu_step.py --cap 24GiB --plan plan-24.json --minutes 7 --continue LOG \\
+        --dir DISK
+    # a trial without a GPU:
+    python benchmarks/gpu_step.py --device emulated --model tiny --seq 16 --cap 1GiB --batch 1
 
 Weights and state are 14 bytes per parameter in bf16: 19 GB of host memory for 1.3 billion, and
 twice as much of disk for ``zero_infinity``, whose step reads and writes 19 GB each.
@@ -182,7 +189,7 @@ def once(args: argparse.Namespace, name: str, measure: Callable[[], Any]) -> Any
 
 
 def peak_s(args: argparse.Namespace) -> float | None:
-    """Seconds of a step of all layers with nothing offloaded, from two numbers of layers that fit."""
+    """Seconds of a step of all layers with nothing offloaded, from two layer counts that fit."""
     few, more = (max(1, n * args.size.layers // 24) for n in (2, 4))
     more = max(more, few + 1)
     found = [run(args, f"peak, {n} layers", plain, args, n, ComputeOnly) for n in (few, more)]

@@ -240,7 +240,7 @@ def content(trainer: pl.Trainer, model: Model) -> dict[str, Tensor]:
 
 
 def reference(root: Path, steps: int, variant: Variant) -> None:
-    """A run that nobody kills, under plain Lightning: its losses and what it leaves."""
+    """A run under plain Lightning that is not killed: its losses and its results."""
     losses: list[float] = []
     trainer, model = fit("auto", root, steps, variant, None, lambda step, loss: losses.append(loss))
     torch.save({"losses": losses, "content": content(trainer, model)}, root / f"{variant.name}.pt")
@@ -345,7 +345,7 @@ class Harness:
             self._check(rows, plan)
 
     def _kill(self, process: int, seconds: float, begins: int | None) -> int:
-        """Kills the child's group after so long, counted from its start or from what it first writes to ``begins``."""
+        """Kills the child's group after so long, from its start or first write to ``begins``."""
         deadline = math.inf if begins is not None else time.monotonic() + seconds
         while time.monotonic() < deadline:
             done, status = os.waitpid(process, os.WNOHANG)

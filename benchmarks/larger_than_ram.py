@@ -1,4 +1,4 @@
-"""Trains a GPT with 1.3 billion parameters, whose training takes 21 GB in memory, in less than 6 GiB.
+"""Trains a GPT with 1.3 billion parameters, which takes 21 GB in memory, in less than 6 GiB.
 
 Weights and Adam state are on disk, in two slots of 12 bytes per parameter: 31 GB for the whole
 model. The model is built without memory and initialized block by block. ``host_memory`` bounds
@@ -14,7 +14,8 @@ the worst phase over ``host_memory``, one block (the largest, with gradients and
 Lightning, in the same precision and run, with the same batch.
 
     python benchmarks/larger_than_ram.py --dir /path/on/the/disk
-    python benchmarks/larger_than_ram.py --dir /path/on/the/disk --precision all --build cpu --change-plan --save
+    python benchmarks/larger_than_ram.py --dir /path/on/the/disk --precision all --build cpu \\
+        --change-plan --save
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ OTHER = Plan(  # what --change-plan goes on with: one layer comes into memory
 
 
 class Steps(pl.Callback):
-    """Loss and time of every step, the most memory of every phase, and what the strategy had done by the end."""
+    """Loss and time of every step, peak memory of every phase, and the strategy's final figures."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
         self.args, self.checkpoint = args, checkpoint
@@ -172,7 +173,7 @@ def train(args: argparse.Namespace, precision: str, directory: Path) -> dict[str
 
 
 def measure(args: argparse.Namespace, precision: str, directory: Path) -> dict[str, Any]:
-    """One precision: what torch takes, the run, and the one that goes on from its checkpoint, each in a process of its own."""
+    """One precision: torch's memory, the run, and a run from its checkpoint, each in a process."""
     ordinary = alone(partial(torch_itself, args, precision, directory))
     result = alone(partial(train, args, precision, directory))
     if args.save:

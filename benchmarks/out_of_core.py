@@ -87,7 +87,7 @@ class Workload:
         return NativePart(self.store, geometry, self.weights.address + index * self.numel * 2)
 
     def fill(self, engine: Engine) -> None:
-        """Writes both slots, so that no measured write has to allocate anything: master weights of zero, then an update."""
+        """Writes both slots, so that no measured write allocates: zero masters, an update."""
         self.step += 1
         with Arena(self.numel * 4) as zeros:
             master = [Patch(0, self.numel, zeros.address, 0)]

@@ -1,4 +1,4 @@
-"""The AutoHet paper's clusters and claims beside ours, in simulation: the tables of docs/planners/autohet.md.
+"""The AutoHet paper's claims beside our simulation: the tables of docs/planners/autohet.md.
 
     python benchmarks/papers_autohet.py [--planning-time]
 
@@ -60,7 +60,7 @@ def model(name: str) -> ModelProfile:
 
 
 def at_peak(machines: Cluster) -> Cluster:
-    """The same with H800s that reach as much of their peak as A100s do: 3.2 times an A100 instead of the paper's 2."""
+    """The same with H800s at an A100's share of peak: 3.2 times an A100, not the paper's 2."""
     own = DeviceType(name="h800", flop_per_s=H800_PEAK)
     return replace(machines, devices=(own,)) if any(n.device == "h800" for n in machines.nodes) else machines
 
@@ -114,7 +114,7 @@ def _candidate(setting: Setting, groups: Sequence[tuple[int, ...]]) -> Candidate
 
 
 def breakdown() -> list[list[Cell]]:
-    """Section V-B: grouping, mapping and balancing one after the other, over one pipeline in the order of the nodes."""
+    """Section V-B: grouping, mapping and balancing in turn, over one pipeline in node order."""
     (setting,) = settings_of(model("GPT-3 6.7B"), cluster("4xh800+4xa100-80"), MICRO_BATCHES, [1])
     mapped = place(setting, [(2, 2), (2, 2)])
     steps = [

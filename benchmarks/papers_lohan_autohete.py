@@ -95,7 +95,7 @@ def throughputs(name: str, batch: int, hardware: HardwareProfile, **options: Any
 
 
 def swap_of_13b() -> list[list[Cell]]:
-    """Section I, figure 1c: 13B at batch 32 swaps 34 GB, and recomputation is 32 % of the backward stage's other work."""
+    """Figure 1c: 13B at batch 32 swaps 34 GB; recomputation is 32 % of backward's other work."""
     sheet = machine(device="rtx4090", host_memory=768 * GIB, disk="p5510x12", host="xeon-5320x2")
     measured = paper_machine("lohan-rtx4090")
     profile = model("lohan-13b", batch=32, sequence=SEQUENCE, hardware=measured)
@@ -236,7 +236,7 @@ def figure_10() -> tuple[list[list[Cell]], list[list[Cell]]]:
 
 
 def readings() -> list[list[Cell]]:
-    """How far figures 5a, 7b and 10b are from ours under both readings of the inter-block activations (docs/adr/0012)."""
+    """Errors of figures 5a, 7b, 10b by the reading of inter-block activations (docs/adr/0012)."""
     points = [("lohan-13b", batch, 12, theirs) for batch, theirs in FIGURE_5A.items()]
     points += [("lohan-175b", batch, 12, theirs) for batch, theirs in FIGURE_7B.items()]
     points += [("lohan-13b", batch, disks, theirs) for batch, row in FIGURE_10B.items() for disks, theirs in row.items()]
@@ -270,7 +270,7 @@ def zero_infinity(profile: ModelProfile, _: HardwareProfile) -> Plan:
 
 
 def in_host_memory(profile: ModelProfile, _: HardwareProfile) -> Plan:
-    """LoHan+CpuAct with the least memory: blocks' inputs in host memory, everything else recomputed, one block fetched ahead."""
+    """LoHan+CpuAct with least memory: only blocks' inputs on the host, one block fetched ahead."""
     placed = baselines.disk(profile.shape())
     rows = (replace(b, saved=Saved.RECOMPUTE, boundary=Saved.SWAP_HOST) for b in placed.blocks)
     return replace(placed, blocks=tuple(rows), prefetch_depth=1)
@@ -297,7 +297,7 @@ def figures_2a_and_6() -> list[list[Cell]]:
 
 
 def figure_8() -> list[list[Cell]]:
-    """The largest model by batch and host memory, with activations that may go to the disk and with those that may not."""
+    """The largest model by batch and host memory, with and without activations on the disk."""
     rows: list[list[Cell]] = []
     for gib in (128, 256):
         for batch in FIGURE_8_BATCHES:
@@ -322,7 +322,7 @@ def figure_13() -> list[list[Cell]]:
 
 
 def transformer_blocks_on_cpu(plan: Plan) -> int:
-    """Of the transformer blocks, those that the CPU updates: the paper does not count embedding and head."""
+    """The transformer blocks that the CPU updates; like the paper, without embedding and head."""
     return sum(row.update is UpdateLane.CPU for row in plan.blocks if row.name.startswith("layers."))
 
 
@@ -341,7 +341,7 @@ def four_billion() -> list[list[Cell]]:
 
 
 def figure_3(batch: int) -> tuple[list[list[Cell]], dict[str, float]]:
-    """Throughput on one GPU by model: over ZeRO-Offload, and with priority scheduling over without."""
+    """Throughput on one GPU by model: over ZeRO-Offload, and the gain of priority scheduling."""
     hardware = paper_machine("autohete-a100")
     rows: list[list[Cell]] = []
     gains: dict[str, list[float]] = {"over_zero_offload": [], "priority": []}

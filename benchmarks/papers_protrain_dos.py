@@ -77,7 +77,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 
 def largest_model(hardware: HardwareProfile) -> tuple[float, float]:
-    """Parameters of the largest GPT-2 that some configuration fits, and host bytes for each of them."""
+    """Parameters of the largest GPT-2 that fits, and host bytes for each parameter."""
 
     def space(layers: int) -> Space:
         return space_of(gpt(layers, 8192, 64, batch=1, sequence=1024, hardware=hardware), hardware)
@@ -168,7 +168,7 @@ def _counts(c: Mapping[str, object]) -> str:
 
 
 def _paper_s(space: Space, paper: Sequence[int]) -> tuple[float | None, bool | None]:
-    """Eq. 2 at the paper's configuration, and whether it fits by our estimate, if it is one of ours."""
+    """Eq. 2 at the paper's configuration, and whether it fits by our estimate, if we have it."""
     checkpoint, swap, persistent, chunks, buffers = paper
     config = Configuration(persistent_chunks=persistent, chunk_buffers=buffers, swap_blocks=swap, checkpoint_blocks=checkpoint)
     if len(space.chunks) != chunks or swap > space.most_swaps:
@@ -224,7 +224,7 @@ def protrain_figure_3() -> list[dict[str, Any]]:
 
 
 def protrain_figure_4a() -> list[dict[str, Any]]:
-    """The most tokens/s of 10B GPT-2 by number of devices: the paper has four's, and 3.5 times one's."""
+    """The best tokens/s of 10B GPT-2 by devices; the paper has four devices', 3.5 times one's."""
     paper = {1: 2493 / 3.5, 2: None, 4: 2493.0}
     rows: list[dict[str, Any]] = []
     for count, theirs in paper.items():
@@ -266,7 +266,7 @@ def protrain_agreement() -> dict[str, float]:
 
 
 def ratios() -> list[dict[str, object]]:
-    """Eq. 1 on both machines of the paper, with its figures as they are and with those of one rank."""
+    """Eq. 1 on both machines of the paper, with its figures as printed and for one rank."""
     cases = {}
     for what, rates in (("v100", V100), ("h100", H100)):
         hardware = paper_machine(f"dos-{what}")
@@ -299,7 +299,7 @@ def one_rank(name: str) -> HardwareProfile:
 
 
 def shard(num_params: float, hardware: HardwareProfile, ranks: int = RANKS) -> ModelProfile:
-    """One rank's part of a model as subgroups of the paper's size, with the compute of one sequence of 2048 tokens."""
+    """One rank's part of a model in the paper's subgroups, with one sequence of 2048 tokens."""
     flop = 2.0 * SUBGROUP * 2048
     seconds = flop / hardware.device_flop_per_s
     blocks = (
@@ -322,7 +322,7 @@ def shard(num_params: float, hardware: HardwareProfile, ranks: int = RANKS) -> M
 
 
 def throughput(what: str, num_params: float, hardware: HardwareProfile, measured: Mapping[int, float]) -> list[dict[str, object]]:
-    """Updates/s of all ranks in the update phase by stride: by the two sides of eq. 1, and by simulation."""
+    """Updates/s of all ranks in the update phase by stride: by eq. 1's two sides, and simulated."""
     profile = shard(num_params, hardware)
     rates, sizes = dos.update_rates(profile, hardware), [b.num_params for b in profile.blocks]
     compute_s = sum(b.forward_s + b.backward_s for b in profile.blocks)
@@ -356,7 +356,7 @@ def throughput(what: str, num_params: float, hardware: HardwareProfile, measured
 
 
 def step(profile: ModelProfile, hardware: HardwareProfile, *, stride: int | None, static_share: float = 0.0) -> tuple[float, float]:
-    """Seconds of one simulated step of a rank, and of its update phase: what the step takes beyond compute."""
+    """Seconds of a rank's simulated step, and of its update phase: the time beyond compute."""
     residents = round(static_share * len(profile.blocks))
     placed = emit(profile, hardware, stride=stride, static_residents=residents, saved=Saved.KEEP)
     plan = evaluated(placed, profile, hardware)
@@ -365,7 +365,7 @@ def step(profile: ModelProfile, hardware: HardwareProfile, *, stride: int | None
 
 
 def compared(profile: ModelProfile, hardware: HardwareProfile, *, static_share: float = 0.0) -> dict[str, float]:
-    """The same rank with the paper's stride and with all but the static residents updated by the CPU, as ZeRO-3 and TwinFlow do."""
+    """The same rank with the paper's stride, and as ZeRO-3 and TwinFlow do: updates on the CPU."""
     (step_s, update_s), (cpu_step_s, cpu_update_s) = (
         step(profile, hardware, stride=stride, static_share=static_share) for stride in (STRIDE, None)
     )

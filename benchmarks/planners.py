@@ -1,6 +1,7 @@
 """All planners on every case of a suite, beside a lower bound of every plan.
 
-    python benchmarks/planners.py [--random 80] [--small 300] [--seed 0] [--every N] [--jobs N] [--verbose]
+    python benchmarks/planners.py [--random 80] [--small 300] [--seed 0] [--every N] [--jobs N]
+                                  [--verbose]
 
 Cases are the models of the papers' tables on their machines at several batch sizes, well-known
 models on single cards, and random models on random machines. For each planner the table has the
@@ -69,7 +70,7 @@ def _grid(models: tuple[str, ...], batches: tuple[int, ...], machines: tuple[str
 
 
 def single_card_cases() -> Iterator[Case]:
-    """Well-known models on one card of several kinds, with more and less memory and disk beside it."""
+    """Well-known models on one card of several kinds, with several sizes of memory and disk."""
     machines = [
         presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510"),
         presets.machine(device="rtx4090", host_memory="128GiB", disk="p5510x4"),
@@ -136,7 +137,7 @@ def _renamed(block: BlockProfile, name: str) -> BlockProfile:
 
 
 def random_machine(rng: random.Random, model: ModelProfile) -> HardwareProfile:
-    """Capacities are shares of what the model could use, rates those of anything from a laptop to a server."""
+    """Capacities are shares of the model's needs; rates are from a laptop's to a server's."""
     shape = model.shape()
     states = sum(b.weight_bytes + b.gradient_bytes + b.state_bytes for b in shape.blocks)
     saved = sum(b.activation_bytes for b in model.blocks)

@@ -95,7 +95,7 @@ PLANS: dict[str, Callable[[ModelShape], Plan]] = {**BUILTIN_PLANS, "mixed": ever
 
 
 class Idle:
-    """Says whether the machine is otherwise idle: work in the kernel counts for nobody, as a disk's is done there."""
+    """Whether the machine is otherwise idle. Kernel time is ignored: disks work there."""
 
     def __init__(self) -> None:
         self._last = self._now()
@@ -257,7 +257,7 @@ def small_device(args: argparse.Namespace, name: str, machine: HardwareProfile) 
 
 
 def batches(args: argparse.Namespace, name: str, how: str, machine: HardwareProfile) -> list[float]:
-    """CPU seconds of other processes a second, and the seconds of this process's first batches, one by one."""
+    """CPU seconds of other processes per second, and the seconds of each of the first batches."""
     make: dict[str, Callable[[], Any]] = {
         "plain": lambda: "auto",
         "given": lambda: HeteroOffloadStrategy(plan="host"),

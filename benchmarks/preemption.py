@@ -1,4 +1,4 @@
-"""The cost of vanishing and joining nodes: a drill with torchrun's agents, one per node, on this machine.
+"""The cost of lost and joining nodes: a drill with torchrun's agents, one per node, on one machine.
 
 Three nodes are in the plan, two of them start. During training the node with rank 0 is killed with
 ``kill -9``, agent and worker at once; a third node joins; and that one is told to leave with
@@ -131,7 +131,7 @@ class Model(StagedSteps, pl.LightningModule):
 
 
 def train(folder: Path, *, elastic: bool, pipelines: bool) -> None:
-    """Trains to the end, and saves what came of it: every rank the parameters that it trained, with their optimizer state."""
+    """Trains to the end; every rank saves its trained parameters with their optimizer state."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = Samples()
@@ -211,7 +211,7 @@ class Drill:
         self._start(name, arguments, self.lines["environment"] | line["environment"])
 
     def kill(self, name: str) -> None:
-        """A node vanishes: its agent and its worker, which may be a session of its own, at once, and what it has in memory."""
+        """Kills a node: its agent and its worker, which may have a session of its own, at once."""
         agent = self.processes.pop(name)
         for process in [agent, *agent.children(recursive=True)]:
             process.kill()
@@ -408,7 +408,7 @@ def _difference(folder: Path) -> float:
 
 @contextmanager
 def notes_kept(folder: Path, parent: Path) -> Iterator[dict[str, Any]]:
-    """Keeps notes and logs of a drill that ended with an error, or whose result, which goes into the dictionary, is wrong."""
+    """Keeps notes and logs of a drill that failed or whose result (the dictionary) is wrong."""
     result: dict[str, Any] = {}
     try:
         yield result

@@ -1,4 +1,4 @@
-"""Recovery after machines were lost or added: the sources of the state, and the speed-up over remote storage.
+"""Recovery after machines left or joined: sources of the state, speed-up over remote storage.
 
     python benchmarks/recovery.py [--dir DIR] [--quick]
 

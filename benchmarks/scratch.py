@@ -38,7 +38,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A free port of this machine, and none that the system gives to whoever asks for any before it is listened on."""
+    """A free port that the system does not give to other programs before it is listened on."""
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(given.read_text().split()[0]) if given.exists() else 32768
     while True:
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def fork_server(modules: tuple[str, ...] = PRELOADED) -> Any:
-    """The context of processes that are forked from one that has imported modules already, which takes longer than most of them.
+    """The context of processes forked from a server that has imported the modules already.
 
     The first call starts it, with what is installed, not with what lies in the current directory;
     the environment is another one for that moment, so threads call this before they read it.
@@ -78,7 +78,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def first_word(function: Callable[..., object], *arguments: Any) -> Any:
-    """What a function sends first, in a process of its own, which is ended then: whatever it would do still is not waited for.
+    """Runs a function in a process of its own, returns its first message, and ends the process.
 
     Args:
         function: Its first argument is the connection to send through.

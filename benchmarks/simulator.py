@@ -1,4 +1,6 @@
-"""The simulated disk and updates against the native engine itself: a synthetic duplex disk, compute that sleeps, real tasks.
+"""The simulated disk and updates against the native engine.
+
+The disk is synthetic and duplex, compute sleeps, and the engine's tasks are real.
 
 Keys of the JSON line: ``median_error`` and ``worst_error`` of the cases' step times, relative to
 the measurement; ``hundred_blocks_s``: seconds to simulate one step of a model of 100 blocks, for
@@ -42,7 +44,7 @@ class Staging:
 
 
 class Driver:
-    """Does with a schedule what ``runtime.Executor`` does, in fp32 with all state and weights on disk."""
+    """Runs a schedule as ``runtime.Executor`` does, in fp32 with all state and weights on disk."""
 
     def __init__(self, path: Path, model: ModelProfile, hardware: HardwareProfile, staging_bytes: int) -> None:
         self.model, self.step, self.updates = model, 1, dict[int, Ticket]()

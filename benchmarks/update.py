@@ -1,4 +1,4 @@
-"""The speed of the update in host memory, beside torch's optimizers, DeepSpeed's CPU Adam and the memory.
+"""The update's speed in host memory, beside torch's optimizers, DeepSpeed's CPU Adam and memory.
 
     python benchmarks/update.py [--num-params 16777216] [--repeats 15] [--threads N]
 

@@ -115,7 +115,7 @@ def model_of(layer_s: float) -> ModelProfile:
 
 
 class Clock:
-    """Sleeps as long as was asked for on the whole: what one sleep takes too long, the next ones take less."""
+    """Sleeps for the requested total: if one sleep is too long, the next ones are shorter."""
 
     def __init__(self) -> None:
         self._owed_s = 0.0
@@ -214,7 +214,7 @@ def device(rank: int, environment: dict[str, str], sample_s: float, plans: list[
 
 
 def measure(nodes: tuple[Devices, ...], plans: list[ClusterPlan], *, layer_s: float, steps: int) -> list[float]:
-    """Seconds of a step under each plan: of the fastest one, since whatever else runs on this machine only adds to it."""
+    """Seconds of the fastest step under each plan: other work on this machine only adds to it."""
     context = process_context()
     port = free_port()
     ranks = [(i, local, node) for i, node in enumerate(nodes) for local in range(node.count)]

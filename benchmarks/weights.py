@@ -1,4 +1,4 @@
-"""Peak memory of loading and saving a model: 1.3 billion parameters that are never in memory at once.
+"""Peak memory of loading and saving 1.3 billion parameters that are never in memory at once.
 
 A safetensors directory of random weights in bfloat16 (2.6 GB) is made, one tensor at a time. Then a
 GPT on the meta device gets them as float32 parameters (5.3 GB) that live on disk, and, each phase
@@ -119,7 +119,10 @@ def make_weights(directory: Path, size: Size) -> None:
 
 
 def ordinary_bytes(size: Size, seq: int) -> int:
-    """What forward and backward of a batch take beside weights and gradients, in a process of its own; a few layers tell."""
+    """Memory of a batch's forward and backward beside weights and gradients, from a few layers.
+
+    It runs in a process of its own.
+    """
     model = Transformer(replace(size, layers=min(size.layers, ORDINARY_LAYERS)))
     batch = next(iter(RandomTokens(size, batch=1, length=seq)))
     reset_peak()
@@ -138,7 +141,7 @@ def reset_peak() -> None:
 
 
 class Sampler:
-    """Looks at the process every few milliseconds: the most anonymous memory, and the most pages of files."""
+    """The peaks of anonymous memory and of files' pages, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.peaks = {"RssAnon": 0, "RssFile": 0}
@@ -292,7 +295,7 @@ class Report:
 
 
 def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """All phases, with their files in ``root``, which go as soon as nobody needs them."""
+    """All phases, with their files in ``root``, which are deleted after their last use."""
     size = find_size(args.model, args.layers)
     host_memory = parse_bytes(args.host_memory, name="host_memory")
     assert host_memory is not None
