@@ -144,6 +144,9 @@ class BlockFiles:
     def adopt(self, identifiers: Iterable[int], states: Mapping[str, int]) -> None:
         """Takes over the block files and state files that the last record names.
 
+        A block whose state was never written has a number, but the record names no slot of it. What
+        lies under that number was never committed, and the engine makes new files: the old ones go.
+
         Numbers in between are free: a run that dies soon after its parts have moved leaves gaps
         below; without them the record's places would run out.
         """
@@ -151,7 +154,8 @@ class BlockFiles:
         if self._disk is not None:
             between = set(range(max(self._ids, default=0))) - self._ids
             self._free_ids |= {number for number in between if not self._disk.store.names(number)}
-            self._disk.directory.remove_all_but(self._ids, states)
+            committed = {number for number in self._ids if self._disk.store.names(number)}
+            self._disk.directory.remove_all_but(committed, states)
             self._disk.states.adopt(states)
 
     def open_part(self, geometry: PartGeometry, address: int) -> NativePart:
