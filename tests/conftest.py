@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -36,12 +37,21 @@ settings.register_profile("deep", settings.get_profile("quick"), max_examples=DE
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+SIMULATIONS = 24  # of one search; by default it takes up to 300, and most of them confirm what the first ones found
+
+
 def pytest_configure() -> None:
-    """Planners search as far as they would on an idle machine: so many simulations, however long they take."""
+    """The planner's search takes a fixed number of simulations, however long they take: plans are the same on every machine."""
     from lightning_hetero.planners import holistic
 
     assert holistic.plan.__kwdefaults__ is not None
-    holistic.plan.__kwdefaults__["seconds"] = math.inf
+    holistic.plan.__kwdefaults__ |= {"seconds": math.inf, "evaluations": SIMULATIONS}
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

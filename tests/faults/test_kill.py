@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.scripts import output_of, result_of
 
-STEPS, ROUNDS = 60, 10
+STEPS, ROUNDS = 60, 6
 ON_DISK = ("model.blocks.",)
 
 

@@ -15,8 +15,6 @@ from support.streams import FakeCuda
 from lightning_hetero.runtime.activations import uses
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 
-gc.freeze()  # what is imported stays, so that no collection has to look at it
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_a_compiled_model(kind: str, tmp_path: Path) -> None:
     assert_same_as_plain(kind, lambda strategy: fit(strategy, tmp_path, Nested, compiled=True))
 
 
-@pytest.mark.parametrize("kind", ["host", "disk", "device"])
+@pytest.mark.parametrize("kind", ["disk", "device"])
 def test_a_compiled_lightning_module(kind: str, tmp_path: Path) -> None:
     """``torch.compile(lightning_module)``, as Lightning unpacks it."""
 

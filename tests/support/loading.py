@@ -228,7 +228,7 @@ class Case:
 
     make: Callable[[], Any]
     options: dict[str, Any] = field(default_factory=dict)
-    stops: tuple[tuple[int, ...], ...] = ((2,), (3, 8))  # steps at which one run after the other ends
+    stops: tuple[tuple[int, ...], ...] = ((3, 8),)  # steps at which one run after the other ends; chains of runs
     validation: Callable[[], Any] | None = None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.models import LitModel, Outcome, Recipe, assert_same, data, outcome, quiet_trainer
+from support.scripts import start_server
 
 RECIPE = Recipe(steps=2)
 
@@ -51,3 +55,31 @@ def assert_usable(module: LitModel, root: Path, plain: Outcome) -> None:
     module.losses.clear()
     torch.manual_seed(11)
     assert_same(outcome(fit(module, root, "auto"), module), plain)
+
+
+@contextmanager
+def holding(store: Path, root: Path) -> Iterator[Any]:
+    """Another process that trains on a store, and goes on at the end; killed if the test fails."""
+    context = start_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_hold, args=(store, root, theirs))
+    process.start()
+    try:
+        assert ours.recv() == "held"
+        yield process
+        ours.send("go on")
+        process.join(600)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _hold(store: Path, root: Path, parent: Connection) -> None:
+    class Waits(LitModel):
+        def on_train_start(self) -> None:
+            parent.send("held")
+            parent.recv()
+
+    strategy = HeteroOffloadStrategy(plan="disk", disk_path=store, durability="none")
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, default_root_dir=root)
+    trainer.fit(Waits(Recipe()), data())

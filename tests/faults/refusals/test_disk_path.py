@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome
-from support.refusals import assert_usable, fit, new_module, refused
+from support.refusals import assert_usable, fit, holding, new_module, refused
 
 from lightning_hetero.errors import (
     ConfigError,
@@ -122,51 +120,16 @@ def test_the_same_model_uses_its_store_again_however_it_is_run(root: Path, plan:
     fit(module, root, strategy("disk"))
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-import torch
-from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.models import LitModel, Recipe, data, quiet_trainer
-
-def waits(module):
-    print("held", flush=True)
-    sys.stdin.readline()
-
-LitModel.on_train_start = waits
-strategy = HeteroOffloadStrategy(plan="disk", disk_path=sys.argv[1], durability="none")
-quiet_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, default_root_dir=sys.argv[2]).fit(LitModel(Recipe()), data())
-"""
-
-
 def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: Outcome) -> None:
     module, store = new_module(), root / "store"
-    with python(HOLDER, str(store), str(root)) as holder:
-        assert holder.stdout is not None
-        assert any(line == "held\n" for line in holder.stdout)
+    with holding(store, root) as holder:
         refused(StoreBusyError, [str(store), f"in use by process {holder.pid}", "another disk_path"], root, module, disk_path=store)
         assert_usable(module, root, plain)
-        holder.communicate("go\n", timeout=600)
-        assert holder.returncode == 0
+    assert holder.exitcode == 0
     torch.manual_seed(11)
     again = new_module()
     torch.manual_seed(11)
     assert_same(outcome(fit(again, root, HeteroOffloadStrategy(plan="disk", disk_path=store)), again), plain)
-
-
-@contextmanager
-def python(program: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process with the tests on its path, and not the current folder; killed at the end if it still lives."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # ---- privacy ----------------------------------------------------------------------------------------------------------------

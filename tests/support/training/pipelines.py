@@ -312,6 +312,14 @@ def main(folder: Path, checkpoint: str | None = None) -> None:
             path = str(folder / "layers-3" / "step=6.ckpt")
             out["again"] = fit(folder, "again", SHARED, net=Counting, max_steps=7, resume=path, node=NODES[RANK])
         if plan:
+            out["refused"] = {}
+            for name, net, options in (
+                ("mean", MeanNet, {}), ("samplers", Net, {"use_distributed_sampler": False}), ("datasets", Net, {}),
+            ):  # fmt: skip
+                try:
+                    fit(folder, name, plan, net=net, max_steps=1, **options)
+                except UnsupportedError as error:
+                    out["refused"][name] = str(error)
             out["idle"] = fit(folder, "idle", IDLE, max_steps=3, gradient_clip_val=0.05)
             out["values"] = fit(folder, "values", SHARED, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value")
             slower, faster = measured(faster=0.1), measured(faster=10)
@@ -327,7 +335,6 @@ def main(folder: Path, checkpoint: str | None = None) -> None:
     out = {
         "plain": fit(folder, "plain", plan, max_epochs=2),
         "clipped": fit(folder, "clipped", plan, max_steps=3, gradient_clip_val=0.05),
-        "values": fit(folder, "values", plan, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
         "accumulated": fit(folder, "accumulated", plan, max_epochs=1, accumulate_grad_batches=2),
         "thawed": fit(folder, "thawed", plan, net=Thawing, max_steps=3),
         "sharded": fit(folder, "sharded", SHARDED if plan else None, max_steps=3, gradient_clip_val=0.05),
@@ -335,14 +342,8 @@ def main(folder: Path, checkpoint: str | None = None) -> None:
         "bf16": fit(folder, "bf16", plan, dtype=torch.float32, max_steps=2, precision="bf16-mixed"),
         "layers": fit(folder, "layers", plan, net=Counting, max_epochs=1 if plan else 2, node=f"node{RANK}" if plan else None),
     }
-    if plan:
+    if plan is None:
+        out["values"] = fit(folder, "values", None, max_steps=3, gradient_clip_val=0.001, gradient_clip_algorithm="value")
+    else:
         out["shards"] = fit(folder, "shards", SHARDED, net=Counting, max_epochs=1, node=f"node{RANK}")
-        out["refused"] = {}
-        for name, net, options in (
-            ("mean", MeanNet, {}), ("samplers", Net, {"use_distributed_sampler": False}), ("datasets", Net, {}),
-        ):  # fmt: skip
-            try:
-                fit(folder, name, plan, net=net, max_steps=1, **options)
-            except UnsupportedError as error:
-                out["refused"][name] = str(error)
     torch.save(out, folder / f"world{WORLD}-rank{RANK}.pt")
