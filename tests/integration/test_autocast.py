@@ -229,6 +229,40 @@ def test_torch_func_inside_a_block(kind: str, tmp_path: Path) -> None:
     assert_same_as_plain(kind, partial(run, MIXED, tmp_path=tmp_path, prepare=prepare))
 
 
+class Product(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return (gradient.float() @ weight).to(x.dtype), gradient.float().t() @ x.float()
+
+
+class Custom(nn.Module):
+    """A block that ends in an operator with a backward of its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.block.up(self.block.norm(x)))
+        return Product.apply(x.flatten(0, 1), self.block.down.weight).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_with_a_backward_of_their_own(kind: str, tmp_path: Path) -> None:
+    def prepare(module: LitModel) -> None:
+        module.model.blocks = nn.ModuleList(Custom(block) for block in module.model.blocks)
+
+    assert_same_as_plain(kind, partial(run, MIXED, tmp_path=tmp_path, prepare=prepare))
+
+
 class InPlace(nn.Module):
     """A block that changes what autograd has saved."""
 

@@ -305,10 +305,13 @@ def is_followed() -> bool:
 def _saved_by(node_type: type) -> tuple[tuple[str, str], ...]:
     """The names of an autograd node's saved tensors, and of the objects that save them.
 
+    Nodes of ``torch.autograd.Function`` have none: their saved tensors belong to user code.
+
     Source: PyTorch, docs/source/notes/autograd.rst, "Hooks for saved tensors".
     """
-    names = [name.removeprefix("_raw_saved_") for name in dir(node_type) if name.startswith("_raw_saved_")]
-    return tuple((f"_saved_{name}", f"_raw_saved_{name}") for name in names)
+    known = set(dir(node_type))
+    raw = [name for name in known if name.startswith("_raw_saved_")]
+    return tuple((saved, name) for name in sorted(raw) if (saved := name.removeprefix("_raw")) in known)
 
 
 def _is_half(weight: object, made: object) -> bool:
