@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from lightning_hetero._native.library import (
     functions,
 )
 from lightning_hetero._native.store import Handle, NativePart, Patch, Store, check_run
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError, HeteroError
 
 # What a ticket has reached.
@@ -110,14 +110,14 @@ class Ticket:
         pointer = engine.pointer
         check_range("what", what, low=READY, high=DONE)
         call = functions()["wait"]
-        begin = time.perf_counter()
+        begin = now_s()
         deadline = math.inf if timeout is None else begin + timeout
         while True:
-            remaining = deadline - time.perf_counter()
+            remaining = deadline - now_s()
             code = call(pointer, self.id, what, min(max(remaining, 0.0), _WAIT_SLICE_S))
             if code != ETIMEDOUT or remaining <= _WAIT_SLICE_S:
                 break
-        engine.waited_s += time.perf_counter() - begin
+        engine.waited_s += now_s() - begin
         if code == ETIMEDOUT:
             raise TimeoutError(f"ticket {self.id} did not get there within {timeout} s; its task goes on.")
         self._let_go(DONE if code < 0 else what)  # failed tasks drain their transfers

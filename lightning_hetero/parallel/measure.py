@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster import LayerTimes
 
@@ -52,12 +52,12 @@ def layer_times(
 def _run(layers: Sequence[nn.Module], batch: torch.Tensor, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> float:
     hidden = batch.detach().requires_grad_()
     _wait(batch.device)
-    begin = time.monotonic()
+    begin = now_s()
     for layer in layers:
         hidden = call(layer, hidden)
     torch.autograd.backward(hidden, torch.ones_like(hidden))
     _wait(batch.device)
-    end = time.monotonic()
+    end = now_s()
     for layer in layers:
         layer.zero_grad(set_to_none=True)
     return end - begin

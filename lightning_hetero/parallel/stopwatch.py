@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from lightning_hetero.clock import now_s
 
 _SETTLING = 2  # batches after a change of shapes allocate and choose algorithms; not counted
 
@@ -97,7 +98,7 @@ class Stopwatch:
 
     def _now(self, event: Any = None) -> Any:
         if not self._events:
-            return time.monotonic()
+            return now_s()
         make: Any = torch.cuda.Event
         event = make(enable_timing=True) if event is None else event
         event.record()

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import datetime
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
@@ -114,11 +114,11 @@ def measure(
 def _measured(machine: MeasuredMachine, seconds: float) -> HardwareProfile:
     what = f"{machine.device.type}, host memory" + ("" if machine.volume is None else f" and the disk under {machine.path}")
     log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
-    begin_s = time.perf_counter()
+    begin_s = now_s()
     found = _Benchmarks(machine).run(seconds)
     give_free_pages_back()
     profile = found.profile
-    log.info("this machine is measured after %.2g s: %s.", time.perf_counter() - begin_s, profile.source["noise"])
+    log.info("this machine is measured after %.2g s: %s.", now_s() - begin_s, profile.source["noise"])
     if found.busy:
         log.warning(
             "The machine was busy while it was measured: %s. Plans may suit it badly, and predictions may be wrong. What was "
@@ -178,12 +178,12 @@ class _Benchmarks:
 
     def run(self, seconds: float) -> _Measured:
         """Measures; capacities are the current ones."""
-        begin_s, neighbours = time.perf_counter(), Neighbours()
+        begin_s, neighbours = now_s(), Neighbours()
         with ExitStack() as undo:
             made, without_disk = self._loads(undo)
             kinds = {kind: members for kind, members in _KINDS.items() if members <= set(made)}
             experiments = [[made[name] for name in sorted(names)] for names in _experiments(list(made), list(kinds.values()))]
-            left_s = max(seconds / 2, seconds - (time.perf_counter() - begin_s))
+            left_s = max(seconds / 2, seconds - (now_s() - begin_s))
             results = rounds(experiments, seconds=left_s, repetitions=REPETITIONS)
         share = neighbours.share()
         noise = max(alone(results, name).noise for name in made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lightning_hetero import _native
 from lightning_hetero._native import Arena, Engine, Hyper, NativePart, PartGeometry, Segment, Store, Ticket
+from lightning_hetero.clock import now_s
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.engine_options import EngineOptions
@@ -218,10 +218,10 @@ class DiskTransfer(Load):
             self._undo = undo.pop_all()
         self._next = 0
         self._submit: Callable[[NativePart], Ticket] = self._store if write else self._engine.fetch
-        begin_s = time.perf_counter()
+        begin_s = now_s()
         written = 0
         for block in self._blocks:  # the first write to a newly allocated file is slower than later ones
-            if written >= _IN_FLIGHT and time.perf_counter() - begin_s > _PREPARE_S:
+            if written >= _IN_FLIGHT and now_s() - begin_s > _PREPARE_S:
                 break
             self._store(block).wait()
             written += 1

@@ -17,7 +17,6 @@ ends. The runtime's work at an anchor before it waits counts too, because every 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.schedule import NO_BLOCK, Phase
@@ -175,7 +175,7 @@ class BatchProfiler:
 
     def _now(self) -> float:
         self._settle()
-        return time.perf_counter() - self._waited_s() - self._looking_s
+        return now_s() - self._waited_s() - self._looking_s
 
     def _waited_s(self) -> float:
         """Seconds that compute has waited, Python updates at anchors included."""

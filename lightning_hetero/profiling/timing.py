@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import psutil
+
+from lightning_hetero.clock import now_s
 
 _WARM_SHARE = 0.2  # of a window, until all loads have reached their speed
 _Step = tuple[float, float, float]  # begin, end, units
@@ -63,7 +64,7 @@ def rates(loads: Sequence[Load], seconds: float) -> dict[str, float]:
     assert len(front) <= 1, "torch's threads belong to one thread"
     steps: dict[str, list[_Step]] = {load.name: [] for load in loads}
     errors: list[BaseException] = []
-    end = time.perf_counter() + seconds
+    end = now_s() + seconds
     arrived = threading.Event()
     lock, waiting = threading.Lock(), [len(loads)]
 
@@ -71,9 +72,9 @@ def rates(loads: Sequence[Load], seconds: float) -> dict[str, float]:
         try:
             done = False
             while not arrived.is_set():
-                begin = time.perf_counter()
+                begin = now_s()
                 units = load.step()
-                now = time.perf_counter()
+                now = now_s()
                 steps[load.name].append((begin, now, units))
                 if not done and now >= end:
                     done = True
@@ -155,7 +156,7 @@ class Neighbours:
         every = psutil.cpu_times(percpu=True)
         mine = [every[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(every)]
         used = sum(cpu.user + cpu.nice + cpu.steal for cpu in mine)  # user includes guest time
-        return time.perf_counter(), used - os.times().user
+        return now_s(), used - os.times().user
 
 
 Round = Mapping[frozenset[str], Mapping[str, float]]
@@ -178,20 +179,20 @@ def rounds(experiments: Sequence[Sequence[Load]], *, seconds: float, repetitions
     shares = [min(2, len(loads)) for loads in experiments]
     warm = [loads for loads in experiments if len(loads) == 1]
     each = seconds / (sum(shares) * repetitions + len(warm) / 2)
-    begin_s = time.perf_counter()
+    begin_s = now_s()
     for loads in warm:
         rates(loads, each / 2)
     out: list[Round] = []
     round_s = 0.0
-    while len(out) < repetitions and (not out or time.perf_counter() + round_s <= begin_s + seconds):
-        round_begin_s = time.perf_counter()
+    while len(out) < repetitions and (not out or now_s() + round_s <= begin_s + seconds):
+        round_begin_s = now_s()
         out.append(
             {
                 frozenset(load.name for load in loads): rates(loads, share * each)
                 for loads, share in zip(experiments, shares, strict=True)
             }
         )
-        round_s = time.perf_counter() - round_begin_s
+        round_s = now_s() - round_begin_s
     return out
 
 

@@ -13,7 +13,6 @@ the stream's, which is read once the stream has come that far.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero._native import Ticket
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
 from lightning_hetero.ir.stalls import with_reasons
@@ -90,12 +90,12 @@ class Recorder:
     def waiting(self, name: str) -> Iterator[None]:
         """A wait on the compute lane for the time that compute spends issuing and waiting at an anchor."""
         self.settle()
-        start_s = time.perf_counter()
+        start_s = now_s()
         begin = self.now("") if self.enabled else None
         try:
             yield
         finally:
-            self.waited_s += time.perf_counter() - start_s
+            self.waited_s += now_s() - start_s
             if begin is not None:
                 self._stays.append(_Stay(self.step, name, begin, self.now(name), self.needs))
                 self.needs = ()
@@ -119,7 +119,7 @@ class Recorder:
         """Remembers an op that has just been issued; its times are read once its tickets are done."""
         if self.enabled and tickets:
             step, order = self._next()
-            self._watched.append(_Watched(step, order, kind, block, lane, time.perf_counter(), tuple(tickets), ()))
+            self._watched.append(_Watched(step, order, kind, block, lane, now_s(), tuple(tickets), ()))
         return tickets
 
     def _next(self) -> tuple[int, int]:

@@ -7,7 +7,6 @@ The order matters and is the same for every plan: :meth:`Session.adopt` (blocks,
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero._native import NativePart
 from lightning_hetero._native.process import Owner
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
@@ -121,7 +121,7 @@ class Session(Budgets):
             UnsupportedError: An optimizer cannot run out of core.
         """
         self._check_process()
-        begin_s = time.perf_counter()
+        begin_s = now_s()
         weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
         log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
         if optimizers is not None:
@@ -300,7 +300,7 @@ class Session(Budgets):
             what.append(f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}")
         if placement.cache_bytes and any(b.weights_on_disk for b in self.blocks):
             what.append(f"{format_bytes(placement.cache_bytes)} of memory to cache weights from there")
-        log.info("plan %r, in place after %.2g s: %s.", placement.plan.name, time.perf_counter() - begin_s, "; ".join(what))
+        log.info("plan %r, in place after %.2g s: %s.", placement.plan.name, now_s() - begin_s, "; ".join(what))
         if self._trains and placement.rules.deferred:
             when = (
                 "are tried during backward, and done again where they were wrong,"

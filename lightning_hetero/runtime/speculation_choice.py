@@ -17,11 +17,11 @@ No choice changes a bit of the result.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.ir.step_seconds import StepSeconds
 
 _GIVEN = 0.25  # where nothing is known: a discard costs three times what a kept step saves
@@ -54,7 +54,7 @@ class Worth:
 
     fixed: float | None = None
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = now_s) -> None:
         self.given = _GIVEN
         self.discard_rate = 0.0
         self._clock = clock

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -33,6 +32,7 @@ from enum import Enum
 
 import torch
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
@@ -334,21 +334,21 @@ class Autoplan:
     def _plan(self, session: Session, batch: Batch) -> Plan:
         assert self._recorded is not None
         assert session.executor is not None
-        begin = time.monotonic()
+        begin = now_s()
         session.profile = self.model = self._profile(session)
         if session.device_memory is not None:
             check_activations(self.model)
         self._micro_batches = batch.micro_batches
         before = session.executor.plan
         plan = self._found(session, self.model)
-        self.planned_s = time.monotonic() - begin
+        self.planned_s = now_s() - begin
         if plan.blocks != before.blocks:
             log.info("moving weights and optimizer state to where plan %r wants them.", plan.name)
         self.plan = plan = session.replan(plan)
         if session.executor.speculation.enabled and self.machine is not None:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
                 session.executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
-        self.moved_s = time.monotonic() - begin - self.planned_s
+        self.moved_s = now_s() - begin - self.planned_s
         changed = plan.blocks != before.blocks or plan.predicted is None
         if self._reason and not changed and self._times:
             self._expected_s = statistics.median(self._times)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.ir.plan import Plan, UpdateLane
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY
@@ -44,7 +44,7 @@ class Steps(Checkpoints):
             self.session.drain()
             with self._plain_precision():
                 self._verifier.batch_begins(self.lightning_module, self.optimizers[0], self.precision_plugin, args, kwargs)
-        self._began_s = time.monotonic()
+        self._began_s = now_s()
         if self._recovery is not None and self._executor is not None:
             output = self._recovery.training_step(self._executor, args, kwargs)
         else:
@@ -104,11 +104,11 @@ class Steps(Checkpoints):
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """What is done inside is no part of the step's time."""
-        began_s = time.monotonic()
+        began_s = now_s()
         try:
             yield
         finally:
-            self._began_s += time.monotonic() - began_s
+            self._began_s += now_s() - began_s
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Arms the updates: only the batch that ends in ``step`` comes through here, batches that only accumulate do not."""
@@ -171,7 +171,7 @@ class Steps(Checkpoints):
 
     def take_step_seconds(self) -> float | None:
         """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
-        self._step_s += time.monotonic() - self._began_s
+        self._step_s += now_s() - self._began_s
         if not self._stepped:
             return None
         seconds, self._step_s, self._stepped = self._step_s, 0.0, False

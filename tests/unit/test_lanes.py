@@ -155,7 +155,7 @@ class Clock:
     def __init__(self, late_s: float = 0.0) -> None:
         self.now, self.busy, self.late_s = 100.0, 50.0, late_s
 
-    def perf_counter(self) -> float:
+    def now_s(self) -> float:
         return self.now
 
     def process_time(self) -> float:
@@ -172,7 +172,7 @@ class Clock:
 
 def test_a_link_takes_latency_once_and_time_for_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(emulated, "now_s", clock.now_s)
     link = emulated._Link(1000.0, 0.5, clock.sleep)
     assert link.begin(None) == 100.0
     link.carry(2000)
@@ -192,7 +192,7 @@ def test_a_link_takes_latency_once_and_time_for_each_byte(monkeypatch: pytest.Mo
 
 def test_a_lane_that_wakes_late_does_not_fall_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(late_s=2e-4)
-    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(emulated, "now_s", clock.now_s)
     link = emulated._Link(1000.0, 0.0, clock.sleep)
     for _ in range(50):
         link.begin(100.0)
@@ -276,6 +276,7 @@ def test_planners_know_the_rates_that_are_set() -> None:
 def test_compute_takes_as_many_times_as_long_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(emulated, "now_s", clock.now_s)
     lanes = EmulatedLanes(EmulatedDevice(memory=MEMORY_BYTES, compute_slowdown=4.0))
     lanes.compute_waits([])  # compute begins
     clock.compute(2.0)

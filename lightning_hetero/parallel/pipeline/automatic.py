@@ -13,7 +13,6 @@ import copy
 import logging
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils import _pytree as pytree
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError, HeteroError, PlanError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
 from lightning_hetero.ir.cluster_plan import ClusterPlan
@@ -384,11 +384,11 @@ def bandwidth(device: torch.device, group: Any = None) -> float:
     took = []
     for _ in range(3):
         dist.barrier(group)
-        begin = time.monotonic()
+        begin = now_s()
         dist.all_reduce(probe, group=group)
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
-        took.append(time.monotonic() - begin)
+        took.append(now_s() - begin)
     slowest = torch.tensor(min(took), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return 2 * (world - 1) / world * _PROBE_BYTES / float(slowest)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -63,7 +63,7 @@ class Evaluator:
     @property
     def exhausted(self) -> bool:
         """No simulation is left."""
-        return self.left <= 0 or time.monotonic() >= self._deadline_s
+        return self.left <= 0 or now_s() >= self._deadline_s
 
     @property
     def spent(self) -> float:

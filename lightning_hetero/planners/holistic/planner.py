@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import importlib
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -88,7 +88,7 @@ def plan(
     """
     check_rates(model, hardware)
     load_solver()
-    deadline_s = time.monotonic() + seconds
+    deadline_s = now_s() + seconds
     margin = prefer_resident if prefer_resident is not None else _OWN_CPU_MARGIN if hardware.shared_memory else _MARGIN
     budget = evaluations if evaluations is not None else _evaluations(model)
     found: list[_Joint] = []

@@ -34,8 +34,8 @@ from lightning_hetero.ir.schedule import Op, OpKind, Payload
 _PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
 
 
-# When it was, in seconds of time.perf_counter; None as long as that is not known. On Linux that is the engine's clock too. It is
-# not time.monotonic, which tests of Lightning's timers replace.
+# When it was, in seconds of the package's clock, which is the engine's too; None as long as that is
+# not known.
 Moment = Callable[[], float | None]
 
 
@@ -99,7 +99,7 @@ class OpEvent(Event, Protocol):
 
     @property
     def submitted_s(self) -> float:
-        """When it was submitted, in seconds of ``time.perf_counter``."""
+        """When it was submitted, in seconds of ``now_s``."""
 
     @property
     def error(self) -> BaseException | None:
@@ -116,7 +116,7 @@ class OpEvent(Event, Protocol):
         """Whether it has ended or failed; never waits, and raises nothing of the op."""
 
     def times(self) -> tuple[float, float] | None:
-        """When the op started and ended, in seconds of ``time.perf_counter``; ``None`` before its end, or where it is not known.
+        """When the op started and ended, in seconds of ``now_s``; ``None`` before its end, or where it is not known.
 
         Native tickets know more of what runs in the engine: the end is then when ``run`` returned. On streams times are known
         only of ops that were submitted while ``timed`` was set.

@@ -15,7 +15,6 @@ at a time that nobody knows. Everything else goes when the lane's thread sees th
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
@@ -102,7 +102,7 @@ class CudaLanes(QueuedLanes):
             origin = self._cuda.Event(enable_timing=True, blocking=True)
             origin.record(self._compute_stream())
             origin.synchronize()
-            self._origin = origin, time.perf_counter()
+            self._origin = origin, now_s()
         self._timed = timed
 
     # ---- waits ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import READY
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
@@ -242,7 +243,7 @@ class _Link:
 
     def begin(self, queued_s: float | None) -> float:
         """An op starts: now, or where the one before ended, if it has waited for nothing but that since ``queued_s``."""
-        now = time.perf_counter()
+        now = now_s()
         follows = queued_s is not None and queued_s <= self._free_s and now - self._free_s < _LATE_S
         self._free_s = self._free_s if follows else now
         self._used = False
@@ -253,13 +254,13 @@ class _Link:
         each_s = self._s_per_byte if s_per_byte is None else s_per_byte
         self._free_s += num_bytes * each_s + (0.0 if self._used else self._latency_s)
         self._used = True
-        rest = self._free_s - time.perf_counter()
+        rest = self._free_s - now_s()
         if rest > 0:
             self._sleep(rest)
 
     def end(self) -> None:
         """The op has ended; what it did beside the link took its time, too."""
-        now = time.perf_counter()
+        now = now_s()
         if now - self._free_s >= _LATE_S:
             self._free_s = now
 
@@ -277,14 +278,14 @@ class _SlowCompute:
     def pause(self) -> None:
         """Compute pauses: it has run since it last resumed."""
         if self._since is not None:
-            wall, busy = time.perf_counter() - self._since[0], time.process_time() - self._since[1]
+            wall, busy = now_s() - self._since[0], time.process_time() - self._since[1]
             time.sleep((self._factor - 1) * min(wall, busy))
             self._since = None
 
     def resume(self) -> None:
         """Compute goes on."""
         if self._factor > 1:
-            self._since = time.perf_counter(), time.process_time()
+            self._since = now_s(), time.process_time()
 
 
 def _spoil(memory: Tensor, where: Tensor | None = None) -> None:

@@ -7,13 +7,13 @@ the tickets of the ops that it follows. ``run`` passes them on, and the engine s
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
 from lightning_hetero.runtime.lanes.base import All, Event, Ticket, passed_at
@@ -35,7 +35,7 @@ class EngineOp:
         behind: The tickets that an op after this one waits for: its own, or those that it waits for itself if it has none.
             A FETCH of state has none of its own for others: its ticket waits for gradients.
         error: What ``run`` raised.
-        submitted_s: When it was submitted, in seconds of ``time.perf_counter``.
+        submitted_s: When it was submitted, in seconds of ``now_s``.
     """
 
     __slots__ = ("_ended_s", "_passed_at", "after", "behind", "error", "op", "submitted_s", "tickets")
@@ -45,19 +45,19 @@ class EngineOp:
         self.tickets: tuple[Ticket, ...] = ()
         self.behind: Sequence[NativeTicket] = ()
         self.error: BaseException | None = None
-        self.submitted_s = self._ended_s = time.perf_counter()
+        self.submitted_s = self._ended_s = now_s()
         self._passed_at = passed_at(op)
 
     def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
         """``run`` has returned ``tickets``; it had these ``behind`` it."""
-        self.tickets, self._ended_s = tuple(tickets), time.perf_counter()
+        self.tickets, self._ended_s = tuple(tickets), now_s()
         own = [ticket for ticket in self.tickets if isinstance(ticket, NativeTicket)] if self._passed_at else []
         self.behind = own or behind
 
     def failed(self, error: BaseException, failures: Failures) -> None:
         """``run`` has raised an error."""
         traceback.clear_frames(error.__traceback__)  # they hold tensors
-        self.error, self._ended_s = error, time.perf_counter()
+        self.error, self._ended_s = error, now_s()
         failures.note(error)
 
     def handed(self) -> None:

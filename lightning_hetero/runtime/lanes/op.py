@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -12,6 +11,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lightning_hetero._native.process import Owner
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
 from lightning_hetero.runtime.lanes.base import Event, Ticket, passed_at
@@ -59,7 +59,7 @@ class QueuedOp:
         moment: Where on its stream the op ends; ``None`` if it ends on the host.
         stream_times: Its start and end as the stream knows them.
         keep: What must live until the stream is through with it.
-        submitted_s: When it was submitted, in seconds of ``time.perf_counter``.
+        submitted_s: When it was submitted, in seconds of ``now_s``.
         started_s: When it started; 0 before.
         is_observed: Whether its tickets are kept, in :attr:`tickets`.
         tickets: What ``run`` returned.
@@ -92,7 +92,7 @@ class QueuedOp:
         self.moment: StreamEvent | None = None
         self.stream_times: Callable[[], tuple[float, float]] | None = None
         self.keep: list[Tensor] = []
-        self.submitted_s = time.perf_counter()
+        self.submitted_s = now_s()
         self.started_s = self._ended_s = 0.0
         self.is_observed = False
         self.tickets: tuple[Ticket, ...] = ()
@@ -116,7 +116,7 @@ class QueuedOp:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
         finally:
-            self._ended_s = time.perf_counter()
+            self._ended_s = now_s()
             del self.run, self.after  # they may hold large things
             self._returned.set()
 

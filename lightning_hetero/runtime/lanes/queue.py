@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, OpEvent, Ticket
@@ -24,8 +24,8 @@ _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
 
 def host_moment(name: str = "") -> Moment:
     """Now, where compute is the calling thread."""
-    now_s = time.perf_counter()
-    return lambda: now_s
+    at_s = now_s()
+    return lambda: at_s
 
 
 class Queue:
@@ -160,7 +160,7 @@ class QueuedLanes:
     def _run(self, queued: QueuedOp) -> Iterable[Ticket]:
         """Runs the op, so that :meth:`copy` knows which one it is part of."""
         outer, self._local.op = self._current(), queued
-        queued.started_s = queued.started_s or time.perf_counter()
+        queued.started_s = queued.started_s or now_s()
         try:
             with torch.no_grad():
                 return tuple(queued.run())
@@ -249,8 +249,8 @@ class QueuedLanes:
         queues = list(self._queues.values())
         for queue in queues:
             queue.put(None)
-        deadline = time.perf_counter() + _JOIN_S
-        stuck = [q for q in queues if not q.join(max(0.0, deadline - time.perf_counter()))]
+        deadline = now_s() + _JOIN_S
+        stuck = [q for q in queues if not q.join(max(0.0, deadline - now_s()))]
         self._submitted.clear()
         if stuck:
             which = ", ".join(f"{q.lane.value}: {q.current}" for q in stuck)
