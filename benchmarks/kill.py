@@ -59,6 +59,7 @@ from lightning_hetero import LocalFirst
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies.training import Training
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 31, 32, 3, 8
 BATCHES = 24  # of an epoch
@@ -254,14 +255,14 @@ def child(root: Path, steps: int, variant: Variant, plan: Any, fresh: bool, out:
 
     store = root / "store"
     strategy = HeteroOffloadStrategy(plan=plan, disk_path=store, verify_digests=True)
-    keep, spent = strategy._batch_ends, [0.0]
+    keep, spent = Training.batch_ended, [0.0]
 
-    def timed() -> None:
+    def timed(training: Training) -> None:
         begin = time.perf_counter()
-        keep()
+        keep(training)
         spent[0] += time.perf_counter() - begin
 
-    strategy._batch_ends = timed
+    Training.batch_ended = timed
     begin = time.perf_counter()
     try:
         trainer, model = fit(

@@ -218,7 +218,7 @@ def moving(setting: Setting, out: str) -> dict[str, Any]:
         with meter.phase(out):
             trainer.save_checkpoint(setting.root / "weights.ckpt", weights_only=True)
         (setting.root / "weights.ckpt").unlink()
-    trainer.strategy._drop_session()
+    trainer.strategy.run.drop_session()
     return {"phases": {out or "import": meter.found[out or "import"]}, **result}
 
 
@@ -253,7 +253,7 @@ def training(setting: Setting, name: str) -> dict[str, Any]:
         with meter.phase("save"):
             trainer.save_checkpoint(setting.checkpoint)
         result["checkpoint_bytes"] = setting.checkpoint.stat().st_size
-    trainer.strategy._drop_session()
+    trainer.strategy.run.drop_session()
     return {"phases": meter.found, **result}
 
 

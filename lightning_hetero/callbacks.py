@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import io
 import logging
 from contextlib import nullcontext
@@ -16,13 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
 from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import lightning.pytorch as pl
     from lightning.pytorch import Callback as _Base
     from torchmetrics import Metric
+
+    from lightning_hetero.strategies.offload import OffloadRun
 else:
     _Base = object  # the namespace's class is the second base
 
@@ -31,82 +33,92 @@ log = logging.getLogger(__name__)
 _COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the logged table; the longest name in it
 
 
-def make(namespace: str, autoplan: Autoplan) -> Any:
+_NAME_OF_CLASS = "ModelProfiler"  # a Trainer that is pickled has it
+
+
+def make(run: OffloadRun, autoplan: Autoplan) -> PlanningCallback:
     """The callback for one fit.
 
     Args:
-        namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        run: The strategy's state, with a session.
         autoplan: Decides when to profile and to plan.
     """
-    return _callback_class(namespace)(namespace, autoplan)
+    made = _callback_class(lightning_of(run.strategy))
+    callback = made(run, autoplan)
+    assert isinstance(callback, PlanningCallback)
+    return callback
 
 
-# The namespaces' callbacks, and the names of the classes here, since a pickled Trainer names them.
-_NAMES = {"lightning.pytorch": "ModelProfiler", "pytorch_lightning": "PytorchLightningModelProfiler"}
-
-
-@functools.cache
-def _callback_class(namespace: str) -> type[Any]:
-    base = importlib.import_module(namespace).Callback
-    return type(_NAMES[namespace], (_ModelProfiler, base), {"__module__": __name__})
+def _callback_class(lightning: Lightning) -> Any:
+    return lightning.subclass(PlanningCallback, "callbacks.Callback", name=_NAME_OF_CLASS, home=__name__)
 
 
 def __getattr__(name: str) -> Any:
-    for namespace, class_name in _NAMES.items():
-        if name == class_name:
-            return _callback_class(namespace)
+    if (lightning := public_names(_NAME_OF_CLASS).get(name)) is not None:
+        return _callback_class(lightning)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _ModelProfiler(_Base):
+class PlanningCallback(_Base):
     """Profiles the first training batches and plans.
 
     Later compares steps with the plan's prediction.
 
     The strategy installs it for a fit with ``plan="auto"`` or the name of a planner, first in the
     list of callbacks.
+
+    Args:
+        run: The strategy's state.
+        autoplan: Decides when to profile and to plan.
+
+    Attributes:
+        error: The errors of the plan's prediction.
     """
 
-    def __init__(self, namespace: str, autoplan: Autoplan) -> None:
-        self._autoplan = autoplan
-        self._isolate_rng = importlib.import_module(f"{namespace}.utilities.seed").isolate_rng
+    def __init__(self, run: OffloadRun, autoplan: Autoplan) -> None:
+        self._run, self._autoplan = run, autoplan
         self.error = PredictionError()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
         """Between two batches: applies a new plan, or prepares to profile the batch."""
-        session = trainer.strategy.session
-        # Planners and micro-benchmarks may draw random numbers.
-        alone = self._isolate_rng(include_cuda=False) if self._autoplan.stage is Stage.PLAN else nullcontext()
+        session = self._run.session
+        if session is None:
+            return
+        alone = nullcontext()
+        if self._autoplan.stage is Stage.PLAN:  # planners and micro-benchmarks may draw random numbers
+            alone = lightning_of(trainer).module("utilities.seed").isolate_rng(include_cuda=False)
         with alone:
             made = self._autoplan.before_batch(session, Batch(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
         if made is not None:
             self.error = PredictionError()
-            session.executor.heap.peak_bytes = 0
+            self._run.executor.heap.peak_bytes = 0
             log.info("%s", table(made, self._autoplan))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """After a batch: compares an optimizer step with the prediction."""
-        strategy = trainer.strategy
         self._autoplan.after_batch()
-        seconds = strategy.take_step_seconds()
-        if seconds is None:
+        seconds = self._run.take_step_seconds()
+        session = self._run.session
+        if seconds is None or session is None:
             return
-        self._autoplan.after_step(strategy.session, seconds)
-        plan: Plan = strategy.session.executor.plan
-        if self._autoplan.steady and plan.predicted is not None:
-            self.error.update(plan, seconds, strategy.session.executor.heap.peak_bytes)
-            if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
+        self._autoplan.after_step(session, seconds)
+        executor = self._run.executor
+        if self._autoplan.steady and executor.plan.predicted is not None:
+            self.error.update(executor.plan, seconds, executor.heap.peak_bytes)
+            if trainer.loggers and trainer.global_step % vars(trainer)["log_every_n_steps"] == 0:
                 self._log(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The current batch was interrupted."""
         self._autoplan.abandon_batch()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends profiling."""
         self._autoplan.abandon_batch()
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: pl.Trainer) -> None:
         """Logs directly to the loggers.
 
         The module's own metrics, which callbacks monitor, do not change.
@@ -148,7 +160,7 @@ class PredictionError:
         return {name: float(metric.compute()) for name, metric in self._metrics.items()}
 
 
-def num_tokens(batch: Any) -> int:
+def num_tokens(batch: object) -> int:
     """Tokens of a batch: elements of its first integer tensor with a sequence; otherwise samples.
 
     ``"input_ids"`` of a dict comes first, as tokenizers name it.
@@ -162,7 +174,7 @@ def num_tokens(batch: Any) -> int:
     return max(1, len(tensors[0])) if tensors else 1
 
 
-def _micro_batches(trainer: Any) -> int:
+def _micro_batches(trainer: pl.Trainer) -> int:
     return max(1, int(trainer.accumulate_grad_batches)) if trainer.lightning_module.automatic_optimization else 1
 
 

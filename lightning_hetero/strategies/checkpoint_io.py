@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.errors import CheckpointWriteError, ConfigError, HeteroError
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _Base
 else:
     _Base = object  # the namespace's class comes second among the bases
@@ -19,9 +19,21 @@ else:
 _TORCH_WRITES = "PytorchStreamWriter"  # in what torch.save raises where it cannot write
 
 
-def make(namespace: str) -> Any:
-    """A checkpoint IO for the given namespace."""
-    return _io_class(namespace)()
+def make(name: str) -> Any:
+    """A checkpoint IO for the namespace of that name."""
+    return Lightning(name).subclass(_HeteroCheckpointIO, "plugins.io.TorchCheckpointIO", name="HeteroCheckpointIO", home=__name__)()
+
+
+def instead(given: CheckpointIO, lightning: Lightning) -> CheckpointIO:
+    """A streaming checkpoint IO in the place of Lightning's default, also of one that another wraps; others stay."""
+    plain = lightning.module("plugins.io").TorchCheckpointIO
+    if type(given) is plain:
+        streaming_io: CheckpointIO = make(lightning.name)
+        return streaming_io
+    if type(getattr(given, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
+        wrapper: Any = given
+        wrapper.checkpoint_io = make(lightning.name)
+    return given
 
 
 def check_file(path: Any) -> None:
@@ -45,22 +57,9 @@ def check_file(path: Any) -> None:
     )
 
 
-@functools.cache
-def plain_class(namespace: str) -> type[Any]:
-    """Lightning's default checkpoint IO, which ours replaces."""
-    plain: type[Any] = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
-    return plain
-
-
-@functools.cache
-def _io_class(namespace: str) -> type[Any]:
-    return type("HeteroCheckpointIO", (_HeteroCheckpointIO, plain_class(namespace)), {"namespace": namespace})
-
-
 class _HeteroCheckpointIO(_Base):
     """Writes ordinary ``torch.save`` files; with ``streams`` neither saving nor loading holds more than one offloaded tensor."""
 
-    namespace = ""
     streams = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -86,4 +85,4 @@ class _HeteroCheckpointIO(_Base):
         return super().load_checkpoint(path, where, weights_only=weights_only)
 
     def __reduce__(self) -> Any:
-        return make, (self.namespace,), self.__dict__
+        return make, (lightning_of(self).name,), self.__dict__

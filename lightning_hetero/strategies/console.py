@@ -8,10 +8,11 @@ whenever the process configures logging.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TextIO
+
+from lightning_hetero.strategies.namespaces import Lightning
 
 _NAME = "lightning_hetero"
 _level = logging.NOTSET  # what the logger has got here
@@ -36,13 +37,13 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def speak(namespace: str) -> None:
-    """Lets this process's lines be seen by the conventions of a namespace's Lightning; called once its rank is known.
+def speak(lightning: Lightning) -> None:
+    """Lets this process's lines be seen as those of a Lightning are; called once its rank is known.
 
     A level that the user has given the logger ``lightning_hetero`` stays.
 
     Args:
-        namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        lightning: The Lightning whose Trainer runs.
     """
     global _level
     logger = logging.getLogger(_NAME)
@@ -50,7 +51,7 @@ def speak(namespace: str) -> None:
         logger.addHandler(_Console())
     if logger.level not in (logging.NOTSET, _level):
         return
-    rank_zero: Any = importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_only
-    level = logging.getLogger(namespace).getEffectiveLevel()
+    rank_zero = lightning.module("utilities.rank_zero").rank_zero_only
+    level = logging.getLogger(lightning.name).getEffectiveLevel()
     _level = level if rank_zero.rank == 0 else max(level, logging.WARNING)
     logger.setLevel(_level)

@@ -41,6 +41,7 @@ from lightning_hetero.strategies.memories import (
     set_generators,
     take_generators,
 )
+from lightning_hetero.strategies.namespaces import lightning_of
 
 _MOMENTS = 16
 _BEGIN = -1  # where a moment stands that is before the iterator is made
@@ -102,13 +103,12 @@ class TrainingData:
 
     Args:
         trainer: The Trainer.
-        namespace: Whose Trainer it is.
         warn: Hears of what cannot be replayed.
     """
 
-    def __init__(self, trainer: Any, namespace: str, warn: Callable[[str], None]) -> None:
-        self._trainer, self._namespace, self._warn = trainer, namespace, warn
-        self._stateful_type = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._Stateful
+    def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
+        self._trainer, self._warn = trainer, warn
+        self._stateful_type = lightning_of(trainer).module("loops.training_epoch_loop")._Stateful
         self._made: list[Any] = []  # dataloaders that have been made, and whose iterator comes next
         self._told: set[int] = set()
         self._started: _Moment | None = None  # persistent workers were started
@@ -361,7 +361,7 @@ class TrainingData:
             )
 
     def _replay(self, combined: Any, moments: list[_Moment], started: _Moment | None, drawn: int, held: int) -> list[Any]:
-        shut_down = importlib.import_module(f"{self._namespace}.utilities.combined_loader")._shutdown_workers_and_reset_iterator
+        shut_down = lightning_of(self._trainer).module("utilities.combined_loader")._shutdown_workers_and_reset_iterator
         made = combined._iterator.iterators
         stateful = {n: made[n] for n, loader in enumerate(combined.flattened) if isinstance(loader, self._stateful_type)}
         if stateful and held:
@@ -394,12 +394,12 @@ class TrainingData:
     def _draw_again(self, combined: Any, stateful: dict[int, Any], moments: list[_Moment], drawn: int, held: int) -> list[Any]:
         """Makes the iterator, draws what it had given, and returns the last of it."""
         if self._samplers_know_epoch:
-            set_sampler_epoch(self._trainer, self._namespace)
+            set_sampler_epoch(self._trainer)
             self._memories.set_attributes(self._memory)
         self._set(moments[0])
         _iterate(combined, stateful)
         if not self._samplers_know_epoch:
-            set_sampler_epoch(self._trainer, self._namespace)
+            set_sampler_epoch(self._trainer)
         at = {moment.at: moment for moment in moments[1:]}
         batches: list[Any] = []
         for number in range(drawn):
@@ -416,10 +416,10 @@ class TrainingData:
         set_random_state(moment.random)
 
 
-def set_sampler_epoch(trainer: Any, namespace: str) -> None:
+def set_sampler_epoch(trainer: Any) -> None:
     """Tells samplers which epoch it is, before an iterator is made that may read ahead; Lightning does it when the epoch begins."""
     loop = trainer.fit_loop
-    set_epoch = importlib.import_module(f"{namespace}.loops.fit_loop")._set_sampler_epoch
+    set_epoch = lightning_of(trainer).module("loops.fit_loop")._set_sampler_epoch
     for loader in loop._combined_loader.flattened:
         set_epoch(loader, loop.epoch_progress.current.processed)
 

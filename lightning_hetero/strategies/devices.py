@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.namespaces import lightning_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.accelerators import Accelerator
 
 
-def chosen(trainer: Any, accelerator: Any, name: str) -> torch.device:
+def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> torch.device:
     """The device that the Trainer's flags choose.
 
     Args:
@@ -51,7 +56,7 @@ def chosen(trainer: Any, accelerator: Any, name: str) -> torch.device:
     return device
 
 
-def move_rest(module: nn.Module, device: torch.device, namespace: str) -> None:
+def move_rest(module: nn.Module, device: torch.device) -> None:
     """Brings what is no parameter to a device: buffers, metrics, and what modules say of where they are.
 
     Buffers on the meta device stay: they have no content yet.
@@ -59,11 +64,9 @@ def move_rest(module: nn.Module, device: torch.device, namespace: str) -> None:
     Args:
         module: The LightningModule; its parameters are the runtime's.
         device: The device.
-        namespace: Lightning's.
     """
     metric: Any = importlib.import_module("torchmetrics").Metric
-    fabric = "lightning.fabric" if namespace == "lightning.pytorch" else "lightning_fabric"
-    placed: Any = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
+    placed: Any = lightning_of(module).fabric("utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
         if isinstance(part, metric) and not any(True for _ in part.parameters()):

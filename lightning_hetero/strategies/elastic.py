@@ -3,73 +3,79 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.parallel.elastic import LEFT, RESTARTS, CommittedSteps, Elastic, Notice
+from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.patches import Patches
 from lightning_hetero.strategies.training_state import after_batch, call_after
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.pytorch import Callback as _Base
+
+    from lightning_hetero.strategies.uneven import UnevenBatches
 else:
     _Base = object  # the namespace's class comes second among the bases
 
 log = logging.getLogger(__name__)
 
 
-def make(namespace: str, elastic: Elastic) -> Any:
+def make(batches: UnevenBatches, elastic: Elastic) -> ElasticCallback:
     """The callback for one fit.
 
     Args:
-        namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        batches: What a restart wants to know something of.
         elastic: What the run was told.
     """
-    return _callback_class(namespace)(elastic)
+    lightning = lightning_of(batches.module.trainer)
+    made: Any = lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)
+    callback: ElasticCallback = made(batches, elastic)
+    return callback
 
 
-@functools.cache
-def _callback_class(namespace: str) -> type[Any]:
-    return type("Elastic", (_Elastic, importlib.import_module(namespace).Callback), {})
-
-
-class _Elastic(_Base):
+class ElasticCallback(_Base):
     """Commits steps with ordinary checkpoints, and restores the newest one.
 
-    The strategy installs it, last in the list of callbacks. What the strategy wants to know after a restart it gives as
-    ``elastic_state()``, and gets back with ``load_elastic_state(state)`` before data is loaded.
+    The strategy installs it, last in the list of callbacks.
+
+    Args:
+        batches: What a restart wants to know something of; it gets that back before data is loaded.
+        elastic: What the run was told.
+
+    Attributes:
+        resumed: The committed step that this process goes on from.
     """
 
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = elastic
+    def __init__(self, batches: UnevenBatches, elastic: Elastic) -> None:
+        self._batches, self._elastic = batches, elastic
         self._steps = CommittedSteps(elastic.path)
         self._notice = Notice(elastic.grace_s)
-        self._strategy: Any = None
         self._seen = 0  # optimizer steps at the end of the batch before
-        self._hooked: Any = None
+        self._patches = Patches()
         self._committing = False
-        self.resumed: int | None = None  # the committed step that this process goes on from
+        self.resumed: int | None = None
 
     # ---- the newest step --------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """All ranks agree on the newest committed step."""
         if stage != "fit":
             return
-        self._strategy = trainer.strategy
         found = self._steps.steps() if trainer.is_global_zero else []
         newest = trainer.strategy.broadcast(found[-1] if found else -1)
         self.resumed, self._seen = (None, 0) if newest < 0 else (newest, newest)
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._restore(trainer)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Strategies that load into what they have set up load now."""
         if trainer.strategy.restore_checkpoint_after_setup:
             self._restore(trainer)
 
-    def _restore(self, trainer: Any) -> None:
+    def _restore(self, trainer: pl.Trainer) -> None:
         if self.resumed is None:
             return
         # Lightning restores everything from what this loads, at its own moments, unless a ckpt_path is loaded over it.
@@ -79,26 +85,24 @@ class _Elastic(_Base):
 
     def state_dict(self) -> dict[str, Any]:
         """What the strategy wants to know after a restart."""
-        state: dict[str, Any] = self._strategy.elastic_state()
-        return state
+        return self._batches.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Gives it back."""
-        self._strategy.load_elastic_state(state_dict)
+        self._batches.load_state(state_dict)
 
     # ---- steps ------------------------------------------------------------------------------------------------------------
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The signal is handled before the first collective of training."""
         self._notice.begin()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Steps are committed when the last hook of a batch has run."""
         self._notice.begin()
-        self._hooked = pl_module
-        call_after(pl_module, "on_train_batch_end", functools.partial(self._batch_ends, trainer))
+        call_after(self._patches, pl_module, "on_train_batch_end", functools.partial(self._batch_ends, trainer))
 
-    def _batch_ends(self, trainer: Any) -> None:
+    def _batch_ends(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
         if step == self._seen:  # gradients are still accumulating
             return
@@ -110,7 +114,7 @@ class _Elastic(_Base):
             log.info("Step %d is committed; %s.", step, "this rank leaves" if self._notice.received else "another rank leaves")
             sys.exit(LEFT if self._notice.received else RESTARTS)
 
-    def _commit(self, trainer: Any, step: int) -> None:
+    def _commit(self, trainer: pl.Trainer, step: int) -> None:
         self._committing = True
         try:
             trainer.save_checkpoint(self._steps.checkpoint(step), weights_only=False)  # waits for all ranks
@@ -125,7 +129,7 @@ class _Elastic(_Base):
                 self._steps.forget(old)
             strategy.remove_checkpoint(self._steps.checkpoint(old))
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """A committed step's batch is over; Lightning would count it once its hooks have run."""
         if self._committing:
             checkpoint["loops"]["fit_loop"] = after_batch(checkpoint["loops"]["fit_loop"])
@@ -133,6 +137,4 @@ class _Elastic(_Base):
     def end(self) -> None:
         """Gives signal and hook back; the strategy calls it when the fit is over, also after an error."""
         self._notice.end()
-        if self._hooked is not None:
-            vars(self._hooked).pop("on_train_batch_end", None)
-            self._hooked = None
+        self._patches.restore()

@@ -1,123 +1,89 @@
-"""Makes the strategy classes: one engine, a thin class for each of Lightning's two namespaces."""
+"""Makes the strategy classes: each is written once, and made for each of Lightning's two namespaces on demand."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies.namespaces import Lightning, public_names
 
-# Whose Trainer, and under which name the class is found in ``lightning_hetero.strategies`` (configs and pickles need one).
-NAMESPACES = {"lightning.pytorch": "HeteroOffloadStrategy", "pytorch_lightning": "PytorchLightningHeteroOffloadStrategy"}
-PARALLEL_NAMESPACES = {
-    "lightning.pytorch": "HeteroParallelStrategy",
-    "pytorch_lightning": "PytorchLightningHeteroParallelStrategy",
-}
-GROUP_NAMESPACES = {  # of ``HeteroParallelStrategy(offload=...)``
-    "lightning.pytorch": "HeteroParallelOffloadStrategy",
-    "pytorch_lightning": "PytorchLightningHeteroParallelOffloadStrategy",
-}
-FSDP_NAMESPACES = {
-    "lightning.pytorch": "HeteroParallelFsdpStrategy",
-    "pytorch_lightning": "PytorchLightningHeteroParallelFsdpStrategy",
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+_HOME = "lightning_hetero.strategies"  # where the classes are found by name
+# The class for ``lightning.pytorch``: where it is written, and the base class that it gets.
+_WRITTEN = {
+    "HeteroOffloadStrategy": ("hetero_offload.HeteroOffload", "strategies.SingleDeviceStrategy"),
+    "HeteroParallelStrategy": ("hetero_parallel.HeteroParallel", "strategies.DDPStrategy"),
+    "HeteroParallelOffloadStrategy": ("hetero_parallel_offload.HeteroParallelOffload", "strategies.DDPStrategy"),
+    "HeteroParallelFsdpStrategy": ("hetero_parallel_fsdp.HeteroParallelFsdp", "strategies.ModelParallelStrategy"),
+    "LocalFirst": ("local_first._LocalFirst", "plugins.io.TorchCheckpointIO"),
 }
 
 
-def make(namespace: str, **options: Any) -> Any:
+def made(name: str, lightning: Lightning) -> Any:
+    """One of the classes for a namespace, by its name for ``lightning.pytorch``."""
+    written, base = _WRITTEN[name]
+    module, _, attribute = written.rpartition(".")
+    kind: Any = getattr(importlib.import_module(f"{_HOME}.{module}"), attribute)
+    found: Any = lightning.subclass(kind, base, name=name, home=_HOME)
+    if name == "HeteroParallelOffloadStrategy":  # what HeteroParallelStrategy makes of `offload` is one, too
+        made("HeteroParallelStrategy", lightning).register(found)
+    return found
+
+
+def find(name: str) -> Any:
+    """A class by its public name, such as ``"PytorchLightningLocalFirst"``; ``None`` if there is none of that name."""
+    for known in _WRITTEN:
+        if (lightning := public_names(known).get(name)) is not None:
+            return made(known, lightning)
+    return None
+
+
+def make(namespace: str, **options: Any) -> Strategy:
     """Creates the strategy for ``Trainer(strategy="hetero_offload")``.
 
     Args:
         namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``: whose ``Trainer`` it is for.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffloadStrategy`.
+        options: Those of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload`.
+
+    Raises:
+        ConfigError: Another namespace; likewise the others.
     """
-    return strategy_class(namespace)(**options)
+    strategy: Strategy = strategy_class(namespace)(**options)
+    return strategy
 
 
 def make_parallel(namespace: str, **options: Any) -> Any:
-    """Creates the strategy for ``Trainer(strategy="hetero_parallel")``.
-
-    Args:
-        namespace: As in :func:`make`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_pipelines.HeteroPipelines`.
-    """
+    """The same for ``Trainer(strategy="hetero_parallel")``; options of :class:`~.hetero_parallel.HeteroParallel`."""
     return parallel_class(namespace)(**options)
 
 
 def make_parallel_fsdp(namespace: str, **options: Any) -> Any:
-    """Creates the strategy for ``Trainer(strategy="hetero_parallel_fsdp")``.
-
-    Args:
-        namespace: As in :func:`make`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel_fsdp.HeteroParallelFsdp`.
-    """
+    """The same for ``Trainer(strategy="hetero_parallel_fsdp")``; options of :class:`~.hetero_parallel_fsdp.HeteroParallelFsdp`."""
     return parallel_fsdp_class(namespace)(**options)
 
 
-@functools.cache
-def strategy_class(namespace: str) -> type[Any]:
-    """The strategy class that subclasses the given namespace's ``SingleDeviceStrategy``.
-
-    Raises:
-        ConfigError: Unknown namespace.
-    """
-    from lightning_hetero.strategies import hetero_offload
-
-    return _class(hetero_offload.HeteroOffload, "SingleDeviceStrategy", NAMESPACES, namespace)
+def strategy_class(namespace: str) -> Any:
+    """The strategy class that subclasses the namespace's ``SingleDeviceStrategy``."""
+    return made("HeteroOffloadStrategy", Lightning(namespace))
 
 
-@functools.cache
-def parallel_class(namespace: str) -> type[Any]:
-    """The strategy class that subclasses the given namespace's ``DDPStrategy``.
-
-    Raises:
-        ConfigError: Unknown namespace.
-    """
-    from lightning_hetero.strategies import hetero_pipelines
-
-    engine = hetero_pipelines.HeteroPipelines
-    return _class(engine, "DDPStrategy", PARALLEL_NAMESPACES, namespace, __new__=_with_tiers_or_not)
+def parallel_class(namespace: str) -> Any:
+    """The strategy class that subclasses the namespace's ``DDPStrategy``."""
+    return made("HeteroParallelStrategy", Lightning(namespace))
 
 
-@functools.wraps(object.__new__)  # whoever reads signatures, as jsonargparse does, is to read that of __init__
-def _with_tiers_or_not(cls: type[Any], *args: Any, offload: Any = None, **options: Any) -> Any:
-    """``HeteroParallelStrategy.__new__``: with ``offload``, of the class that has tiers; DDP's wraps models that are in memory."""
-    tiered = offload not in (None, False) and cls is parallel_class(cls.namespace)
-    return object.__new__(parallel_offload_class(cls.namespace) if tiered else cls)
+def parallel_offload_class(namespace: str) -> Any:
+    """The class of the namespace's ``HeteroParallelStrategy`` with ``offload``."""
+    return made("HeteroParallelOffloadStrategy", Lightning(namespace))
 
 
-@functools.cache
-def parallel_offload_class(namespace: str) -> type[Any]:
-    """The class of the given namespace's ``HeteroParallelStrategy`` with ``offload``.
-
-    Raises:
-        ConfigError: Unknown namespace.
-    """
-    from lightning_hetero.strategies import hetero_parallel_offload
-
-    engine, parent = hetero_parallel_offload.HeteroParallelOffload, parallel_class(namespace)
-    return _made(engine, parent, GROUP_NAMESPACES[namespace], namespace)
+def parallel_fsdp_class(namespace: str) -> Any:
+    """The strategy class that subclasses the namespace's ``ModelParallelStrategy``."""
+    return made("HeteroParallelFsdpStrategy", Lightning(namespace))
 
 
-@functools.cache
-def parallel_fsdp_class(namespace: str) -> type[Any]:
-    """The strategy class that subclasses the given namespace's ``ModelParallelStrategy``.
-
-    Raises:
-        ConfigError: Unknown namespace.
-    """
-    from lightning_hetero.strategies import hetero_parallel_fsdp
-
-    return _class(hetero_parallel_fsdp.HeteroParallelFsdp, "ModelParallelStrategy", FSDP_NAMESPACES, namespace)
-
-
-def _class(engine: type[Any], base: str, names: dict[str, str], namespace: str, **more: Any) -> type[Any]:
-    if namespace not in names:
-        raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(names)}.")
-    parent = getattr(importlib.import_module(f"{namespace}.strategies"), base)
-    return _made(engine, parent, names[namespace], namespace, **more)
-
-
-def _made(engine: type[Any], parent: type[Any], name: str, namespace: str, **more: Any) -> type[Any]:
-    body = {"namespace": namespace, "__module__": "lightning_hetero.strategies", "__doc__": engine.__doc__}
-    return type(name, (engine, parent), body | more)
+def local_first_class(namespace: str) -> Any:
+    """The checkpoint IO of :class:`LocalFirst` for Trainers of the namespace."""
+    return made("LocalFirst", Lightning(namespace))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
@@ -31,14 +31,25 @@ from lightning_hetero.strategies.choices import (
     steps,
 )
 from lightning_hetero.strategies.console import speak
-from lightning_hetero.strategies.core import Choices
 from lightning_hetero.strategies.devices import chosen
-from lightning_hetero.strategies.lifecycle import Lifecycle
 from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.offload import Choices, OffloadRun
+from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.units import parse_bytes
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
-class HeteroOffload(Lifecycle):
+    class _Base(Offloading, SingleDeviceStrategy): ...
+else:
+    _Base = Offloading
+
+
+class HeteroOffload(_Base):
     """Trains models that do not fit memory: weights and optimizer state on host or disk, updates in native threads.
 
     A plan changes speed and memory, never a bit of the result: in ``32-true`` it is that of ``torch.optim.AdamW(fused=True)`` under
@@ -107,9 +118,9 @@ class HeteroOffload(Lifecycle):
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
         replan_drift: float | None = REPLAN_DRIFT,
         trace: bool = False,
-        accelerator: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
         device = emulated(device)
         autoplan, most_drift = None, drift(replan_drift)
@@ -144,8 +155,9 @@ class HeteroOffload(Lifecycle):
         )
         check_device_memory(options)
         check_keeping(options, link_checkpoints=link_checkpoints)
-        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        self._choose(
+        super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        self.run = OffloadRun(
+            self,
             Choices(
                 options=options,
                 autoplan=autoplan,
@@ -153,19 +165,17 @@ class HeteroOffload(Lifecycle):
                 weights=sources(weights),
                 verify=steps("verify", verify),
                 link_checkpoints=flag("link_checkpoints", link_checkpoints),
-            )
+            ),
         )
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
-        return self.offload_plan
 
     def setup_environment(self) -> None:
         """Finds the device that the fit computes on; refuses what there are no lanes for, and several of them."""
-        module = self.lightning_module
-        assert module is not None
-        self._root_device = chosen(module.trainer, self.accelerator, self.strategy_name)
-        super().setup_environment()
-        speak(self.namespace)
-        self._root_device = self._use_device(self._root_device)
+        self._root_device = chosen(self.run.module.trainer, self.accelerator, self.strategy_name)
+        super(Offloading, self).setup_environment()
+        speak(lightning_of(self))
+        self._root_device = self.run.use_device(self._root_device)
+
+    @property
+    def plan(self) -> Plan | None:
+        """As ``offload_plan``."""
+        return self.run.plan

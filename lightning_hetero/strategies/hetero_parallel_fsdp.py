@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.strategies.hetero_parallel import HeteroParallel
+from lightning_hetero.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+else:
+    _Base = object  # the namespace's class comes second among the bases (strategies.namespaces)
 
 
-class HeteroParallelFsdp(HeteroParallel):
+class ShardedBatches(UnevenBatches):
+    """The same where ranks of one part share their samples, and weights are sharded.
+
+    Args:
+        strategy: The strategy.
+        parts: Into how many parts a batch is cut, and which one is this rank's.
+        ranks_per_part: Ranks of one part.
+        options: As for :class:`UnevenBatches`.
+    """
+
+    def __init__(self, strategy: Any, parts: Callable[[], tuple[int, int]], ranks_per_part: int, **options: Any) -> None:
+        super().__init__(strategy, "hetero_parallel_fsdp", **options)
+        self._parts, self._ranks_per_part = parts, ranks_per_part
+
+    def parts(self) -> tuple[int, int]:
+        """Those of the device mesh."""
+        return self._parts()
+
+    def part_names(self) -> tuple[str, ...]:
+        """The node of the first rank of each part."""
+        return self.names[:: self._ranks_per_part]
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """Has the stopwatch time the forward of the innermost sharded modules: everything else waits for other ranks."""
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded: list[nn.Module] = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        stopwatch.watch_forward(m for m in sharded if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m))
+
+
+class HeteroParallelFsdp(_Base):
     """``hetero_parallel`` with FSDP2: weights, gradients and optimizer state are sharded over the ranks.
 
     As with Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy`, the module's ``configure_model`` applies
@@ -21,13 +63,29 @@ class HeteroParallelFsdp(HeteroParallel):
     Args:
         data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
         tensor_parallel_size: Ranks of one part.
-        options: Those of :class:`HeteroParallel`, ``speeds`` one for each part. Everything else is given to Lightning's
-            ``ModelParallelStrategy``.
+        speeds: Relative speed of each part; as for :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`,
+            likewise the next four.
+        rebalance_every: Training batches between two looks at the speeds.
+        rebalance_drift: By how much other shares must shorten a step.
+        global_batch_size: Samples of a step, of all ranks.
+        elastic: Where steps are committed.
+        options: Everything else is given to Lightning's ``ModelParallelStrategy``.
     """
 
     strategy_name = "hetero_parallel_fsdp"
 
-    def __init__(self, *, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        speeds: Sequence[float] | Mapping[str, float] | None = None,
+        rebalance_every: int = 20,
+        rebalance_drift: float = 0.05,
+        global_batch_size: int | None = None,
+        elastic: str | os.PathLike[str] | Elastic | None = None,
+        **options: Any,
+    ) -> None:
         if "offload" in options:
             raise UnsupportedError(
                 f"{self.strategy_name!r} got offload={options['offload']!r}; weights that are sharded have no tiers. "
@@ -35,26 +93,82 @@ class HeteroParallelFsdp(HeteroParallel):
             )
         super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **options)
         self._mesh_sizes = data_parallel_size, tensor_parallel_size
+        self.uneven = ShardedBatches(
+            self, self._parts, tensor_parallel_size, speeds=speeds, rebalance_every=rebalance_every,
+            rebalance_drift=rebalance_drift, global_batch_size=global_batch_size, elastic=elastic,
+        )  # fmt: skip
 
-    def setup_environment(self) -> None:
-        """Puts all ranks into the data-parallel dimension where its size is not given."""
-        data, tensor = self._mesh_sizes
-        assert self.cluster_environment is not None
-        ranks = self.cluster_environment.world_size() if self._under_torchrun else self.num_nodes * self.num_processes
-        self._data_parallel_size = ranks // tensor if data == "auto" else data
-        super().setup_environment()
-
-    @property
     def _parts(self) -> tuple[int, int]:
-        of_mesh = super(HeteroParallel, self).distributed_sampler_kwargs  # ModelParallelStrategy's
+        of_mesh = super().distributed_sampler_kwargs
         return int(of_mesh["num_replicas"]), int(of_mesh["rank"])
 
-    def _part_names(self) -> tuple[str, ...]:
-        return self._names[:: self._mesh_sizes[1]]
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of each part in a full batch; ``None`` before training has begun."""
+        return None if self.uneven.batches is None else self.uneven.batches.shares
 
-    def _watch(self, stopwatch: Stopwatch) -> None:
-        from torch.distributed.fsdp import FSDPModule
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """Times training batches, where speeds are measured."""
+        return self.uneven.stopwatch
 
-        assert self.lightning_module is not None
-        sharded: list[Any] = [m for m in self.lightning_module.modules() if isinstance(m, FSDPModule)]
-        stopwatch.watch_forward(m for m in sharded if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m))
+    # ---- setup and teardown -----------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Puts all ranks into the data-parallel dimension where its size is not given; asks them on which node they are."""
+        data, tensor = self._mesh_sizes
+        ranks = self.uneven.num_ranks(self.num_nodes * self.num_processes)
+        self._data_parallel_size = ranks // tensor if data == "auto" else data
+        super().setup_environment()
+        self.uneven.ranks_met()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets up what the base class does, and watches the model to time it."""
+        super().setup(trainer)
+        if self.uneven.is_fit():
+            self.uneven.fit_set_up()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """A fit that has failed gives back the signal: Lightning calls no other hook."""
+        super().on_exception(exception)
+        self.uneven.end_elastic()
+
+    def teardown(self) -> None:
+        """Takes the hooks off the modules."""
+        self.uneven.end()
+        super().teardown()
+
+    # ---- training ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For training one sampler over everything, the same on all ranks; else Lightning's."""
+        return self.uneven.sampler_options()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Cuts the batches of the training data by the shares."""
+        return self.uneven.cut(super().process_dataloader(dataloader))
+
+    def on_train_start(self) -> None:
+        """Goes on where a checkpoint was saved."""
+        super().on_train_start()
+        self.uneven.train_starts()
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Looks up what this rank has of the batch; every so often, looks at the speeds."""
+        super().on_train_batch_start(batch, batch_idx)
+        self.uneven.batch_begins()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Times the step from here on."""
+        self.uneven.step_begins()
+        return super().training_step(*args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        return super().reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)

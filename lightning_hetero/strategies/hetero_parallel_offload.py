@@ -9,17 +9,19 @@ sees them, and the updates then overlap with the next forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.lowering.needs import Constant
+from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.replicas import (
     BUCKET_BYTES,
     all_or_none,
@@ -28,18 +30,29 @@ from lightning_hetero.parallel.replicas import (
     bucket_memory_bytes,
     check_same,
 )
+from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import factory
-from lightning_hetero.strategies.core import Choices
-from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines
-from lightning_hetero.strategies.lifecycle import Lifecycle
-from lightning_hetero.strategies.resume import is_store
+from lightning_hetero.strategies.checkpoints import PathLike
+from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.offload import Choices, OffloadRun
+from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.resume import State, is_store
+from lightning_hetero.strategies.uneven import UnevenBatches, whole_numbers_as_reals
 from lightning_hetero.units import MIB
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+    class _Base(Offloading, DDPStrategy): ...
+else:
+    _Base = Offloading
 
 _SUMMED = "gradients are averaged over ranks"
 _NOT_OURS = ("accelerator", "checkpoint_io", "precision_plugin")  # of an offloading rank's options: the whole group has them
 _OF_ONE = ("durability", "keep_every", "link_checkpoints", "verify")  # what only a run of one process does
-_OF_PIPELINES = ("plan", "micro_batches", "tensor_parallel")
 _OF_REDUCER = (  # of DDP's, which nothing here does
     "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision", "process_group",
     "device_mesh", "param_to_hook_all_reduce", "delay_all_reduce_named_params",
@@ -48,49 +61,119 @@ _OF_REDUCER = (  # of DDP's, which nothing here does
 Offload = bool | Mapping[Any, Any]
 
 
-class HeteroParallelOffload(HeteroPipelines, Lifecycle):
+class _Group:
+    """The ranks of a group, to the run of one of them.
+
+    Args:
+        strategy: The strategy.
+        bucket_bytes: Of gradients that travel together.
+        shares_buffers: Buffers become the first rank's before each forward.
+
+    Attributes:
+        holds_back: Batches only accumulate gradients.
+        buffers_differ: A forward may have changed buffers since they were the same on all ranks.
+    """
+
+    def __init__(self, strategy: HeteroParallelOffload, *, bucket_bytes: int, shares_buffers: bool) -> None:
+        self._strategy, self._bucket_bytes, self._shares_buffers = strategy, bucket_bytes, shares_buffers
+        self.holds_back, self.buffers_differ = False, True
+
+    def rules(self, rules: StepRules) -> StepRules:
+        """Updates wait for the mean of all ranks, which takes memory."""
+        device, parameters = self._strategy.root_device, self._strategy.run.module.parameters()
+        size = bucket_memory_bytes(parameters, device, bucket_bytes=self._bucket_bytes)
+        return replace(
+            rules, deferred=rules.deferred or _SUMMED, keep_gradients=True, clip_value=None, norms=False, speculates=False,
+            buckets=Constant(host_bytes=size) if device.type == "cpu" else Constant(device_bytes=size),
+        )  # fmt: skip
+
+    def batch_begins(self, *, training: bool) -> None:
+        """As DDP does, buffers become the first rank's before the forward that follows one whose gradients were averaged."""
+        module = self._strategy.lightning_module
+        if self.buffers_differ and self._shares_buffers and module is not None:
+            broadcast(module.buffers(), self._strategy.root_device)
+        self.buffers_differ = training and not self.holds_back
+
+    def gradients_computed(self) -> None:
+        """The last batch of a step: gradients become those of all ranks."""
+        if self.holds_back:
+            return
+        run = self._strategy.run
+        if run.session is not None:
+            run.executor.heap.check(run.session.rules.buckets.host_bytes)
+        average_gradients(run.module.named_parameters(), self._strategy.root_device, bucket_bytes=self._bucket_bytes)
+
+
+class HeteroParallelOffload(_Base):
     """Data parallelism in which ranks that are short of memory keep the model on the tiers of ``hetero_offload``.
 
     Batches are cut by speed, and gradients weighted by samples, as without tiers. ``HeteroParallelStrategy(offload=...)`` makes it.
 
     Args:
-        offload: Who offloads, and how: see :class:`~lightning_hetero.strategies.hetero_pipelines.HeteroPipelines`.
-        options: Those of :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`. Of DDP's own, ``broadcast_buffers``,
-            ``bucket_cap_mb`` and what concerns processes count; parameters that some ranks do not use are always found.
+        offload: Who offloads, and how: see :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`, also for the
+            next five.
+        speeds: Relative speed of each rank.
+        rebalance_every: Training batches between two looks at the speeds.
+        rebalance_drift: By how much other shares must shorten a step.
+        global_batch_size: Samples of a step, of all ranks.
+        elastic: Where steps are committed.
+        plan: Refused, as are the next two: pipelines have no tiers.
+        micro_batches: Refused.
+        tensor_parallel: Refused.
+        options: Of DDP's own, ``broadcast_buffers``, ``bucket_cap_mb`` and what concerns processes count; parameters that some
+            ranks do not use are always found.
 
     Raises:
         ConfigError: An offloading rank's options are not those of ``HeteroOffloadStrategy``.
         UnsupportedError: An option that such a group does not have.
     """
 
-    _repeats_steps = False  # other ranks would have to repeat them too
+    strategy_name = "hetero_parallel"
 
-    def __init__(self, *, offload: Offload, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        offload: Offload,
+        speeds: Sequence[float] | Mapping[str, float] | None = None,
+        rebalance_every: int = 20,
+        rebalance_drift: float = 0.05,
+        global_batch_size: int | None = None,
+        elastic: str | os.PathLike[str] | Elastic | None = None,
+        plan: object = None,
+        micro_batches: object = None,
+        tensor_parallel: object = None,
+        **options: Any,
+    ) -> None:
         kinds: tuple[Any, ...] = (*type(self).__mro__, DistributedDataParallel)
         known = {name for kind in kinds for name in signature(kind.__init__).parameters}
         if strangers := sorted(set(options) - known):
             raise ConfigError(f"{strangers[0]}={options[strangers[0]]!r} is no option of {type(self).__name__}.")
-        for name in (*_OF_PIPELINES, *_OF_REDUCER):
-            if options.get(name) not in (None, False):
+        of_pipelines = {"plan": plan, "micro_batches": micro_batches, "tensor_parallel": tensor_parallel}
+        for name, value in {**of_pipelines, **{name: options.get(name) for name in _OF_REDUCER}}.items():
+            if value not in (None, False):
                 raise UnsupportedError(
-                    f"{name}={options[name]!r} with offload; pipelines have no tiers, and gradients are averaged without DDP. "
+                    f"{name}={value!r} with offload; pipelines have no tiers, and gradients are averaged without DDP. "
                     f"Leave out one of them."
                 )
-        super().__init__(**options)
+        super(Offloading, self).__init__(**options)
+        self.uneven = UnevenBatches(
+            self, self.strategy_name, speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
+            global_batch_size=global_batch_size, elastic=elastic,
+        )  # fmt: skip
         self._everywhere: Choices | None = None
         self._somewhere: dict[int | str, Choices] = {}  # by rank, or by the name of the node
-        if is_for_all(offload):
-            self._everywhere = self._checked(offload)
-        else:
-            assert isinstance(offload, Mapping)
+        if isinstance(offload, Mapping) and not is_for_all(offload):
             self._somewhere = {who: self._checked(how) for who, how in offload.items()}
+        elif is_for_all(offload):
+            self._everywhere = self._checked(offload)
         self._in_memory = {plan: self._checked({"plan": plan}) for plan in ("resident", "host")}
-        self._choose(self._in_memory["resident"])
         self._chosen = False
-        self._holds_back = False  # batches that only accumulate
-        self._buffers_differ = True
-        self._shares_buffers = options.get("broadcast_buffers") is not False
-        self._bucket_bytes = int(MIB * options["bucket_cap_mb"]) if options.get("bucket_cap_mb") else BUCKET_BYTES
+        self._group = _Group(
+            self,
+            bucket_bytes=int(MIB * options["bucket_cap_mb"]) if options.get("bucket_cap_mb") else BUCKET_BYTES,
+            shares_buffers=options.get("broadcast_buffers") is not False,
+        )
+        self.run = OffloadRun(self, self._in_memory["resident"], self._group)
 
     def _checked(self, how: Any) -> Choices:
         given = {} if how is True else how
@@ -103,128 +186,140 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
                 f"offload has {taken[0]}={given[taken[0]]!r}; allowed: options of HeteroOffloadStrategy but "
                 f"{', '.join((*_NOT_OURS, *_OF_ONE))}. Steps of a group are not kept in stores; save checkpoints, or pass elastic."
             )
-        made = factory.strategy_class(self.namespace)
+        alone = factory.made("HeteroOffloadStrategy", lightning_of(self))
         try:
-            choices: Choices = made(**given)._choices
+            choices: Choices = alone(**given).run.choices
         except TypeError as error:
             raise ConfigError(f"offload={dict(given)!r} for a rank: {error}; allowed: options of HeteroOffloadStrategy.") from error
         options = choices.options
         return replace(choices, options=replace(options, engine=replace(options.engine, durability="none")))
 
-    # ---- setup --------------------------------------------------------------------------------------------------------------
+    # ---- setup and teardown -----------------------------------------------------------------------------------------------
 
-    @property
-    def _node(self) -> str:
-        return self._names[self.global_rank] if self._names else ""
+    def _configure_launcher(self) -> None:
+        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            super(Offloading, self)._configure_launcher()
 
     def setup_environment(self) -> None:
         """Once the ranks have met: this one's tiers."""
-        super().setup_environment()
+        super(Offloading, self).setup_environment()
+        self.uneven.ranks_met()
         if not self._chosen:
             self._check_names()
-            self._choose(self._own())
+            self.run.choose(self._own())
             self._chosen = True
-        self._use_device(self.root_device)
-        if self.options.device is not None and self.autoplan is not None:
+        self.run.use_device(self.root_device)
+        if self.run.options.device is not None and self.run.autoplan is not None:
             raise UnsupportedError(
-                f"offload with planner {self.autoplan.planner!r} on {self.options.device!r}: a planner may put updates there, and "
-                f'all ranks have to run them on the CPU, to the same bits. Give a plan, such as "host" or "disk".'
+                f"offload with planner {self.run.autoplan.planner!r} on {self.run.options.device!r}: a planner may put updates "
+                f'there, and all ranks have to run them on the CPU, to the same bits. Give a plan, such as "host" or "disk".'
             )
 
     def _check_names(self) -> None:
-        known = {*range(self.world_size), *self._names}
+        names = self.uneven.names
+        known = {*range(self.world_size), *names}
         strangers = [who for who in self._somewhere if who not in known]
-        if self._elastic is not None:  # others may still come
+        if self.uneven.elastic is not None:  # others may still come
             strangers = [who for who in strangers if isinstance(who, int) and who < 0]
         if strangers:
             raise ConfigError(
                 f"offload names {strangers}; allowed: ranks from 0 to {self.world_size - 1}, and nodes "
-                f"{', '.join(sorted(set(self._names)))}."
+                f"{', '.join(sorted(set(names)))}."
             )
 
     def _own(self) -> Choices:
-        plan = "resident" if self.root_device.type == "cpu" else "host"
-        found = self._everywhere or self._somewhere.get(self.global_rank) or self._somewhere.get(self._node)
-        choices = found or self._in_memory[plan]
-        options, sharers = choices.options, self._names.count(self._node)
+        """How this rank trains: as asked for, else with everything in memory."""
+        rank, names = self.global_rank, self.uneven.names
+        node = names[rank] if names else ""
+        found = self._everywhere or self._somewhere.get(rank) or self._somewhere.get(node)
+        choices = found or self._in_memory["resident" if self.root_device.type == "cpu" else "host"]
+        options, sharers = choices.options, names.count(node)
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // sharers))
-        path = None if options.disk_path is None else options.disk_path / f"rank-{self.global_rank}"
+        path = None if options.disk_path is None else options.disk_path / f"rank-{rank}"
         return replace(choices, options=replace(options, engine=engine, disk_path=path, sharers=sharers))
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         """Places the model where this rank keeps it, with the first rank's weights."""
-        module = self.lightning_module
-        assert module is not None
+        module = self.run.module
         if not module.automatic_optimization:
             raise UnsupportedError("offload in a group averages gradients as backward ends; use automatic optimization.")
         if self._layer_sync is not None:
             raise UnsupportedError("offload with sync_batchnorm=True; batch norms of blocks that move are not synchronised.")
         check_same(module)
         with all_or_none():
-            super().setup(trainer)
+            self.run.setup(trainer)
+            if self.uneven.is_fit():
+                self.uneven.fit_set_up()
             self._check_updates()
         broadcast(module.parameters(), self.root_device)
         broadcast(module.buffers(), self.root_device)
-        if self.session is not None:
-            self.session.commit()
-        self._buffers_differ = False
+        if self.run.session is not None:
+            self.run.session.commit()
+        self._group.buffers_differ = False
 
     def _check_updates(self) -> None:
-        plan = self._running().plan
-        if self.options.device is not None and any(b.update is UpdateLane.DEVICE for b in plan.blocks):
+        plan = self.run.executor.plan
+        if self.run.options.device is not None and any(b.update is UpdateLane.DEVICE for b in plan.blocks):
             raise UnsupportedError(
-                f"plan {plan.name!r} runs updates on {self.options.device!r}, whose last bits are not the CPU's: ranks "
+                f"plan {plan.name!r} runs updates on {self.run.options.device!r}, whose last bits are not the CPU's: ranks "
                 f'would drift apart. Use a plan whose updates run on the CPU, such as "host" or "disk".'
             )
 
-    def _rules(self, trainer: Any) -> StepRules:
-        rules = super()._rules(trainer)
-        assert self.lightning_module is not None
-        parameters, on_host = self.lightning_module.parameters(), self.root_device.type == "cpu"
-        size = bucket_memory_bytes(parameters, self.root_device, bucket_bytes=self._bucket_bytes)
-        return replace(
-            rules, deferred=rules.deferred or _SUMMED, keep_gradients=True, clip_value=None, norms=False, speculates=False,
-            buckets=Constant(host_bytes=size) if on_host else Constant(device_bytes=size),
-        )  # fmt: skip
+    def on_exception(self, exception: BaseException) -> None:
+        """Gives back the signal too: Lightning calls no other hook."""
+        Offloading.on_exception(self, exception)
+        self.uneven.end_elastic()
 
     def teardown(self) -> None:
         """Gives the model back; then ends the group."""
-        super().teardown()
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
+        self.uneven.end()  # its hooks stand around the run's
+        Offloading.teardown(self)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
 
-    # ---- steps --------------------------------------------------------------------------------------------------------------
+    # ---- steps ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For training one sampler over everything, the same on all ranks; else DDP's."""
+        return self.uneven.sampler_options()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Cuts the batches of the training data by the shares."""
+        return self.uneven.cut(Offloading.process_dataloader(self, dataloader))
+
+    def on_train_start(self) -> None:
+        """Goes on where a checkpoint was saved."""
+        Offloading.on_train_start(self)
+        self.uneven.train_starts()
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Looks up what this rank has of the batch; every so often, looks at the speeds."""
+        super(Offloading, self).on_train_batch_start(batch, batch_idx)
+        self.uneven.batch_begins()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients only accumulate."""
-        self._holds_back = True
+        self._group.holds_back = True
         try:
             yield
         finally:
-            self._holds_back = False
+            self._group.holds_back = False
 
-    def _begin_step(self, *, training: bool) -> None:
-        """As DDP does, buffers become the first rank's before the forward that follows one whose gradients were averaged."""
-        if self._buffers_differ and self._shares_buffers and self.lightning_module is not None:
-            broadcast(self.lightning_module.buffers(), self.root_device)
-        self._buffers_differ = training and not self._holds_back
-        super()._begin_step(training=training)
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Times the step from here on."""
+        self.uneven.step_begins()
+        return Offloading.training_step(self, *args, **kwargs)
 
-    def _gradients_computed(self) -> None:
-        """The last batch of a step: gradients become those of all ranks."""
-        if self._holds_back or self.lightning_module is None:
-            return
-        if self.session is not None:
-            self._running().heap.check(self.session.rules.buckets.host_bytes)
-        with self._waiting():
-            average_gradients(self.lightning_module.named_parameters(), self.root_device, bucket_bytes=self._bucket_bytes)
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        return super(Offloading, self).reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)
 
-    # ---- checkpoints --------------------------------------------------------------------------------------------------------
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
         """A checkpoint file, which every rank reads.
 
         Raises:
@@ -232,7 +327,17 @@ class HeteroParallelOffload(HeteroPipelines, Lifecycle):
         """
         if is_store(checkpoint_path):
             raise UnsupportedError(f"ckpt_path {str(checkpoint_path)!r} is a store of one process; pass a checkpoint.")
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return Offloading.load_checkpoint(self, checkpoint_path, weights_only)
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of each rank in a full batch; ``None`` before training has begun."""
+        return None if self.uneven.batches is None else self.uneven.batches.shares
+
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """Times training batches, where speeds are measured."""
+        return self.uneven.stopwatch
 
 
 def is_for_all(offload: Any) -> bool:

@@ -15,7 +15,6 @@ strategies that shard and strategies that do not read each other's checkpoints.
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,8 @@ from lightning_hetero.errors import CheckpointMissingError, ConfigError, Unsuppo
 from lightning_hetero.parallel.recovery import TieredCheckpoints
 from lightning_hetero.store.format import encoding
 from lightning_hetero.strategies.data import random_state, set_random_state
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
+from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.resume import is_store
 from lightning_hetero.units import MIB, format_bytes
 
@@ -40,7 +41,6 @@ else:
 
 log = logging.getLogger(__name__)
 
-NAMESPACES = {"lightning.pytorch": "LocalFirst", "pytorch_lightning": "PytorchLightningLocalFirst"}
 NEWEST = "newest"
 _OWN_FORMATS = {  # strategies by name: why not, and what instead
     "FSDPStrategy": (
@@ -52,20 +52,6 @@ _OWN_FORMATS = {  # strategies by name: why not, and what instead
     "XLAFSDPStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
     "SingleDeviceXLAStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
 }
-
-
-@functools.cache
-def local_first_class(namespace: str) -> type[Any]:
-    """The checkpoint IO for Trainers of the given namespace.
-
-    Raises:
-        ConfigError: Unknown namespace.
-    """
-    if namespace not in NAMESPACES:
-        raise ConfigError(f"namespace={namespace!r}; allowed: {', '.join(NAMESPACES)}.")
-    plain = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
-    body = {"namespace": namespace, "__module__": "lightning_hetero.strategies", "__doc__": _LocalFirst.__doc__}
-    return type(NAMESPACES[namespace], (_LocalFirst, plain), body)
 
 
 class _LocalFirst(_IoBase):
@@ -83,13 +69,12 @@ class _LocalFirst(_IoBase):
         piece_bytes: What one checksum covers, and so the least that is read of a file.
     """
 
-    namespace = "lightning.pytorch"
     streams = False  # ordinary checkpoints are mapped, as a strategy with tiers asks for
 
     def __init__(self, memory: Any = None, disk: Any = None, *, keep: int = 2, piece_bytes: int = MIB) -> None:
         super().__init__()
         self.checkpoints = TieredCheckpoints(memory=memory, disk=disk, keep=keep, piece_bytes=piece_bytes)
-        _tell_checkpoint_ios(self.namespace)
+        _tell_checkpoint_ios(lightning_of(self))
 
     @property
     def bytes_read(self) -> dict[str, int]:
@@ -169,7 +154,8 @@ class _EveryRank(_StrategyBase):
         }
         path = self.broadcast(filepath)
         self._io.wait()
-        frozen = self.freeze() if hasattr(self, "freeze") else None
+        run = _run_of(self)
+        frozen = None if run is None else run.freeze()
         if frozen is None:
             self._io.checkpoints.save(state, path, **arguments)
             return
@@ -189,16 +175,16 @@ class _EveryRank(_StrategyBase):
         """Loads what this rank needs; all of it where Lightning restores from what is returned."""
         path = self.broadcast(checkpoint_path)
         newest = path == NEWEST
-        tiered: Any = self if hasattr(self, "freeze") else None  # weights and state live on tiers
-        if tiered is not None:
-            tiered._resumed = None
+        run = _run_of(self)
+        if run is not None:
+            run.checkpoints.resumed = None
             if is_store(path):
                 resumed: dict[str, Any] = self.plain.load_checkpoint(self, path, weights_only)
                 return resumed
         sharded = not self.lightning_restore_optimizer
         state = _own_state(self) if sharded else None
         places = getattr(self, "places", lambda: None)()  # of ranks that hold some of the tensors
-        landing = None if tiered is None else tiered.landing()
+        landing = None if run is None else run.checkpoints.landing()
         assert self.lightning_module is not None
         try:
             loaded = self._io.checkpoints.load(
@@ -218,7 +204,7 @@ class _EveryRank(_StrategyBase):
         if loaded is None:
             if self.is_global_zero:
                 log.info('ckpt_path="newest": there is no checkpoint yet; training starts afresh.')
-            return _Nothing({"pytorch-lightning_version": importlib.import_module(self._io.namespace).__version__})
+            return _Nothing({"pytorch-lightning_version": lightning_of(self).version})
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(loaded.rest), map_location="cpu", weights_only=bool(weights_only))
         if loaded.own is not None and loaded.layer_map.ranks == self._ranks:
             self._random = encoding.loads(loaded.own)
@@ -235,7 +221,8 @@ class _EveryRank(_StrategyBase):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives parameters their numbers again; random numbers go on where they were when it was saved."""
-        if getattr(self, "_resumed", None) is not None:  # a store has the state already, and its books know no names
+        run = _run_of(self)
+        if run is not None and run.checkpoints.resumed is not None:  # a store has the state already, and its books know no names
             self.plain.load_optimizer_state_dict(self, checkpoint)
             return
         states = [_by_number(state, _names(self, number)) for number, state in enumerate(checkpoint["optimizer_states"])]
@@ -286,8 +273,14 @@ def _rebuild(strategy: Any, fields: dict[str, Any]) -> Any:
     return rebuilt
 
 
-def _tell_checkpoint_ios(namespace: str) -> None:
-    base: Any = importlib.import_module(f"{namespace}.strategies").Strategy
+def _run_of(strategy: Any) -> OffloadRun | None:
+    """What a strategy whose weights and state live on tiers keeps of them."""
+    run = getattr(strategy, "run", None)
+    return run if isinstance(run, OffloadRun) else None
+
+
+def _tell_checkpoint_ios(lightning: Lightning) -> None:
+    base: Any = lightning.module("strategies").Strategy
     plain = base.checkpoint_io
     if getattr(plain.fset, "tells", False):
         return

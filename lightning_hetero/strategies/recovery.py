@@ -6,21 +6,20 @@ and no update has begun, or only such that are taken back. To make sure of the l
 has room for them, in batches of which nobody knows that they fit: under the plan in force none as large has fitted and ended in a
 step, or torch can be given less of the device than when one did (somebody else uses it, or it is cut up). That changes no bit.
 
-``training_step`` is called again, and so are the hooks around backward. What they log with ``self.log`` is logged once, by the
+``training_step`` is called again, and so are the hooks before backward. What they log with ``self.log`` is logged once, by the
 first attempt that comes to it; what a module counts in attributes of its own counts twice.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,15 @@ from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.replay import ChangingBuffers, Generators
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.metrics import MetricStates
+from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.units import MIB
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+_T = TypeVar("_T")
 
 _MOST = 16  # demotions of one step
 _SLACK_BYTES = 32 * MIB  # so much less of the device is as much: gradients on their way to the host come and go
@@ -51,6 +58,7 @@ class _Batch:
     """One call of ``training_step``.
 
     Attributes:
+        run: Runs it.
         args: What it is called with.
         kwargs: The same, by name.
         generators: Random generators before it.
@@ -58,10 +66,11 @@ class _Batch:
         logged: How many calls of ``log`` count: those of all attempts but the repeated ones.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    run: Callable[..., STEP_OUTPUT]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     generators: Generators
-    backward: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    backward: tuple[tuple[object, ...], dict[str, object]] = ((), {})
     logged: int = 0
 
 
@@ -87,29 +96,28 @@ class Recovery:
 
     Args:
         session: The session.
-        namespace: Lightning's.
+        executor: Its executor.
+        strategy: Lightning's strategy.
         module: The LightningModule.
-        forward: Runs ``training_step`` of a batch.
-        backward: Runs backward of its loss.
         on_demotion: Told of each lack of memory, before the plan changes; gives a lesser plan what is predicted for it.
     """
 
     def __init__(
         self,
         session: Session,
+        executor: Executor,
         *,
-        namespace: str,
-        module: Any,
-        forward: Callable[..., Any],
-        backward: Callable[..., Any],
+        strategy: Strategy,
+        module: pl.LightningModule,
         on_demotion: Callable[[BaseException], Callable[[Plan], Plan]],
     ) -> None:
-        self._session, self._module, self._forward, self._backward = session, module, forward, backward
+        self._session, self._executor, self._strategy, self._module = session, executor, strategy, module
         self._on_demotion = on_demotion
-        self._result = importlib.import_module(f"{namespace}.loops.optimization.automatic").ClosureResult
+        self._result = lightning_of(module.trainer).module("loops.optimization.automatic").ClosureResult
         self._buffers, self._metrics = ChangingBuffers(session.root), MetricStates(session.root)
         self._log = _Log(module)
         self._batches: list[_Batch] = []  # of the step under way
+        self._repeats = False  # an earlier batch of the step is under way once more
         self._fitted: _Fitted | None = None
         self._spare_bytes = 0  # what torch could be given as the batch under way began
         self._demotions = 0
@@ -119,37 +127,71 @@ class Recovery:
         self._batches.clear()
         self._demotions = 0
 
-    def training_step(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def training_step(self, run: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
         """Runs a batch's forward, under lesser plans if need be."""
+        executor = self._executor
         if not self._batches:
             self._buffers.remember()
             self._metrics.remember()
-        batch = _Batch(args, kwargs, Generators(executor.lanes.device))
+        batch = _Batch(run, args, kwargs, Generators(executor.lanes.device))
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
-        executor.batch.probing = executor.may_defer and self._may_not_fit(executor)
+        executor.batch.probing = executor.may_defer and self._may_not_fit()
 
-        def again() -> Any:
-            self._again(executor, self._batches[:-1])
-            return self._run(executor, batch)
+        def again() -> STEP_OUTPUT:
+            self._repeat_earlier()
+            return self._run(batch)
 
-        return self._until_it_fits(executor, partial(self._forward_of, batch), again)
+        return self._until_it_fits(partial(self._forward_of, batch), again)
 
-    def backward(self, executor: Executor, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a batch's backward; under lesser plans the batch's forward too, whose loss is the same."""
-        batch = self._batches[-1] if self._batches else _Batch((), {}, Generators(executor.lanes.device))
+    def backward(
+        self,
+        run: Callable[..., None],
+        loss: Tensor,
+        held: Tensor | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
+        """Runs a batch's backward; under lesser plans the batch's forward too, whose loss is the same.
+
+        Args:
+            run: Runs it, from a loss as the precision plugin has scaled it.
+            loss: That loss.
+            held: The loss before, which Lightning holds.
+            args: Optimizer, and what the backward is called with.
+            kwargs: The same, by name.
+        """
+        module = self._module
+        if self._repeats or not self._batches:
+            run(loss, module, *args, **kwargs)
+            return
+        batch = self._batches[-1]
         batch.backward = args, kwargs
 
-        def first() -> Tensor:
+        def first() -> None:
             try:
-                return self._backward_of(batch, loss)
+                with self._log.of(batch):
+                    run(loss, module, *args, **kwargs)
             except OUT_OF_MEMORY:
-                loss.detach_()  # Lightning holds it, and with it the graph
+                for tensor in (loss, held):
+                    if tensor is not None:
+                        tensor.detach_()  # Lightning holds it, and with it the graph
                 raise
 
-        found: Tensor = self._until_it_fits(executor, first, lambda: self._again(executor, self._batches))
-        self._has_fitted(executor)
-        return found
+        def again() -> None:
+            self._repeat_earlier()
+            found = self._loss_of(self._run(batch))
+            if found is None:
+                return
+            with self._log.of(batch, silent=True):
+                self._strategy.pre_backward(found)
+                scaled = self._strategy.precision_plugin.pre_backward(found, module)
+            del found
+            with self._log.of(batch):
+                run(scaled, module, *args, **kwargs)
+
+        self._until_it_fits(first, again)
+        self._has_fitted()
 
     def step_failed(self, error: BaseException) -> HeteroError:
         """What to raise where memory was too small for what follows backward: nothing of that is done twice."""
@@ -158,48 +200,53 @@ class Recovery:
 
     # ---- details ------------------------------------------------------------------------------------------------------------
 
-    def _until_it_fits(self, executor: Executor, attempt: Callable[[], Any], again: Callable[[], Any]) -> Any:
+    def _until_it_fits(self, attempt: Callable[[], _T], again: Callable[[], _T]) -> _T:
         while True:
             try:
                 return attempt()
             except OUT_OF_MEMORY as out:
                 error = _bare(out)
-            self._give_up(executor, error)
+            self._give_up(error)
             attempt = again
 
-    def _again(self, executor: Executor, batches: Sequence[_Batch]) -> Any:
-        """Forward and backward of batches; returns what the last backward does."""
-        found = None
-        for batch in batches:
-            trainer = self._module.trainer
-            output = self._result.from_training_step_output(self._run(executor, batch), trainer.accumulate_grad_batches)
-            if output.closure_loss is not None:
-                found = self._backward_of(batch, output.closure_loss)
-        return found
+    def _repeat_earlier(self) -> None:
+        """Forward and backward of the step's earlier batches; their hooks have logged what they log."""
+        backward: Callable[..., Tensor] = self._strategy.backward
+        self._repeats = True
+        try:
+            for batch in self._batches[:-1]:
+                args, kwargs = batch.backward
+                loss = self._loss_of(self._run(batch))
+                if loss is not None:
+                    with self._log.of(batch, silent=True):
+                        backward(loss, *args, **kwargs)
+        finally:
+            self._repeats = False
 
-    def _run(self, executor: Executor, batch: _Batch) -> Any:
+    def _loss_of(self, output: STEP_OUTPUT) -> Tensor | None:
+        loss: Tensor | None = self._result.from_training_step_output(
+            output, self._module.trainer.accumulate_grad_batches
+        ).closure_loss
+        return loss
+
+    def _run(self, batch: _Batch) -> STEP_OUTPUT:
         batch.generators.restore()
-        executor.batch.probing = executor.may_defer
+        self._executor.batch.probing = self._executor.may_defer
         return self._forward_of(batch)
 
-    def _forward_of(self, batch: _Batch) -> Any:
+    def _forward_of(self, batch: _Batch) -> STEP_OUTPUT:
         with self._log.of(batch, begins=True):
-            return self._forward(*batch.args, **batch.kwargs)
+            return batch.run(*batch.args, **batch.kwargs)
 
-    def _backward_of(self, batch: _Batch, loss: Tensor) -> Tensor:
-        args, kwargs = batch.backward
-        with self._log.of(batch):
-            found: Tensor = self._backward(loss, *args, **kwargs)
-        return found
-
-    def _give_up(self, executor: Executor, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Throws away what the step has done, and goes on with a plan that needs less of the device.
 
         Raises:
             BatchMemoryError: The step cannot begin again, or nothing is left to give up.
         """
+        executor = self._executor
         where = executor.where
-        self._refuse(executor, error, where)
+        self._refuse(error, where)
         predicted = self._on_demotion(error)
         executor.give_up()
         gc.collect()
@@ -224,10 +271,10 @@ class Recovery:
             return
         raise _final(error, f"{where}, and plan {before.name!r} has nothing left to give up")
 
-    def _refuse(self, executor: Executor, error: BaseException, where: str) -> None:
+    def _refuse(self, error: BaseException, where: str) -> None:
         if not self._module.automatic_optimization:
             raise _final(error, f"{where}, and optimization is manual, so that the step cannot begin again")
-        if executor.has_begun:
+        if self._executor.has_begun:
             raise _final(
                 error,
                 f"{where}, and updates of this step have begun, so that it cannot begin again: what is in memory is of two steps. "
@@ -240,10 +287,10 @@ class Recovery:
         shapes = [leaf.shape for leaf in tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
         return sum(shape.numel() for shape in shapes), max((side for shape in shapes for side in shape), default=0)
 
-    def _may_not_fit(self, executor: Executor) -> bool:
+    def _may_not_fit(self) -> bool:
         """Whether no batch as large as this one has fitted under the plan in force, with no more memory than there is now."""
         fitted = self._fitted
-        if fitted is None or fitted.plan is not executor.plan:
+        if fitted is None or fitted.plan is not self._executor.plan:
             return True
         elements, side = self._size()
         return elements > fitted.elements or side > fitted.side or self._has_less_than(fitted)
@@ -251,10 +298,11 @@ class Recovery:
     def _has_less_than(self, fitted: _Fitted) -> bool:
         return self._spare_bytes < fitted.spare_bytes - _SLACK_BYTES
 
-    def _has_fitted(self, executor: Executor) -> None:
-        if not self._batches or not executor.armed:  # only a batch that ends in a step meets the gradients of those before
+    def _has_fitted(self) -> None:
+        executor = self._executor
+        if not executor.armed:  # only a batch that ends in a step meets the gradients of those before
             return
-        if not self._may_not_fit(executor):
+        if not self._may_not_fit():
             return  # that it did says nothing new: memory that comes and goes, or goes by little and little, changes nothing
         now, fitted = _Fitted(executor.plan, *self._size(), self._spare_bytes), self._fitted
         if fitted is not None and fitted.plan is executor.plan and not self._has_less_than(fitted):
@@ -291,34 +339,36 @@ class _Log:
         module: The LightningModule.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._batch: _Batch | None = None
+        self._batch: _Batch | None = None  # whose calls are counted; None: they are left out
         self._log: Callable[..., None] = module.log
         self._calls = 0  # of the attempt under way
 
     @contextmanager
-    def of(self, batch: _Batch, *, begins: bool = False) -> Iterator[None]:
-        """Inside, ``log`` is this; ``begins``: an attempt does."""
+    def of(self, batch: _Batch, *, begins: bool = False, silent: bool = False) -> Iterator[None]:
+        """Inside, ``log`` is this; ``begins``: an attempt does; ``silent``: hooks run that have logged before."""
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:
             self._log = self._module.log
         if begins:
             self._calls = 0
-        self._batch = batch
+        before, self._batch = self._batch, None if silent else batch
         attributes["log"] = self
         try:
             yield
         finally:
+            self._batch = before
             del attributes["log"]
             if outer is not None:
                 attributes["log"] = outer
 
     @_eager
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         """As ``LightningModule.log``."""
-        assert self._batch is not None, "a batch is under way"
+        if self._batch is None:
+            return
         self._calls += 1
         if self._calls > self._batch.logged:
             self._log(*args, **kwargs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shlex
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +21,15 @@ from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.stored_model import has_lost_records
 from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
+from lightning_hetero.strategies.namespaces import lightning_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
 
 log = logging.getLogger(__name__)
+
+State = dict[str, Any]  # a training state or a checkpoint: what it holds is Lightning's and the user's
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -33,14 +39,8 @@ def is_store(path: Any) -> bool:
     return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
 
 
-def is_fit(module: Any, namespace: str) -> bool:
-    """Whether the module's Trainer fits, and does not validate, test or predict."""
-    fitting = importlib.import_module(f"{namespace}.trainer.states").TrainerFn.FITTING
-    return bool(module.trainer.state.fn == fitting)
-
-
-def check_use(path: Path, disk_path: Path | None) -> None:
-    """Refuses a store as ``ckpt_path`` of a fit that has no store of its own to go on in.
+def check_use(path: Path, disk_path: Path | None) -> Path:
+    """Refuses a store as ``ckpt_path`` of a fit that has no store of its own to go on in; returns that one's path.
 
     Raises:
         ConfigError: ``disk_path`` is missing.
@@ -50,6 +50,7 @@ def check_use(path: Path, disk_path: Path | None) -> None:
             f"ckpt_path {str(path)!r} is a store, and this run has none of its own to go on in. Pass the same path as disk_path, "
             f"or an empty directory."
         )
+    return disk_path
 
 
 def last_kept(path: Path) -> Path:
@@ -76,7 +77,7 @@ def last_kept(path: Path) -> Path:
         return found[-1]
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> State:
     """The training state of a store's last step.
 
     Args:
@@ -99,13 +100,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return _checked_state(last, path)
 
 
-def _checked_state(last: record.StepRecord, path: Path) -> dict[str, Any]:
+def _checked_state(last: record.StepRecord, path: Path) -> State:
     state = record.state_of(last, str(path))
     record.check_state(state, path, value_shapes.Fields(record.STATE))
     return state
 
 
-def read_for_evaluation(path: Path, module: Any, precision: Any, opened: ExitStack) -> dict[str, Any]:
+def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Precision, opened: ExitStack) -> State:
     """The last kept step of a store in the form of a Lightning checkpoint that is evaluated; nothing is written.
 
     Args:
@@ -176,7 +177,7 @@ def _no_record(path: Path) -> HeteroError:
     return ConfigError(f"store {str(path)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
 
 
-def check_loops(state: dict[str, Any], path: Path, trainer: Any) -> None:
+def check_loops(state: State, path: Path, trainer: pl.Trainer) -> None:
     """Refuses progress of loops, or a datamodule's state, that does not look like what this Trainer has.
 
     Raises:
@@ -188,7 +189,7 @@ def check_loops(state: dict[str, Any], path: Path, trainer: Any) -> None:
     record.check_state(state, path, value_shapes.Fields(like))
 
 
-def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:
+def as_checkpoint(state: State, precision: Precision) -> State:
     """A training state in the form of a Lightning checkpoint without weights and optimizer state."""
     checkpoint = {
         "epoch": state["epoch"],
@@ -209,7 +210,7 @@ def as_checkpoint(state: dict[str, Any], precision: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def load_buffers(module: Any, buffers: dict[str, torch.Tensor]) -> None:
+def load_buffers(module: pl.LightningModule, buffers: dict[str, torch.Tensor]) -> None:
     """Gives the model its persistent buffers.
 
     Raises:
@@ -230,7 +231,7 @@ def load_buffers(module: Any, buffers: dict[str, torch.Tensor]) -> None:
             owner._buffers[key] = value
 
 
-def go_on(trainer: Any, state: dict[str, Any], data: TrainingData, namespace: str) -> None:
+def go_on(trainer: Any, state: State, data: TrainingData) -> None:
     """Brings loops, data and random numbers to where they were when the last batch had ended.
 
     Lightning has restored the loops' progress. Left to itself it would not run the validation that was due after that batch, and
@@ -240,8 +241,8 @@ def go_on(trainer: Any, state: dict[str, Any], data: TrainingData, namespace: st
     data.go_on(state["data"], loop.epoch_loop.batch_progress.current.ready)
     if state["validation"]:
         restore_validation(trainer, state["validation"])
-    _begin_averaging(trainer, namespace)
-    end_batch(trainer, namespace)
+    _begin_averaging(trainer)
+    end_batch(trainer)
     # The data has been brought to the right place; Lightning cannot know.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     try:
@@ -252,20 +253,20 @@ def go_on(trainer: Any, state: dict[str, Any], data: TrainingData, namespace: st
         ) from error
 
 
-def _begin_averaging(trainer: Any, namespace: str) -> None:
+def _begin_averaging(trainer: Any) -> None:
     """Has callbacks that average weights go on: they make their scheduler as an epoch begins, and this one has begun."""
-    averaging = importlib.import_module(f"{namespace}.callbacks").StochasticWeightAveraging
+    averaging = lightning_of(trainer).module("callbacks").StochasticWeightAveraging
     if trainer.fit_loop.restarted_mid_epoch:
         for callback in trainer.callbacks:
             if isinstance(callback, averaging):
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def end_batch(trainer: Any, namespace: str) -> None:
+def end_batch(trainer: Any) -> None:
     """Has Lightning's loops do what was due after the batch whose end they were restored to."""
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop
-    loops = importlib.import_module(f"{namespace}.loops.evaluation_loop")
+    loops = lightning_of(trainer).module("loops.evaluation_loop")
     if epoch_loop._should_check_val_fx(loop._data_fetcher):
         epoch_loop.val_loop._restart_stage = loops.RestartStage.RESTARTED_MID_EVALUATION
         epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_hetero.optim.combined import members
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.strategies import verdicts
+from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
+from lightning_hetero.strategies.precision import can_serve
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
 
 _CLIPPED = "gradients are clipped by their global norm"
 _SCALED = "the loss is scaled"
@@ -24,43 +28,42 @@ _MODULE_HOOKS = (
 _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward", "on_before_zero_grad")
 
 
-def step_rules(trainer: Any, module: Any, precision: Any, namespace: str) -> StepRules:
+def step_rules(trainer: pl.Trainer, module: pl.LightningModule, precision: Precision) -> StepRules:
     """The rules for one ``fit``.
 
     Args:
         trainer: The Trainer.
         module: The LightningModule.
         precision: The precision plugin.
-        namespace: Whose classes these are.
     """
-    schedule = importlib.import_module(f"{namespace}.callbacks").GradientAccumulationScheduler
-    accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in trainer.callbacks)
+    lightning = lightning_of(trainer)
+    schedule = lightning.module("callbacks").GradientAccumulationScheduler
+    accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in callbacks_of(trainer))
     by_hand = "" if module.automatic_optimization else "optimization is manual"
     combined = [type(o).__name__ for o in trainer.optimizers if members(o) != [o]]
     if by_hand or combined:  # user code runs between the steps of optimizers
         why = by_hand or f"{combined[0]} runs other optimizers"
         return StepRules(deferred=why, accumulates=True, keep_gradients=True, waits=True, norms=True)
     by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
-    reason = _reason(trainer, module, precision, namespace)
+    reason = _reason(trainer, module, precision)
     by_norm = bool(trainer.gradient_clip_val) and not by_value
     if not reason and by_norm:
         reason = _CLIPPED
     clip = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_value and not reason else None
     scaled = getattr(precision, "scaler", None) is not None
-    speculates = (by_norm or scaled) and reason in (_CLIPPED, _SCALED) and verdicts.can_serve(precision, trainer, namespace)
-    is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
-    norms = by_norm or is_overridden("configure_gradient_clipping", module)
+    speculates = (by_norm or scaled) and reason in (_CLIPPED, _SCALED) and can_serve(precision, trainer)
+    norms = by_norm or lightning.is_overridden("configure_gradient_clipping", module)
     return StepRules(
         deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip, norms=norms, speculates=speculates
     )
 
 
-def _reason(trainer: Any, module: Any, precision: Any, namespace: str) -> str:
-    is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
+def _reason(trainer: pl.Trainer, module: pl.LightningModule, precision: Precision) -> str:
+    is_overridden = lightning_of(trainer).is_overridden
     for hook in _MODULE_HOOKS:
         if is_overridden(hook, module):
             return f"{type(module).__name__}.{hook} is overridden"
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         for hook in _CALLBACK_HOOKS:
             if is_overridden(hook, callback):
                 return f"callback {type(callback).__name__} overrides {hook}"

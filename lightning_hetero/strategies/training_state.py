@@ -10,10 +10,9 @@ the random number generators of torch, NumPy and Python by rank, and how the dat
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,6 +21,11 @@ from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
+from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.patches import Patches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +35,16 @@ class TrainingState:
 
     Args:
         trainer: The Trainer.
-        namespace: Whose Trainer it is.
         changes: What callbacks change of model and optimizers.
     """
 
-    def __init__(self, trainer: Any, namespace: str, changes: Changes) -> None:
+    def __init__(self, trainer: Any, changes: Changes) -> None:
         self._trainer, self.changes = trainer, changes
-        self._calls = importlib.import_module(f"{namespace}.trainer.call")
-        self._is_overridden = importlib.import_module(f"{namespace}.utilities.model_helpers").is_overridden
-        self._version = importlib.import_module(namespace).__version__
-        self._hooked: list[str] = []
+        self._lightning = lightning_of(trainer)
+        self._calls = self._lightning.module("trainer.call")
+        self._patches = Patches()
         self._warned: set[str] = set()
-        self.data = TrainingData(trainer, namespace, self._warn)
+        self.data = TrainingData(trainer, self._warn)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------------
 
@@ -55,22 +57,14 @@ class TrainingState:
             after_batch()
 
         for name, then in (("on_train_batch_end", batch_ends), ("on_train_epoch_start", self.data.follow)):
-            self._hook(module, name, then)
+            call_after(self._patches, module, name, then)
         for owner in (module, *self._trainer.callbacks):
-            if self._is_overridden("on_save_checkpoint", owner):
+            if self._lightning.is_overridden("on_save_checkpoint", owner):
                 self._warn(f"what {type(owner).__name__}.on_save_checkpoint adds to checkpoints is not kept with the steps")
-
-    def _hook(self, module: Any, name: str, then: Callable[[], None]) -> None:
-        call_after(module, name, then)
-        self._hooked.append(name)
 
     def detach(self) -> None:
         """Takes the hooks off."""
-        module = self._trainer.lightning_module
-        for name in self._hooked:
-            if module is not None:
-                vars(module).pop(name, None)
-        self._hooked.clear()
+        self._patches.restore()
 
     @property
     def is_training(self) -> bool:
@@ -119,7 +113,7 @@ class TrainingState:
         trainer = self._trainer
         try:
             fields = {
-                "version": files.put(self._version, "version"),
+                "version": files.put(self._lightning.version, "version"),
                 "epoch": files.put(trainer.current_epoch, "epoch"),
                 "global_step": files.put(trainer.global_step, "global_step"),
                 "fit_loop": files.put(self._loops(), "loops"),
@@ -179,20 +173,20 @@ class TrainingState:
             log.warning("%s.", text)
 
 
-def call_after(module: Any, name: str, then: Callable[[], None]) -> None:
-    """Calls ``then`` after a module's hook, until the name is removed from ``vars(module)``.
+def call_after(patches: Patches, module: pl.LightningModule, name: str, then: Callable[[], None]) -> None:
+    """Calls ``then`` after a module's hook, until the patches are restored.
 
     The module's own hook comes after those of all callbacks, and Lightning offers nothing after that.
     """
-    hook = getattr(module, name)
+    hook: Callable[..., object] = getattr(module, name)
 
     @functools.wraps(hook)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         result = hook(*args, **kwargs)
         then()
         return result
 
-    vars(module)[name] = wrapped
+    patches.replace(module, name, wrapped)
 
 
 def after_batch(loops: dict[str, Any]) -> dict[str, Any]:

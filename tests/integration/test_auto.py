@@ -105,8 +105,8 @@ def test_the_first_steps_correct_the_machine_and_change_no_bit(
     monkeypatch.delenv(ENVIRONMENT)
     monkeypatch.setattr(machine, "_measured", lambda *a, **k: replace(HARDWARE, cpu_update_params_per_s=params / 0.5))
     strategy = HeteroOffloadStrategy()
-    taken = strategy.take_step_seconds
-    monkeypatch.setattr(strategy, "take_step_seconds", lambda: None if taken() is None else 5.0)
+    taken = strategy.run.take_step_seconds
+    monkeypatch.setattr(strategy.run, "take_step_seconds", lambda: None if taken() is None else 5.0)
     caplog.set_level(logging.INFO, "lightning_hetero")
     assert_same(run(recipe, strategy, tmp_path), expected)
     assert sum(text.startswith("planning once more: a step takes 5 s") for text in caplog.messages) == 1

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_hetero.runtime import construction
-from lightning_hetero.strategies import HeteroOffloadStrategy, lifecycle
+from lightning_hetero.strategies import HeteroOffloadStrategy, offload
 
 SHARE = 2048
 
@@ -26,7 +26,7 @@ SHARE = 2048
 def small_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """All parameters count, and few of them fit."""
     monkeypatch.setattr(construction, "_SMALL_BYTES", 1)
-    monkeypatch.setattr(lifecycle, "host_budget", lambda *_: 2 * SHARE)
+    monkeypatch.setattr(offload, "host_budget", lambda *_: 2 * SHARE)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_nothing_of_the_context_stays(fails: bool, tmp_path: Path) -> None:
 
 
 def test_a_model_that_fits_stays_in_memory(tmp_path: Path, moved: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "host_budget", lambda *_: 2**30)
+    monkeypatch.setattr(offload, "host_budget", lambda *_: 2**30)
     fit(Lit(), HeteroOffloadStrategy(plan="disk"), tmp_path)
     assert not moved
 

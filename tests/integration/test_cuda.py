@@ -22,7 +22,7 @@ from lightning_hetero.runtime.device import gradients
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
-from lightning_hetero.strategies import HeteroOffloadStrategy, lifecycle
+from lightning_hetero.strategies import HeteroOffloadStrategy, offload
 from lightning_hetero.strategies.devices import move_rest
 from lightning_hetero.strategies.verification import Verifier
 
@@ -230,7 +230,7 @@ def test_modules_know_their_device_as_early_as_under_plain_lightning(
 ) -> None:
     """The stand-in computes on the CPU, so it goes by another name of the CPU for the module."""
     name = torch.device("cpu", 0)
-    monkeypatch.setattr(lifecycle, "move_rest", lambda module, device, namespace: move_rest(module, name, namespace))
+    monkeypatch.setattr(offload, "move_rest", lambda module, device: move_rest(module, name))
     models: list[Any] = []
     recipe = Recipe(shape=SHAPE, steps=1)
     expected = run(recipe, "auto", tmp_path, module_class=AsksWhere, prepare=models.append)

@@ -163,9 +163,9 @@ def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repea
     expected = run(recipe, "auto", tmp_path, module_class=Failing)
     step = recovery.Recovery.training_step
 
-    def notes(one: Any, executor: Any, *args: Any) -> Any:
-        found = step(one, executor, *args)
-        waits.append(executor.batch.probing)
+    def notes(one: Any, *args: Any) -> Any:
+        found = step(one, *args)
+        waits.append(one._executor.batch.probing)
         return found
 
     monkeypatch.setattr(recovery.Recovery, "training_step", notes)

@@ -12,7 +12,6 @@ import pytest
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.strategies.hetero_offload import HeteroOffload
 from lightning_hetero.strategies.hetero_parallel import HeteroParallel
-from lightning_hetero.strategies.hetero_pipelines import HeteroPipelines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -36,7 +35,7 @@ def test_documented_defaults_are_the_real_ones() -> None:
 def test_the_options_of_the_parallel_strategy_are_documented_with_their_defaults() -> None:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     documented = {name: ast.literal_eval(value) for name, value in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)}
-    parameters = [p for engine in (HeteroPipelines, HeteroParallel) for p in inspect.signature(engine.__init__).parameters.values()]
+    parameters = inspect.signature(HeteroParallel.__init__).parameters.values()
     assert documented == {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -85,24 +85,24 @@ def test_a_notice_gives_the_signal_back() -> None:
 def test_ranks_that_come_and_go_have_speeds_by_the_name_of_their_node() -> None:
     strategy = HeteroParallelStrategy(speeds={"old": 1.0, "new": 4.0}, elastic="steps")
     strategy.cluster_environment = _Ranks(3)
-    strategy._names = ("new", "old", "new")
-    assert strategy._seconds() == (0.25, 1.0, 0.25)
-    strategy.load_elastic_state({"global_batch_size": 12, "seconds": {"old": 0.5, "new": 0.1}})
-    strategy._names = ("old", "new", "unknown")
-    assert strategy._seconds() == pytest.approx((0.5, 0.1, 0.3))  # nobody knows: as fast as the mean
-    assert strategy.elastic_state() == {"global_batch_size": 12, "seconds": {"old": 0.5, "new": 0.1}}
+    strategy.uneven.names = ("new", "old", "new")
+    assert strategy.uneven.seconds() == (0.25, 1.0, 0.25)
+    strategy.uneven.load_state({"global_batch_size": 12, "seconds": {"old": 0.5, "new": 0.1}})
+    strategy.uneven.names = ("old", "new", "unknown")
+    assert strategy.uneven.seconds() == pytest.approx((0.5, 0.1, 0.3))  # nobody knows: as fast as the mean
+    assert strategy.uneven.state() == {"global_batch_size": 12, "seconds": {"old": 0.5, "new": 0.1}}
 
 
 def test_a_node_without_a_speed_is_refused_by_name() -> None:
     strategy = HeteroParallelStrategy(speeds={"old": 1.0})
     strategy.cluster_environment = _Ranks(2)
-    strategy._names = ("old", "new")
+    strategy.uneven.names = ("old", "new")
     with pytest.raises(ConfigError, match=r"lacks nodes \['new'\]"):
-        strategy._seconds()
+        strategy.uneven.seconds()
     strategy = HeteroParallelStrategy(speeds=[1.0], elastic="steps")
     strategy.cluster_environment = _Ranks(2)
     with pytest.raises(ConfigError, match=r"1 numbers for 2 ranks.*by the name of the node"):
-        strategy._seconds()
+        strategy.uneven.seconds()
     with pytest.raises(ConfigError, match="global_batch_size=0; allowed"):
         HeteroParallelStrategy(global_batch_size=0)
 

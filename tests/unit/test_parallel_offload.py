@@ -43,7 +43,8 @@ def placed(strategy: Any, rank: int, names: tuple[str, ...]) -> Any:
         def local_rank(self) -> int:
             return 0
 
-    strategy.cluster_environment, strategy.parallel_devices, strategy._names = World(), [torch.device("cpu")], names
+    strategy.cluster_environment, strategy.parallel_devices = World(), [torch.device("cpu")]
+    strategy.uneven.names = names
     strategy._check_names()
     return strategy._own()
 
@@ -63,7 +64,7 @@ def test_configurations_may_name_ranks_and_nodes() -> None:
     given = {"class_path": "lightning_hetero.strategies.HeteroParallelStrategy", "init_args": options}
     strategy = parser.instantiate(parser.parse_object({"strategy": given})).strategy
     assert type(strategy) is HeteroParallelOffloadStrategy
-    assert strategy._speeds == [1, 2, 2]
+    assert strategy.uneven.speeds == [1, 2, 2]
     names = ("big", "big", "small")
     plans = [placed(strategy, rank, names).options.plans[0].__name__ for rank in range(3)]
     assert plans == ["resident", "host", "disk"]

@@ -9,11 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from support.training.pipelines import Net, cluster_plan
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.strategies import HeteroParallelStrategy
+from lightning_hetero.strategies.pipelines import check_module, check_optimizers, say_what_runs
 
 PLAN = cluster_plan((3, (1, 2, 3)))
 
@@ -55,37 +56,31 @@ def test_modules_that_step_by_themselves_are_refused() -> None:
     net = Net()
     net.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="automatic optimization"):
-        strategy_for(net)._check_module()
-    strategy = strategy_for(Net())
-    strategy.precision_plugin = MixedPrecision("16-mixed", "cuda")
+        check_module(net, Precision())
     with pytest.raises(UnsupportedError, match="bf16-mixed"):
-        strategy._check_module()
+        check_module(Net(), MixedPrecision("16-mixed", "cuda"))
 
 
 def test_several_optimizers_and_line_searches_are_refused() -> None:
     net = Net()
-    strategy = strategy_for(net)
-    sgd = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
-    strategy.optimizers = sgd
+    sgd: list[torch.optim.Optimizer] = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(UnsupportedError, match="2 optimizers"):
-        strategy._check_optimizers()
-    strategy.optimizers = [torch.optim.LBFGS(net.parameters())]
+        check_optimizers(sgd)
     with pytest.raises(UnsupportedError, match="LBFGS"):
-        strategy._check_optimizers()
-    strategy.optimizers = sgd[:1]
-    strategy._check_optimizers()
+        check_optimizers([torch.optim.LBFGS(net.parameters())])
+    check_optimizers(sgd[:1])
 
 
 def test_predicting_is_refused_where_no_rank_has_the_model() -> None:
     strategy = strategy_for(Net())
-    strategy.pipelines = object()
+    strategy._staged = object()
     with pytest.raises(UnsupportedError, match="predict from a checkpoint"):
         strategy.predict_step(None, 0)
 
 
 def test_steps_that_are_not_executed_are_named_aloud() -> None:
     with pytest.warns(UserWarning, match=r"OwnSteps\.training_step will NOT be executed"):
-        strategy_for(OwnSteps())._say_what_runs()
+        say_what_runs(OwnSteps())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strategy_for(Net())._say_what_runs()
+        say_what_runs(Net())

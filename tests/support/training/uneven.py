@@ -67,9 +67,9 @@ class Notes(Callback):
         self.declared, self.sizes, self.shares = declared, [], []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if self.declared and hasattr(trainer.strategy, "stopwatch"):
-            trainer.strategy.stopwatch.stop_watching()
-            trainer.strategy.stopwatch = Declared()
+        if self.declared and hasattr(trainer.strategy, "uneven"):
+            trainer.strategy.uneven.stopwatch.stop_watching()
+            trainer.strategy.uneven.stopwatch = Declared()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.append(len(batch[0]))

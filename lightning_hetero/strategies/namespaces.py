@@ -1,0 +1,121 @@
+"""Lightning has two namespaces with different classes: ``lightning.pytorch`` and ``pytorch_lightning``.
+
+A Trainer takes strategies, callbacks and plugins of its own namespace only. Each class of this package is written once, without
+a base class. :meth:`Lightning.subclass` puts it above the base class of one namespace.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from lightning_hetero.errors import ConfigError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_PREFIX = {"lightning.pytorch": "", "pytorch_lightning": "PytorchLightning"}  # of our classes' names
+
+
+@dataclass(frozen=True, slots=True)
+class Lightning:
+    """One of the two namespaces.
+
+    Attributes:
+        name: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        ConfigError: Another name.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in _FABRIC:
+            raise ConfigError(f"namespace={self.name!r}; allowed: {', '.join(_FABRIC)}.")
+
+    def module(self, path: str = "") -> ModuleType:
+        """A module of the namespace, such as ``"trainer.call"``; the namespace itself without a path."""
+        return importlib.import_module(f"{self.name}.{path}" if path else self.name)
+
+    def fabric(self, path: str) -> ModuleType:
+        """A module of the Fabric that belongs to the namespace."""
+        return importlib.import_module(f"{_FABRIC[self.name]}.{path}")
+
+    @property
+    def version(self) -> str:
+        """Lightning's version."""
+        return str(self.module().__version__)
+
+    def is_overridden(self, hook: str, owner: pl.LightningModule | pl.LightningDataModule | pl.Callback) -> bool:
+        """Whether a module or a callback has its own version of a hook."""
+        return bool(self.module("utilities.model_helpers").is_overridden(hook, owner))
+
+    def is_fit(self, trainer: pl.Trainer) -> bool:
+        """Whether the Trainer fits, and does not validate, test or predict."""
+        return bool(trainer.state.fn == self.module("trainer.states").TrainerFn.FITTING)
+
+    def subclass(self, written: type[object], base: str, *, name: str, home: str) -> type[object]:
+        """The class ``written`` with a base class of the namespace.
+
+        Args:
+            written: The class, which has no base class at run time.
+            base: Module and name of the base class, such as ``"strategies.DDPStrategy"``.
+            name: Under which name the class is found for ``lightning.pytorch``; for the other namespace it gets a prefix.
+            home: The module in which it is found. Configuration files and pickles need one.
+        """
+        key = home, _PREFIX[self.name] + name
+        if key not in _made:
+            path, _, attribute = base.rpartition(".")
+            ours, body = _ours(written)
+            body |= {"__module__": home, "__doc__": written.__doc__, "namespace": self.name}
+            _made[key] = type(key[1], (ours, getattr(self.module(path), attribute)), body)
+        return _made[key]
+
+
+NAMESPACES = tuple(map(Lightning, _FABRIC))
+_made: dict[tuple[str, str], type[object]] = {}  # by home and name
+_known: dict[type[object], Lightning] = {}
+
+
+def _ours(written: type[object]) -> tuple[type[object], dict[str, object]]:
+    """The class of ours among the bases of what is made of a class, and what is put into that.
+
+    A class that derives from another one is itself not among the bases, but its attributes are in the
+    class that is made: so at most two classes of ours stand above Lightning's. Its methods name the
+    class whose method they extend: ``super()`` without arguments would look for their own.
+    """
+    (parent,) = written.__bases__
+    if parent is object:
+        return written, {}
+    body = {name: value for name, value in vars(written).items() if name not in ("__dict__", "__weakref__")}
+    return parent, body
+
+
+def lightning_of_class(kind: type[object]) -> Lightning:
+    """The namespace of a class; as :func:`lightning_of`."""
+    if kind not in _known:
+        homes = [f"{cls.__module__}." for cls in kind.__mro__]
+        roots = [(f"{root}.", lightning) for lightning in NAMESPACES for root in (lightning.name, _FABRIC[lightning.name])]
+        among = (lightning for home in homes for root, lightning in roots if home.startswith(root))
+        _known[kind] = next(among, NAMESPACES[0])
+    return _known[kind]
+
+
+def lightning_of(instance: object) -> Lightning:
+    """The namespace of a Trainer, module, strategy, callback or plugin. Where it is of neither, ``lightning.pytorch``."""
+    return lightning_of_class(type(instance))
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's own list of callbacks, which a connector gives it."""
+    found: list[pl.Callback] = vars(trainer)["callbacks"]
+    return found
+
+
+def public_names(name: str) -> dict[str, Lightning]:
+    """Under which name :meth:`Lightning.subclass` makes a class for each namespace."""
+    return {prefix + name: Lightning(namespace) for namespace, prefix in _PREFIX.items()}

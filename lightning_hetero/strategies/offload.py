@@ -1,0 +1,477 @@
+"""Offloading behind one of Lightning's strategies: from setup to teardown, and what users may ask."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_hetero import callbacks
+from lightning_hetero.convert.importing import ModelWeights, Weights
+from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.stalls import describe, stalls
+from lightning_hetero.ir.trace import Trace
+from lightning_hetero.profiling.memory import OperatorMeasure
+from lightning_hetero.runtime.construction import Construction
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.frozen import Frozen
+from lightning_hetero.runtime.lanes import Device, EmulatedDevice
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.store.format.earlier_runs import make_way
+from lightning_hetero.strategies.autoplan import Autoplan
+from lightning_hetero.strategies.changes import Changes
+from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
+from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
+from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
+from lightning_hetero.strategies.recovery import Recovery
+from lightning_hetero.strategies.resume import State, go_on, load_buffers
+from lightning_hetero.strategies.rules import step_rules
+from lightning_hetero.strategies.training import Peers, Training
+from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.verification import Verifier, reference_bytes
+from lightning_hetero.units import parse_bytes
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+
+log = logging.getLogger(__name__)
+
+_RECORD = "pass trace=True to the strategy to record one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` ask for.
+
+    Attributes:
+        options: What the session is made with.
+        autoplan: What makes the plan as training goes on; ``None`` where it was given.
+        device: An emulated device.
+        weights: Files that the model gets its weights from.
+        verify: Steps that are computed a second time.
+        link_checkpoints: Checkpoints are links to the store.
+    """
+
+    options: SessionOptions
+    autoplan: Autoplan | None = None
+    device: EmulatedDevice | None = None
+    weights: Weights | None = None
+    verify: int = 0
+    link_checkpoints: bool = False
+
+
+class OffloadRun:
+    """The model of one strategy on its tiers: :meth:`setup` places it, :meth:`teardown` gives it back.
+
+    Args:
+        strategy: Lightning's strategy, whose methods call those of this object.
+        choices: How this process trains.
+        peers: The other ranks of a group.
+
+    Attributes:
+        choices: As given, or as a group has chosen for this rank.
+        options: What the session is made with, as the device and the user have changed it since.
+        session: The runtime session, from ``setup`` on. A model that is too large to come back keeps it after ``teardown``.
+        training: The steps of the fit under way.
+        checkpoints: What is saved and loaded.
+        built: The model that was made in :meth:`building`, until it is placed.
+    """
+
+    def __init__(self, strategy: Strategy, choices: Choices, peers: Peers | None = None) -> None:
+        self.strategy, self._peers = strategy, peers
+        self.session: Session | None = None
+        self.training: Training | None = None
+        self.built: Construction | None = None
+        self.checkpoints = Checkpoints(self)
+        self._callback: callbacks.PlanningCallback | None = None  # of the fit under way, or of the last one
+        self._imported: weakref.ref[nn.Module] | None = None  # the model that has got its weights from files
+        self._last_plan: Plan | None = None
+        self._last_trace = Trace(spans=())
+        self._last_report: dict[str, int] = {}
+        self._failed = False
+        self.choose(choices)
+
+    def choose(self, choices: Choices) -> None:
+        """Says how this process trains, before :meth:`setup`."""
+        self.choices, self.options = choices, choices.options
+
+    @property
+    def autoplan(self) -> Autoplan | None:
+        """What makes the plan as training goes on; ``None`` where it was given."""
+        return self.choices.autoplan
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule, once the Trainer has connected it."""
+        module = self.strategy.lightning_module
+        assert module is not None, "the Trainer connects it before anything else"
+        return module
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The module's Trainer, if there is one."""
+        module = self.strategy.lightning_module
+        return None if module is None else module._trainer
+
+    @property
+    def executor(self) -> Executor:
+        """The executor while a session runs."""
+        assert self.session is not None, "a session runs"
+        assert self.session.executor is not None, "a session that runs has an executor"
+        return self.session.executor
+
+    # ---- setup ------------------------------------------------------------------------------------------------------------
+
+    def use_device(self, device: torch.device) -> torch.device:
+        """Makes ready for the device that the fit computes on, which is given back with its number.
+
+        Raises:
+            ConfigError: An emulated device was asked for too.
+        """
+        lanes: Device | None = self.choices.device
+        if device.type != "cpu":
+            if lanes is not None:
+                raise ConfigError(
+                    f"device={lanes!r} is an emulated device, made of the host's memory, but the Trainer computes on "
+                    f'{device}. Pass accelerator="cpu", or leave device out.'
+                )
+            lanes = CudaDevice.of(device, self.options.device_memory)
+            device = lanes.device
+        plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
+        self._change(replace(self.options, device=lanes, plans=plans))
+        return device
+
+    def _change(self, options: SessionOptions) -> None:
+        self.options = options
+        if self.session is not None:
+            self.session.options = options
+
+    @contextmanager
+    def building(self, *, empty: bool) -> Iterator[None]:
+        """``empty``: parameters have no memory until :meth:`setup` initializes them block by block.
+
+        Else those that take more than half of the budget wait in a file until :meth:`setup` places them.
+        """
+        device = torch.device("meta" if empty else "cpu")  # what the plan puts on another device goes there in `setup`
+        if self.built is None:
+            self.built = Construction(host_budget(self.options, 0) // 2, self.checkpoints.landing)
+        with device, self.strategy.precision_plugin.tensor_init_context(), self.built.observed():
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Places the model; in ``fit`` the optimizers are made between its reserved memory and its files."""
+        if self.strategy.accelerator is not None:
+            self.strategy.accelerator.setup(trainer)
+        self._failed = False
+        fits = lightning_of(trainer).is_fit(trainer)
+        resumed = self.checkpoints.resumed if fits else None
+        session = self._open(resumed, fits=fits)
+        self._move_rest()  # before optimizers are made, as plain Lightning does it
+        if fits:
+            self._start_fit(trainer, session, resumed)
+        else:
+            self.strategy.setup_precision_plugin()
+            session.start(None, StepRules(), default_root=local_root(trainer))
+            self._placed()
+        self.checkpoints.load_waiting()
+
+    def _open(self, resumed: State | None, *, fits: bool) -> Session:
+        """The session for the model: the one that has it parked, or a new one."""
+        module, session = self.module, self.session
+        if resumed is not None:
+            self.drop_session()
+        elif session is not None and session.root is module and session.has_model():
+            if fits:  # parked: the model was too large to come back into memory
+                session.make_way()
+                session.unpark()
+                self._leave_room_for_reference()
+            return session
+        else:
+            self.drop_session()
+            if fits and self.options.disk_path is not None:
+                make_way(self.options.disk_path.absolute(), new_run=self.options.new_run)
+        strategy = self.strategy
+        with nullcontext() if self.built is None else self.built.observed():
+            strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
+        if fits:
+            self._leave_room_for_reference()
+        self.session = session = Session(module, self.options, self._content(), self.built)
+        return session
+
+    def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:
+        strategy, module = self.strategy, self.module
+        strategy.setup_optimizers(trainer)
+        optimizers = session.cut(strategy.optimizers)
+        changes = Changes(module, optimizers, resumed, strategy.lr_scheduler_configs)
+        changes.check()
+        changes.to_model()
+        rules = step_rules(trainer, module, strategy.precision_plugin)
+        if self._peers is not None:
+            rules = self._peers.rules(rules)
+        strategy.setup_precision_plugin()
+        verifier = self._verifier()
+        if self.autoplan is not None:
+            self.autoplan.fit_begins(session)
+            self._callback = callbacks.make(self, self.autoplan)
+            callbacks_of(trainer).insert(0, self._callback)
+        with changes.in_groups():
+            session.start(optimizers, rules, default_root=local_root(trainer), resume=resumed is not None)
+        state = TrainingState(trainer, changes) if session.keeps_steps else None
+        if resumed is not None:
+            load_buffers(module, resumed["buffers"])
+        self._placed()
+        self.training = Training(
+            session=session,
+            executor=self.executor,
+            module=module,
+            precision=strategy.precision_plugin,
+            speculates=rules.speculates,
+            autoplan=self.autoplan,
+            state=state,
+            verifier=verifier,
+            recovery=self._recovery(session),
+            peers=self._peers,
+            is_trial=lambda: self.checkpoints.tunes or bool(vars(trainer)["fast_dev_run"]),
+            make_links=self.checkpoints.make_links,
+        )
+
+    def _placed(self) -> None:
+        """The session has started: the model has its content."""
+        self.built = None
+        self._move_rest()  # what had no content before
+        self._imported = weakref.ref(self.module)
+
+    def _content(self) -> ModelWeights | None:
+        """What the model's first setup reads from files; later ones go on with what it has become."""
+        module, weights = self.module, self.choices.weights
+        if weights is None or (self._imported is not None and self._imported() is module):
+            return None
+        return ModelWeights(module, weights, strict=module.strict_loading)
+
+    def _verifier(self) -> Verifier | None:
+        steps = self.choices.verify
+        device = self.strategy.root_device if isinstance(self.options.device, CudaDevice) else None
+        return Verifier(self.module, steps, device=device) if steps else None
+
+    def _leave_room_for_reference(self) -> None:
+        """Of a GPU, plans have what the reference of ``verify`` leaves them."""
+        device = self.options.device
+        if self.choices.verify and isinstance(device, CudaDevice):
+            left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
+            self._change(replace(self.options, device=left))
+
+    def _recovery(self, session: Session) -> Recovery | None:
+        """Begins steps again, unless other ranks would have to repeat them too."""
+        executor = session.executor
+        if self._peers is not None or executor is None or executor.device is None:
+            return None
+        return Recovery(session, executor, strategy=self.strategy, module=self.module, on_demotion=self._demoted)
+
+    def _demoted(self, error: BaseException) -> Callable[[Plan], Plan]:
+        if self.autoplan is None or self.session is None:
+            return lambda plan: plan
+        self.autoplan.demoted(error, self.session.device_memory or 0)
+        return partial(self.autoplan.lesser, self.session)
+
+    def _move_rest(self) -> None:
+        if self.options.device is not None:
+            move_rest(self.module, self.strategy.root_device)
+
+    # ---- while it runs ----------------------------------------------------------------------------------------------------
+
+    def loader_made(self, dataloader: object) -> None:
+        """A dataloader has been made, and its iterator comes next."""
+        state = None if self.training is None else self.training.state
+        if state is not None and state.is_training:
+            state.data.loader_made(dataloader)
+
+    def train_starts(self) -> None:
+        """Goes on where the store's last step ended."""
+        state = None if self.training is None else self.training.state
+        if state is None:
+            return
+        resumed, self.checkpoints.resumed = self.checkpoints.resumed, None
+        if resumed is None:
+            state.data.follow()
+        else:
+            go_on(self.module.trainer, resumed, state.data)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A batch that only reads runs inside."""
+        executor = None if self.session is None else self.session.executor  # steps may be called after the Trainer's teardown
+        if self._peers is not None:
+            self._peers.batch_begins(training=False)
+        if executor is not None:
+            executor.begin_step(training=False)
+        try:
+            yield
+        finally:
+            if executor is not None:
+                executor.end_batch()
+
+    def take_step_seconds(self) -> float | None:
+        """As a training batch ends: seconds of the optimizer step's batches; ``None`` if none has ended."""
+        return None if self.training is None else self.training.take_step_seconds()
+
+    def freeze(self) -> Frozen | None:
+        """For who saves in the background: what a state has to be read from; ``None`` where all of it is in ordinary memory."""
+        return None if self.session is None else self.session.freeze()
+
+    # ---- teardown ---------------------------------------------------------------------------------------------------------
+
+    def failed(self) -> None:
+        """The Trainer was interrupted: :meth:`teardown` must not count on the engine."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Gives the model back, or leaves it on disk where it does not fit."""
+        self._last_plan = self.plan
+        self.checkpoints.end()
+        if self.training is not None:
+            self.training.close()
+            self.training = None
+        trainer = self.trainer
+        if trainer is not None:
+            self._warn_of_lost_step(trainer)
+            if self._callback is not None and self._callback in callbacks_of(trainer):
+                callbacks_of(trainer).remove(self._callback)
+        if self.session is not None and not self._parks(self.session):
+            self._forget_session(self.session)
+        strategy = self.strategy
+        if strategy.root_device.type != "cpu" and strategy.lightning_module is not None:
+            move_rest(strategy.lightning_module, torch.device("cpu"))
+            optimizers_to_host(strategy.optimizers)
+        strategy.precision_plugin.teardown()
+        if strategy.accelerator is not None:
+            strategy.accelerator.teardown()
+        strategy.checkpoint_io.teardown()
+
+    def _warn_of_lost_step(self, trainer: pl.Trainer) -> None:
+        steps = None if self.session is None else self.session.steps
+        if not self._failed and steps is not None and steps.left_out_last:
+            log.warning(
+                "Training has ended with step %d, which is not kept (keep_every=%d): it was stopped when the batch after that step "
+                "had begun. A resume goes on from the step that was kept before it. To lose none, pass keep_every=1, or save a "
+                "checkpoint.", trainer.global_step, self.options.keep_every,
+            )  # fmt: skip
+
+    def _parks(self, session: Session) -> bool:
+        """Stops the session; whether it keeps the model."""
+        try:
+            return session.stop()
+        except HeteroError:
+            if not self._failed:
+                raise
+            log.warning("The engine had failed; weights and optimizer state on disk are not brought back.")
+            session.abandon()
+            return False
+
+    def drop_session(self) -> None:
+        """The model is somebody else's from now on, or its store is."""
+        if self.session is not None:
+            self.session.abandon()
+            self._forget_session(self.session)
+
+    def _forget_session(self, session: Session) -> None:
+        self._last_trace, self._last_report = session.recorder.trace(), session.memory_report()
+        self.session = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), **dict.fromkeys(("session", "training", "built", "_imported"))}
+
+    # ---- what users ask ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
+        """The door to weights outside their block's forward: inside the context they are ordinary parameters in memory.
+
+        Before and after training, weights that are in memory stay as they are.
+
+        Args:
+            params: A module, or parameters.
+
+        Raises:
+            ConfigError: They have no content yet: the model is on the meta device.
+        """
+        wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+        if self.session is None and any(p.is_meta for p in wanted):
+            raise ConfigError(
+                "materialize() got parameters on the meta device, which have no content before the Trainer's setup. Call it from a "
+                "hook such as on_fit_start, or later."
+            )
+        with nullcontext() if self.session is None else self.session.materialized(wanted):
+            yield
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
+        executor = None if self.session is None else self.session.executor
+        return self._last_plan if executor is None else executor.plan
+
+    @property
+    def model_profile(self) -> ModelProfile | None:
+        """What the first batches have shown of the model, once there is a plan."""
+        return None if self.autoplan is None else self.autoplan.model
+
+    def operator_measures(self) -> tuple[OperatorMeasure, ...]:
+        """Every operator of the recorded batch, forward and backward: seconds, FLOP, and memory before, during and after it."""
+        return () if self.autoplan is None else self.autoplan.operators()
+
+    def replan(self, *, host_memory: str | int | None = None) -> None:
+        """Asks for a new plan: the next training batches are timed again, and the plan comes into force after them.
+
+        Args:
+            host_memory: A new budget, in force from then on; the plan then comes before the next batch, which raises a
+                :class:`~lightning_hetero.errors.PlanError` if none fits.
+
+        Raises:
+            ConfigError: The strategy was given a plan instead of a planner.
+        """
+        if self.autoplan is None:
+            raise ConfigError('replan() needs a planner, and this strategy was given a plan. Pass plan="auto".')
+        budget = parse_bytes(host_memory, name="host_memory")
+        if budget is not None:
+            self._change(replace(self.options, host_memory=budget))
+        self.autoplan.request(budget=budget is not None)
+
+    def prediction_error(self) -> dict[str, float]:
+        """How far the plan's prediction is from its steps so far: ``step_time_error``, ``host_peak_error``.
+
+        Mean absolute errors relative to what is measured; empty before there are any.
+        """
+        return {} if self._callback is None else self._callback.error.compute()
+
+    @property
+    def trace(self) -> Trace:
+        """Spans of the latest steps, with ``trace=True``; without it there are none, and a warning says so."""
+        if not self.options.trace:
+            log.warning("There is no trace: %s.", _RECORD)
+        return self.session.recorder.trace() if self.session is not None else self._last_trace
+
+    def stall_report(self) -> str:
+        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
+        if not self.options.trace:
+            return f"no trace: {_RECORD}"
+        trace = self.trace
+        found = stalls(trace)
+        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
+
+    def memory_report(self) -> dict[str, int]:
+        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far.
+
+        On a device with memory of its own also ``device_peak_bytes``, the most that was in use there since the fit began.
+        """
+        return self.session.memory_report() if self.session is not None else dict(self._last_report)

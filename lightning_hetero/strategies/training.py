@@ -1,0 +1,239 @@
+"""The steps of one fit, from a batch to the commit, as Lightning's hooks come to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.clock import now_s
+from lightning_hetero.ir.plan import UpdateLane
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies.autoplan import Autoplan
+from lightning_hetero.strategies.precision import PrecisionHooks
+from lightning_hetero.strategies.recovery import OUT_OF_MEMORY, Recovery
+from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.verification import Verifier
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+
+class Peers(Protocol):
+    """The other processes of a group that trains the same model. A process that trains alone has none."""
+
+    def rules(self, rules: StepRules) -> StepRules:
+        """The rules of a fit, for gradients that all ranks average."""
+
+    def batch_begins(self, *, training: bool) -> None:
+        """A batch is about to begin."""
+
+    def gradients_computed(self) -> None:
+        """A backward has left its gradients, and no hook has seen them yet."""
+
+
+class Training:
+    """The steps of one fit.
+
+    Contract: made when the session has started; :meth:`close` when the fit ends, orderly or not. One thread calls.
+
+    Args:
+        session: The session, with its executor.
+        executor: It.
+        module: The LightningModule.
+        precision: The precision plugin, which calls :meth:`backward` and :meth:`optimizer_step` until :meth:`close`.
+        speculates: Updates may run before all gradients are known.
+        autoplan: Makes the plan as training goes on; ``None`` where it was given.
+        state: Takes the training state of every step that is kept; ``None`` where none is.
+        verifier: Computes steps a second time.
+        recovery: Begins a step again where the device's memory is too small.
+        peers: The other ranks.
+        is_trial: Whether steps are only tried, so that none is kept.
+        make_links: Makes the checkpoints that were asked for during a batch that has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        executor: Executor,
+        module: pl.LightningModule,
+        precision: Precision,
+        speculates: bool,
+        autoplan: Autoplan | None,
+        state: TrainingState | None,
+        verifier: Verifier | None,
+        recovery: Recovery | None,
+        peers: Peers | None,
+        is_trial: Callable[[], bool],
+        make_links: Callable[[], None],
+    ) -> None:
+        self._session, self._executor, self._module, self._precision = session, executor, module, precision
+        self._autoplan, self.state, self._verifier = autoplan, state, verifier
+        self._recovery, self._peers, self._is_trial, self._make_links = recovery, peers, is_trial, make_links
+        # With manual optimization an `optimizer.step()` is in the middle of its batch, which may go on to use the weights.
+        self._is_manual = not module.automatic_optimization
+        self._began_s = self._step_s = 0.0
+        self._stepped = False
+        self.step_ended = False  # the batch under way ends in an optimizer step
+        self.loss: weakref.ref[Tensor] | None = None  # of the backward under way; Lightning holds it
+        self._hooks = PrecisionHooks(
+            precision, backward=self.backward, optimizer_step=self.optimizer_step, speculates=executor if speculates else None
+        )
+        if state is not None:
+            state.attach(self.batch_ended)
+
+    # ---- a batch ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, plain: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
+        """Runs a batch's ``training_step``.
+
+        Args:
+            plain: Lightning's own.
+            args: What it is called with.
+            kwargs: The same, by name.
+        """
+        verifier = self._verifier
+        if verifier is not None:
+            self._session.drain()
+            with self._hooks.aside():
+                verifier.batch_begins(self._module, self._module.trainer.optimizers[0], self._precision, args, kwargs)
+        self._began_s = now_s()
+        if self._recovery is None:
+            output = self._forward(plain, *args, **kwargs)
+        else:
+            output = self._recovery.training_step(partial(self._forward, plain), args, kwargs)
+        if verifier is not None:
+            verifier.batch_ended(output)
+        return output
+
+    def _forward(self, plain: Callable[..., STEP_OUTPUT], *args: object, **kwargs: object) -> STEP_OUTPUT:
+        if self._peers is not None:
+            self._peers.batch_begins(training=True)
+        self._executor.begin_step(training=True)
+        profiler = None if self._autoplan is None else self._autoplan.profiler
+        try:
+            with nullcontext() if profiler is None else profiler.forward():
+                output = plain(*args, **kwargs)
+        finally:
+            if self._is_manual:
+                self._executor.end_batch()
+        if self._is_manual:
+            self._session.await_record()
+        return output
+
+    def backward(
+        self,
+        plain: Callable[..., object],
+        loss: Tensor,
+        module: pl.LightningModule,
+        optimizer: Optimizer | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
+        """The precision plugin's ``backward``: the runtime has gradients to itself between the hooks before and those after.
+
+        Args:
+            plain: The plugin's own.
+            loss: As the plugin has scaled it.
+            module: The LightningModule.
+            optimizer: The optimizer, if there is one.
+            args: What the backward is called with.
+            kwargs: The same, by name.
+        """
+        if self._recovery is None:
+            self._backward(plain, loss, module, optimizer, *args, **kwargs)
+        else:
+            held = None if self.loss is None else self.loss()
+            self._recovery.backward(partial(self._backward, plain), loss, held, (optimizer, *args), kwargs)
+
+    def _backward(self, plain: Callable[..., object], loss: Tensor, *args: object, **kwargs: object) -> None:
+        executor = self._executor
+        profiler = None if self._autoplan is None else self._autoplan.profiler
+        with nullcontext() if profiler is None else profiler.backward():
+            executor.backward_starts(loss)
+            plain(loss, *args, **kwargs)
+            executor.backward_ends()
+            executor.check_gradients()
+            if self._peers is not None:
+                with self._waiting():
+                    self._peers.gradients_computed()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What is done inside is no part of the step's time."""
+        began_s = now_s()
+        try:
+            yield
+        finally:
+            self._began_s += now_s() - began_s
+
+    def optimizer_step(self, plain: Callable[..., object], optimizer: Optimizer, *args: object, **kwargs: object) -> object:
+        """The precision plugin's ``optimizer_step``: only a batch that ends in a step comes here, and its updates may run."""
+        session, executor = self._session, self._executor
+        self._stepped = self.step_ended = True
+        executor.arm(session.binding_of(optimizer))
+        try:
+            output = plain(optimizer, *args, **kwargs)
+        except OUT_OF_MEMORY as error:
+            if self._recovery is None:
+                raise
+            raise self._recovery.step_failed(error) from error
+        finally:
+            executor.arm(None)
+            if not self._is_manual:
+                executor.end_batch()
+            if self._recovery is not None:
+                self._recovery.step_ended()
+        if not self._is_manual:
+            session.await_record()
+        if self._verifier is not None:
+            self._verify(self._verifier, optimizer)
+        return output
+
+    def _verify(self, verifier: Verifier, optimizer: Optimizer) -> None:
+        blocks = self._session.blocks
+        on_cpu = {id(p) for block in blocks if block.plan.update is UpdateLane.CPU for p in block.params()}
+        with self._waiting(), self._hooks.aside():
+            self._session.drain()
+            verifier.check(self._module, optimizer, self._precision, on_cpu)
+        if not verifier.steps_left:
+            self._verifier = None
+
+    def batch_ended(self) -> None:
+        """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
+        if not self.step_ended or self.state is None:
+            return
+        self.step_ended = False
+        if not self._is_trial():
+            bindings = self._session.bindings
+            self._session.keep_step(partial(self.state.take, lambda: [b.books() for b in bindings]), last=self.state.may_be_last)
+        self._make_links()
+
+    def take_step_seconds(self) -> float | None:
+        """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
+        self._step_s += now_s() - self._began_s
+        if not self._stepped:
+            return None
+        seconds, self._step_s, self._stepped = self._step_s, 0.0, False
+        return seconds
+
+    def close(self) -> None:
+        """The fit is over: module and precision plugin are as they were.
+
+        This object is empty then. The traceback of an error that ended the fit may keep it, and must not
+        keep the memory of the session.
+        """
+        if self.state is not None:
+            self.state.detach()
+        self._hooks.close()
+        vars(self).clear()
