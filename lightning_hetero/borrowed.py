@@ -1,0 +1,139 @@
+"""Everything of torch and Lightning that the package replaces, or uses although it is private.
+
+Neither torch nor Lightning promises that these names stay. ``tests/unit/test_borrowed.py`` looks up
+each of them in the installed versions, and fails for a private name of torch that is used without a
+row here. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """One name.
+
+    Attributes:
+        path: Where it is. ``lightning:`` stands for either namespace, ``fabric:`` for its Fabric,
+            ``trainer:`` for a new Trainer's attributes.
+        why: What the package needs it for.
+        takes: The names of its parameters, if the package calls it, or is called in its place.
+    """
+
+    path: str
+    why: str
+    takes: tuple[str, ...] | None = None
+
+
+# Methods and attributes of single objects that are replaced, and put back when a fit ends.
+REPLACED = (
+    Borrowed(
+        "lightning:plugins.precision.Precision.backward",
+        "The runtime has gradients to itself inside it, between the hooks before and after backward.",
+        ("self", "tensor", "model", "optimizer", "args", "kwargs"),
+    ),
+    Borrowed(
+        "lightning:plugins.precision.Precision.optimizer_step",
+        "A batch that comes here ends in a step, so its updates may run during backward.",
+        ("self", "optimizer", "model", "closure", "kwargs"),
+    ),
+    Borrowed(
+        "lightning:plugins.precision.Precision.clip_grad_by_norm",
+        "Norms are taken during backward; with pipelines the norm is over all stages.",
+        ("self", "optimizer", "clip_val"),
+    ),
+    Borrowed(
+        "lightning:plugins.precision.Precision.clip_grad_by_value",
+        "With pipelines some gradients are sharded and others are not.",
+        ("self", "optimizer", "clip_val"),
+    ),
+    Borrowed(
+        "torch.amp.GradScaler._unscale_grads_",
+        "Gradients are divided by the loss's scale block by block during backward.",
+        ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+    ),
+    Borrowed("torch.optim.Optimizer.step", "It hands the update over to the runtime.", ("self", "closure")),
+    Borrowed("torch.optim.Optimizer.zero_grad", "It waits for updates first.", ("self", "set_to_none")),
+    Borrowed("torch.optim.Optimizer.load_state_dict", "State goes to where it lives.", ("self", "state_dict")),
+    Borrowed(
+        "lightning:LightningModule.on_train_batch_end",
+        "A step is kept when its last hook has run. Lightning has no hook after the module's.",
+    ),
+    Borrowed("lightning:LightningModule.on_train_epoch_start", "The epoch's iterator exists when it has run."),
+    Borrowed("lightning:LightningModule.log", "A batch that begins again logs once."),
+    Borrowed(
+        "lightning:strategies.Strategy.checkpoint_io",
+        "LocalFirst learns which strategy gets it, and makes that save on all ranks.",
+    ),
+    Borrowed("trainer:fit_loop._data_fetcher", "Its combined loader is replaced by one that counts batches."),
+)
+
+# Attributes of classes that are replaced for a moment, or for as long as a parameter is offloaded.
+RETYPED = (
+    Borrowed("torch.nn.Parameter", "`param.__class__` is OffloadedParameter while its weights may be elsewhere."),
+    Borrowed("torch.nn.Parameter.__new__", "Parameters are noted as they are made, while a model is built."),
+    Borrowed("torch._C.TensorBase.data", "Reading and setting `data` of such a parameter."),
+)
+
+# Private names of torch that are used as they are.
+TORCH = (
+    Borrowed("torch.utils._pytree", "Finds the tensors in batches and in what modules return."),
+    Borrowed("torch.utils._python_dispatch", "TorchDispatchMode sees every operator."),
+    Borrowed("torch._C.DisableTorchFunction", "Reads a parameter past the handle that it is."),
+    Borrowed("torch._C.DisableTorchFunctionSubclass", "The same for subclasses."),
+    Borrowed("torch._C._disabled_torch_function_impl", "The same for one function."),
+    Borrowed("torch._C._storage_Use_Count", "Whether memory has another owner and must not move."),
+    Borrowed("torch._C._current_graph_task_id", "Which backward a hook runs in."),
+    Borrowed("torch._C._set_grad_enabled", "Switches gradients at an anchor without a Python frame."),
+    Borrowed("torch._C._autograd._top_saved_tensors_default_hooks", "Whether others save tensors."),
+    Borrowed("torch._utils._rebuild_parameter", "The format of torch.save."),
+    Borrowed("torch._utils._rebuild_parameter_with_state", "The same."),
+    Borrowed("torch._utils._rebuild_tensor_v2", "The same."),
+    Borrowed("torch._utils._rebuild_tensor_v3", "The same."),
+    Borrowed("torch.storage._new_dtypes", "The same."),
+    Borrowed("torch.serialization._open_zipfile_writer", "Writes a checkpoint tensor by tensor."),
+    Borrowed("torch.serialization._get_storage_alignment", "The same."),
+    Borrowed("torch._foreach_mul", "What torch's optimizers compute with."),
+    Borrowed("torch._foreach_mul_", "The same."),
+    Borrowed("torch._foreach_clamp_min_", "The same, for clipping by value."),
+    Borrowed("torch._foreach_clamp_max_", "The same."),
+    Borrowed("torch._foreach_norm", "What torch's clipping by norm computes with."),
+    Borrowed("torch._foreach_copy_", "Many copies in one call."),
+    Borrowed("torch._fused_adam_", "torch's own update, on a device."),
+    Borrowed("torch._fused_adamw_", "The same."),
+    Borrowed("torch._neg_view", "Rebuilds a view that autograd has saved."),
+    Borrowed("torch._amp_foreach_non_finite_check_and_unscale_", "What a GradScaler computes with."),
+    Borrowed("torch.nn.modules.batchnorm._NormBase", "Which modules count batches."),
+    Borrowed("torch.nn.modules.batchnorm._BatchNorm", "The same."),
+    Borrowed("torch.utils.data._DatasetKind", "Whether an iterator draws indices."),
+    Borrowed("torch.distributed.checkpoint.filesystem._StorageInfo", "The format of checkpoints."),
+    Borrowed("torch.distributed.checkpoint._traverse", "The same."),
+)
+
+# Private names of Lightning that are used as they are.
+LIGHTNING = (
+    Borrowed("lightning:trainer.call._call_callbacks_state_dict", "A kept step has callbacks' state."),
+    Borrowed("lightning:trainer.call._call_lightning_datamodule_hook", "It has the datamodule's."),
+    Borrowed("lightning:loops.training_epoch_loop._Stateful", "Which dataloaders know their place."),
+    Borrowed("lightning:loops.fit_loop._set_sampler_epoch", "Samplers learn the epoch on a resume."),
+    Borrowed("lightning:utilities.combined_loader._shutdown_workers_and_reset_iterator", "A resume."),
+    Borrowed("lightning:loops.optimization.automatic.ClosureResult", "The loss of a repeated batch."),
+    Borrowed("lightning:loops.evaluation_loop.RestartStage", "A validation that was due on a resume."),
+    Borrowed("fabric:utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "What a module says of its device."),
+    Borrowed("trainer:_accelerator_connector", "Devices and processes before there is a strategy."),
+    Borrowed("trainer:_checkpoint_connector.resume_start", "An elastic run loads its newest step."),
+    Borrowed("trainer:fit_loop._combined_loader", "The training data's iterators."),
+    Borrowed("trainer:fit_loop._data_source", "The training data before a plan is made."),
+    Borrowed("trainer:fit_loop._restarting", "A resume in the middle of an epoch."),
+    Borrowed("trainer:fit_loop._last_train_dl_reload_epoch", "When data was loaded."),
+    Borrowed("trainer:fit_loop.epoch_loop._should_check_val_fx", "Whether a validation is due."),
+    Borrowed("trainer:fit_loop.epoch_loop._should_check_val_epoch", "The same."),
+    Borrowed("trainer:fit_loop.epoch_loop._num_ready_batches_reached", "Whether the epoch is over."),
+    Borrowed("trainer:fit_loop.epoch_loop._batches_that_stepped", "A resume counts on."),
+    Borrowed("trainer:fit_loop.epoch_loop.val_loop._restart_stage", "A validation that was due."),
+    Borrowed("trainer:fit_loop.epoch_loop.val_loop._combined_loader", "Validation's iterators."),
+    Borrowed("trainer:fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "When data was loaded."),
+)
+
+TABLE = (*REPLACED, *RETYPED, *TORCH, *LIGHTNING)
