@@ -161,6 +161,13 @@ def test_seconds_of_another_machine_are_said_to_be_those(profiles: list[str], tm
     assert "note" not in invoke("simulate", *_planned(tmp_path, profiles)).stderr
 
 
+def test_a_plan_for_another_model_is_refused_with_remedies_that_a_command_has(tmp_path: Path) -> None:
+    rules = (BlockPlan(name="model.layers.9"), BlockPlan(name="*"))
+    (tmp_path / "p.json").write_text(Plan(name="mine", blocks=rules).to_json())
+    refused = invoke("simulate", tmp_path / "p.json", *PRESET, *MACHINE, code=2).stderr
+    assert "take the model that the plan is for" in refused
+
+
 def _planned(folder: Path, profiles: list[str]) -> list[str]:
     invoke("plan", *profiles, "--planner", "zero_infinity", "--out", folder / "p.json")
     return [str(folder / "p.json")]
