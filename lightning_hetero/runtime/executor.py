@@ -522,6 +522,7 @@ class Executor:
                     if type(param.grad) is HostGradient:
                         param.grad = None
             self.device.gradients.drop()
+            self.device.gradients.pool.clear()
         if self.handlers.activations is not None:
             self.handlers.activations.close()
         if not self.lanes.memory().used_bytes:
