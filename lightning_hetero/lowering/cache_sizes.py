@@ -7,6 +7,7 @@ One account for both (``needs``): planners, with a profile and a machine, refuse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -91,7 +92,15 @@ def cache_sizes(
 
 
 def cache_sizes_in_budget(
-    plan: Plan, needs: Needs, *, host_memory: int, given: bool, profiled: bool, device_memory: int | None = None
+    plan: Plan,
+    needs: Needs,
+    *,
+    host_memory: int,
+    given: bool,
+    profiled: bool,
+    device_memory: int | None = None,
+    less_on_disk: Callable[[], bool],
+    tied_to_device: bool,
 ) -> CacheSizes:
     """As :func:`cache_sizes`, for a budget of host memory and, if given, one of device memory.
 
@@ -105,6 +114,8 @@ def cache_sizes_in_budget(
         given: It is the user's; else what the machine has free.
         profiled: Activations are known.
         device_memory: Device memory in bytes; ``None``: the device is the host's own CPU.
+        less_on_disk: Asked for the error: whether plan "disk" would run here, and needs less.
+        tied_to_device: For the error: an optimizer finds weights and state only on the device.
 
     Raises:
         OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much
@@ -112,13 +123,17 @@ def cache_sizes_in_budget(
     """
     host = _host(plan, needs, host_memory)
     if host.shortfall_bytes > 0:
-        raise too_small(plan.name, host.all_rows, host_memory=host_memory, given=given, profiled=profiled)
+        raise too_small(
+            plan.name, host.all_rows, host_memory=host_memory, given=given, profiled=profiled, less_on_disk=less_on_disk()
+        )
     cache_bytes, staging_bytes = _shared_out(host, needs)
     device_cache_bytes = None
     if device_memory is not None:
         device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, device_memory)
         if device.shortfall_bytes > 0:
-            raise device_too_small(plan.name, device.all_rows, device_memory=device_memory, profiled=profiled)
+            raise device_too_small(
+                plan.name, device.all_rows, device_memory=device_memory, profiled=profiled, tied_to_device=tied_to_device
+            )
         left = device_memory - total_bytes(device.rows)
         ahead = sum(sorted(needs.device_caches)[-plan.prefetch_depth - 1 :])
         device_cache_bytes = device.cache_bytes(left if profiled else min(left, ahead))

@@ -81,7 +81,12 @@ _KNOBS_OF_DISK = {  # what still lives in memory under plan "disk" has to
 }
 
 
-def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled: bool) -> OutOfMemoryBudgetError:
+_MOVED = (Purpose.WEIGHTS, Purpose.STATE, Purpose.MOVING)  # what can be on another tier
+
+
+def too_small(
+    plan: str, rows: Rows, *, host_memory: int, given: bool, profiled: bool, less_on_disk: bool
+) -> OutOfMemoryBudgetError:
     """A budget of host memory that is too small, with a table of what is needed.
 
     Args:
@@ -90,13 +95,16 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
         host_memory: The budget in bytes.
         given: It is the user's; else what the machine has free.
         profiled: Activations are known.
+        less_on_disk: Plan "disk" would run here, and needs less.
     """
     need = total_bytes(rows)
     size = format_bytes(host_memory)
     allowed = f"host_memory allows {size}" if given else f"{size} are free beside a reserve for the process and a batch"
     remedy = "Raise host_memory" if given else "Free memory, or set host_memory (then nothing is held back)"
     lines = [("what", "where", "how much", "less with")]
-    knobs = _KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS
+    knobs = dict(_KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS)
+    if plan != "disk" and not less_on_disk:
+        knobs = {purpose: text for purpose, text in knobs.items() if purpose not in _MOVED}
     lines += [(p.value, "host", format_bytes(size), knobs.get(p, "")) for p, size in rows.items() if size]
     if given:
         lines.append((Purpose.ACTIVATIONS.value, "host", "on top", _KNOBS[Purpose.ACTIVATIONS]))
@@ -110,7 +118,7 @@ def too_small(plan: str, rows: Rows, *, host_memory: int, given: bool, profiled:
     )
 
 
-def device_too_small(plan: str, rows: Rows, *, device_memory: int, profiled: bool) -> OutOfMemoryBudgetError:
+def device_too_small(plan: str, rows: Rows, *, device_memory: int, profiled: bool, tied_to_device: bool) -> OutOfMemoryBudgetError:
     """A device whose memory is too small, with a table of what is needed there.
 
     Args:
@@ -118,10 +126,15 @@ def device_too_small(plan: str, rows: Rows, *, device_memory: int, profiled: boo
         rows: What it needs, by purpose.
         device_memory: What the device has for it, in bytes.
         profiled: Activations are known.
+        tied_to_device: An optimizer runs by its own code, and finds weights and state only on the
+            device.
     """
     need = total_bytes(rows)
     lines = [("what", "where", "how much", "less with")]
-    lines += [(p.value, "device", format_bytes(size), _REMEDIES.get(("device", p), "")) for p, size in rows.items() if size]
+    knobs = {purpose: text for (tier, purpose), text in _REMEDIES.items() if tier == "device"}
+    if tied_to_device:
+        knobs |= dict.fromkeys(_MOVED, "torch.optim.Adam or AdamW, whose weights and state may be elsewhere")
+    lines += [(p.value, "device", format_bytes(size), knobs.get(p, "")) for p, size in rows.items() if size]
     if not profiled:
         knob = _REMEDIES["device", Purpose.ACTIVATIONS]
         lines.append((Purpose.ACTIVATIONS.value, "device", "unknown", f"{knob}; known once a batch has run"))

@@ -189,6 +189,7 @@ class Placer:
         room = cache_sizes_in_budget(
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=self.device_memory,
+            less_on_disk=lambda: self._needs_less_on_disk(least_bytes(needs)), tied_to_device=self._is_tied_to_device,
         )  # fmt: skip
         arena_bytes = 0
         device, cache_bytes = self._options.device, room.device_cache_bytes
@@ -252,6 +253,25 @@ class Placer:
                     f'plan="host" or an optimizer of torch.optim.'
                 )
 
+    def _needs_less_on_disk(self, host_bytes: int) -> bool:
+        """Whether plan "disk" would run with these optimizers, and needs less host memory."""
+        everywhere = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
+        plan = fitted(
+            Plan(name="disk", blocks=(everywhere,)).resolve(b.name for b in self.model.blocks),
+            self.model,
+            device=self.device_memory is not None,
+        )
+        try:
+            self._check_optimizers(plan)
+        except UnsupportedError:
+            return False
+        return least_bytes(self.needs(plan)) < host_bytes
+
+    @property
+    def _is_tied_to_device(self) -> bool:
+        """Whether an optimizer's own code runs, on a device with memory of its own: nothing of it can be elsewhere."""
+        return self.device_memory is not None and any(binding.capability is not Rule.NATIVE for binding in self._bindings)
+
     def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
         """An optimizer that the engine does not know runs as it always does, unless something of it lives, or is kept, on disk."""
         pairs = zip(self._blocks, plan.blocks, strict=True)
@@ -304,7 +324,10 @@ class Placer:
         cache = min(cache_bytes, device_memory - total_bytes(rows))
         if cache < least:
             rows[Purpose.CACHE] = least
-            raise device_too_small(plan.name, rows, device_memory=device_memory, profiled=self._profile is not None)
+            raise device_too_small(
+                plan.name, rows, device_memory=device_memory, profiled=self._profile is not None,
+                tied_to_device=self._is_tied_to_device,
+            )  # fmt: skip
         set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # an optimizer's own code makes its state of torch's memory
         # First fit leaves gaps between blocks of different sizes.
         spare = min(max((*needs.device_caches, 0)), device_memory - total_bytes(rows) - cache)

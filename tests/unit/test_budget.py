@@ -255,7 +255,15 @@ def _known(plan: Plan, *, profiled: bool = False) -> Needs:
 
 
 def _share(plan: Plan, host_memory: int, *, given: bool = False, profiled: bool = False) -> CacheSizes:
-    return cache_sizes_in_budget(plan, _known(plan, profiled=profiled), host_memory=host_memory, given=given, profiled=profiled)
+    return cache_sizes_in_budget(
+        plan,
+        _known(plan, profiled=profiled),
+        host_memory=host_memory,
+        given=given,
+        profiled=profiled,
+        less_on_disk=lambda: True,
+        tied_to_device=False,
+    )
 
 
 def test_a_budget_is_shared_out_as_the_plan_says() -> None:

@@ -16,6 +16,7 @@ import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, outcome
 from support.refusals import assert_usable, fit, new_module, refused, tree
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import (
     ConfigError,
     OutOfDiskError,
@@ -31,6 +32,28 @@ def test_a_small_host_budget_is_refused_with_a_table(root: Path, plain: Outcome)
     words = ["plan 'disk' needs", "host_memory allows 1 B", "how much", "the cache for weights", "staging", "Raise host_memory"]
     refused(OutOfMemoryBudgetError, words, root, module, host_memory="1B")
     assert_usable(module, root, plain)
+
+
+@pytest.mark.parametrize(("shape", "recommends"), [(Shape(width=8), False), (Shape(layers=12, width=256), True)])
+def test_plan_disk_is_recommended_only_where_it_needs_less(shape: Shape, recommends: bool, root: Path) -> None:
+    """Staging takes more than small blocks save."""
+    needed = {}
+    for plan in ("host", "disk"):
+        with pytest.raises(OutOfMemoryBudgetError) as caught:
+            fit(new_module(Recipe(shape=shape)), root, HeteroOffloadStrategy(plan=plan, host_memory="1B"))
+        needed[plan] = caught.value.needed_bytes
+        if plan == "host":
+            assert ('plan="disk"' in str(caught.value)) == recommends
+    assert (needed["disk"] < needed["host"]) == recommends
+
+
+def test_an_optimizer_that_runs_on_the_device_is_not_sent_to_the_host(root: Path) -> None:
+    for optimizer, words in ((torch.optim.SGD, "torch.optim.Adam or AdamW"), (torch.optim.AdamW, "place weights on 'host'")):
+        recipe = Recipe(optimizer=lambda groups, make=optimizer: make(groups, lr=1e-3))
+        with pytest.raises(OutOfMemoryBudgetError, match="of device memory") as caught:
+            fit(new_module(recipe), root, HeteroOffloadStrategy(plan="resident", device=EmulatedDevice("8KiB")))
+        assert words in str(caught.value)
+        assert ("'host'" in str(caught.value)) == (optimizer is torch.optim.AdamW)
 
 
 def test_the_refusal_names_the_smallest_budget_that_works(root: Path, plain: Outcome) -> None:

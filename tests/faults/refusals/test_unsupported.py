@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Outcome, Recipe
+from support.models import Outcome, Recipe, Shape
 from support.refusals import RECIPE, assert_usable, fit, new_module, refused, tree
 
 from lightning_hetero.errors import (
@@ -57,7 +57,7 @@ def test_a_plan_is_not_recommended_to_itself(root: Path) -> None:
         fit(new_module(), root, HeteroOffloadStrategy("disk", host_memory="100KiB"))
     assert "plan=" not in str(caught.value)
     with pytest.raises(OutOfMemoryBudgetError, match=r'weights on "disk" \(plan="disk"\)'):
-        fit(new_module(), root, HeteroOffloadStrategy("host", host_memory="100KiB"))
+        fit(new_module(Recipe(shape=Shape(layers=12, width=256))), root, HeteroOffloadStrategy("host", host_memory="100KiB"))
 
 
 @pytest.mark.parametrize(("option", "typo", "meant"), [("plan", "dsik", "disk"), ("durability", "proces", "process")])
