@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero._native import PartGeometry
-from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
@@ -151,18 +151,23 @@ class Placer:
             present_bytes: Weights and state that are in memory already.
 
         Raises:
-            OutOfMemoryBudgetError: As for :meth:`place`, of the last one.
+            OutOfMemoryBudgetError: As for :meth:`place`, of the one that needs least.
             UnsupportedError: None of them runs with these optimizers, of the first one.
         """
-        refusals: list[HeteroError] = []
+        too_large: list[OutOfMemoryBudgetError] = []
+        unsupported: list[UnsupportedError] = []
         for make in plans:
             try:
                 return self.place(make(self.model), present_bytes=present_bytes)
             except OutOfMemoryBudgetError as error:
-                refusals.append(error)
+                too_large.append(error)
             except UnsupportedError as error:
-                refusals.append(refusals[-1] if refusals else error)
-        raise refusals[-1]
+                unsupported.append(error)
+        if not too_large:
+            raise unsupported[0]
+        last = too_large[-1]  # bytes of another tier are no measure of this one's
+        same = [error for error in reversed(too_large) if error.tier == last.tier and error.needed_bytes]
+        raise min(same, key=lambda error: error.needed_bytes, default=last)
 
     def place(self, plan: Plan, *, present_bytes: int) -> Placement:
         """Resolves a plan, and refuses one that cannot run.

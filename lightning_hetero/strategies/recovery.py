@@ -323,8 +323,8 @@ def _bare(error: BaseException) -> BaseException:
 
 def _final(error: BaseException, why: str) -> HeteroError:
     return BatchMemoryError(
-        f"the device's memory is too small for this batch {why}: {error} Use a smaller batch, a plan that keeps less on the "
-        f'device (plan="zero_infinity"), or raise device_memory.',
+        f"the device's memory is too small for this batch {why}: {error} Use a smaller batch, smaller blocks (block_cls), or more "
+        f"device memory: raise device_memory, or give the EmulatedDevice more memory.",
         getattr(error, "needed_bytes", 0),
         "device",
     )

@@ -247,8 +247,16 @@ def test_a_missing_solver_is_named_with_a_remedy(tmp_path: Path, monkeypatch: py
 
 
 def test_a_budget_below_the_least_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs"):
+    with pytest.raises(OutOfMemoryBudgetError, match="plan 'host' needs"):
         run(Recipe(), HeteroOffloadStrategy(host_memory="1000B"), tmp_path)
+
+
+def test_a_budget_below_the_least_is_told_the_least(tmp_path: Path) -> None:
+    """Plan disk stages what it streams: a small model needs less host memory under plan host."""
+    recipe = Recipe(steps=1, shape=Shape(layers=1))
+    with pytest.raises(OutOfMemoryBudgetError, match="plan 'host' needs") as refusal:
+        run(recipe, HeteroOffloadStrategy(host_memory="1000B"), tmp_path)
+    run(recipe, HeteroOffloadStrategy(host_memory=refusal.value.needed_bytes), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["holistics", "Auto", "", None, {"zero_optimization": {"stage": 3}}])

@@ -84,6 +84,11 @@ def test_no_smaller_plan_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OutOfMemoryBudgetError, match=r"has nothing left to give up.*Use a smaller batch") as refusal:
         run(recipe, HeteroOffloadStrategy(HOST, device=EmulatedDevice(memory=least)), tmp_path)
     assert refusal.value.tier == "device"
+    message = str(refusal.value)
+    assert "smaller blocks (block_cls)" in message
+    assert "give the EmulatedDevice more memory" in message
+    assert "zero_infinity" not in message, "the plan in force may keep less than that already"
+    assert message.count("device_memory") == 1, "remedies stand at the end, once"
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -342,6 +342,13 @@ def test_first_fit_takes_the_lowest_gap_and_neighbours_join() -> None:
     with pytest.raises(DeviceMemoryError) as caught:
         arena.take(1536, "f")
     assert (caught.value.free_bytes, caught.value.largest_gap_bytes) == (1536, 1024)
+    arena.reserve(1000, "what forward saves")  # of the 1536 bytes, wherever they are
+    with pytest.raises(DeviceMemoryError, match=r"536 B of .* are free, the largest gap is 536 B") as caught:
+        arena.take(1024, "g")
+    assert caught.value.largest_gap_bytes == 536
+    with pytest.raises(DeviceMemoryError, match=r"536 B of .* are free\.$"):
+        arena.reserve(1024, "what forward saves")
+    arena.unreserve(1000)
     arena.give(b)  # joins with both sides
     assert arena.take(2560, "f").data_ptr() == addresses[0] + 512
 

@@ -63,7 +63,7 @@ class Arena:
         with self._lock:
             gap = next((g for g in self._gaps if g.end - g.start >= size), None)
             if gap is None or size > self._free_bytes():
-                raise self._error(num_bytes, what)
+                raise self._error(num_bytes, what, in_one_piece=True)
             self._wait(gap.given)
             # `.data`: views share their base's version counter, and what is written here is nobody else's business.
             memory = self._buffer[gap.start : gap.start + num_bytes].data
@@ -85,7 +85,7 @@ class Arena:
         """
         with self._lock:
             if num_bytes > self._free_bytes():
-                raise self._error(num_bytes, what)
+                raise self._error(num_bytes, what, in_one_piece=False)
             self._reserved_bytes += num_bytes
             self._note_peak()
 
@@ -133,13 +133,14 @@ class Arena:
     def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
         """The taker comes after these moments."""
 
-    def _error(self, num_bytes: int, what: str) -> DeviceMemoryError:
+    def _error(self, num_bytes: int, what: str, *, in_one_piece: bool) -> DeviceMemoryError:
         free = self._free_bytes()
-        largest = max((g.end - g.start for g in self._gaps), default=0)
+        # Reserved bytes lie nowhere in particular, so a gap may seem larger than what is free.
+        largest = min(free, max((g.end - g.start for g in self._gaps), default=0))
+        gap = f", the largest gap is {format_bytes(largest)}" if in_one_piece else ""
         return DeviceMemoryError(
             f"{what} needs {format_bytes(num_bytes)} of device memory; {format_bytes(free)} of {format_bytes(self.capacity_bytes)} "
-            f"are free, the largest gap is {format_bytes(largest)}. Raise device_memory, or let the plan place more weights or "
-            f"activations on the host.",
+            f"are free{gap}.",
             needed_bytes=num_bytes,
             free_bytes=free,
             largest_gap_bytes=largest,
