@@ -174,6 +174,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
         session: Any = strategy.session
         for part in (part for block in session.blocks for part in block.parts):
             session.store.barrier(part)
+        session.store.files.wait_for_commit()  # the bytes of a step include its record and what that names
 
     def num_bytes() -> int:
         report = strategy.memory_report()
