@@ -41,6 +41,7 @@ _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all in memo
 _SECONDS = 20.0
 _SIMULATED_BLOCKS = 900  # blocks simulated in one search: a large model gets fewer simulations
 _EVALUATIONS = (8, 300)
+_FEW_BLOCKS, _OF_FEW_BLOCKS = 3, 1000  # such models are simulated quickly, and single moves miss more of their plans
 _GOOD = 0.02  # over the bound: the search goes on until its plan is as near
 _MARGIN, _OWN_CPU_MARGIN = 0.01, 0.05  # see prefer_resident
 _TIE = 1e-9
@@ -120,6 +121,8 @@ def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfi
 
 def _evaluations(model: ModelProfile) -> int:
     least, most = _EVALUATIONS
+    if len(model.blocks) <= _FEW_BLOCKS:
+        return _OF_FEW_BLOCKS
     return max(least, min(most, _SIMULATED_BLOCKS // (len(model.blocks) + 2)))
 
 
