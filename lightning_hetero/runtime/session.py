@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero._native import NativePart
 from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.combined import members, obstacle
@@ -244,10 +244,26 @@ class Session(Budgets):
         executor.heap.allow(self.options.host_memory)
         return placement.plan
 
+    def follow(self, rules: StepRules) -> None:
+        """The loop uses gradients in another way from the next batch on.
+
+        Raises:
+            OutOfMemoryBudgetError: As for :meth:`start`, under the plan in force; the rules stay what they were then.
+        """
+        assert self.executor is not None
+        before, self._rules = self._rules, rules
+        try:
+            self.replan(self.executor.plan)
+        except OutOfMemoryBudgetError:
+            self._rules = before
+            raise
+
     def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
         """Sets what a plan says of a run, as a fit begins and as another plan comes; returns the run under that plan."""
         rules = placement.rules
         run.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
+        if run.side is not None:
+            run.side.gradients.norm_type = 2.0 if rules.norms else None
         run.heap.counted_bytes = placement.activation_bytes
         return RunContext(
             run=run,

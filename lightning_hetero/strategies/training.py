@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.precision import PrecisionHooks
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY, Recovery
+from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.verification import Verifier
 
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+
+log = logging.getLogger(__name__)
+
+
+def _clipping_of(trainer: pl.Trainer) -> tuple[object, object]:
+    return trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
 
 class Peers(Protocol):
@@ -86,11 +95,35 @@ class Training:
         self._stepped = False
         self.step_ended = False  # the batch under way ends in an optimizer step
         self.loss: weakref.ref[Tensor] | None = None  # of the backward under way; Lightning holds it
-        self._hooks = PrecisionHooks(
-            precision, backward=self.backward, optimizer_step=self.optimizer_step, speculates=executor if speculates else None
-        )
+        self._clipping = _clipping_of(module.trainer)  # that the rules in force know
+        self._hooks = self._make_hooks(speculates=speculates)
         if state is not None:
             state.attach(self.batch_ended)
+
+    def _make_hooks(self, *, speculates: bool) -> PrecisionHooks:
+        return PrecisionHooks(
+            self._precision,
+            backward=self.backward,
+            optimizer_step=self.optimizer_step,
+            speculates=self._executor if speculates else None,
+        )
+
+    def _follow_clipping(self, trainer: pl.Trainer) -> None:
+        """A callback has changed how the Trainer clips gradients: from this batch on updates follow that.
+
+        Raises:
+            OutOfMemoryBudgetError: Updates have to wait for all gradients now, which do not fit the budget.
+        """
+        self._clipping = _clipping_of(trainer)
+        log.info("from this batch on gradients are clipped by gradient_clip_val=%s, gradient_clip_algorithm=%s.", *self._clipping)
+        if self._autoplan is not None:
+            self._autoplan.abandon_batch()  # its profile would be that of two ways
+        self._hooks.close()
+        rules = step_rules(trainer, self._module, self._precision)
+        if self._peers is not None:
+            rules = self._peers.rules(rules)
+        self._session.follow(rules)
+        self._hooks = self._make_hooks(speculates=rules.speculates)
 
     # ---- a batch ----------------------------------------------------------------------------------------------------------
 
@@ -102,6 +135,9 @@ class Training:
             args: What it is called with.
             kwargs: The same, by name.
         """
+        trainer = self._module.trainer
+        if _clipping_of(trainer) != self._clipping:
+            self._follow_clipping(trainer)
         verifier = self._verifier
         if verifier is not None:
             self._session.drain()
