@@ -43,7 +43,7 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
         from lightning_hetero.parallel.planner import PLANNERS as CLUSTER_PLANNERS
 
         hint = did_you_mean(plan, names)
-        if plan in CLUSTER_PLANNERS:
+        if is_name and plan in CLUSTER_PLANNERS:
             hint = f" {plan!r} plans clusters: lightning-hetero plan-cluster --planner {plan}."
         raise ConfigError(f"plan={plan!r}; allowed: {allowed}, the path of a plan file, or a Plan.{hint}")
     return partial(_given, Plan.load(Path(plan)))
