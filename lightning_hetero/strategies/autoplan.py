@@ -344,7 +344,14 @@ class Autoplan:
         self.planned_s = now_s() - begin
         if plan.blocks != before.blocks:
             log.info("moving weights and optimizer state to where plan %r wants them.", plan.name)
-        self.plan = plan = session.replan(plan)
+        try:
+            plan = session.replan(plan)
+        except OutOfMemoryBudgetError as error:
+            if not self._is_lesser:
+                raise
+            # Batches have shown that it fits. The profile counts more than they take.
+            log.warning("Training goes on with plan %r, which has fitted: %s", before.name, error)
+        self.plan = plan
         if session.executor.speculation.enabled and self.machine is not None:
             with suppress(PlanError):  # only where it might not fit the machine as the planner sees it
                 session.executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
