@@ -21,11 +21,12 @@ from support.verdicts import counted_verdicts
 from torch import Tensor
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError
-from lightning_hetero.ir.plan import Saved
+from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.ir.plan import Plan, Saved
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
-from lightning_hetero.strategies import HeteroOffloadStrategy, recovery
+from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, recovery
 
 ON_GPU = {"accelerator": StandIn(), "devices": 1}
 SHAPE = Shape(layers=6, dropout=0.2, counting=False)
@@ -116,6 +117,30 @@ def test_wherever_it_happens_the_step_is_repeated(
         assert f"in {phase}{at}" in message or not block
         assert "2.00 MiB" in message
     assert len({row.saved for row in strategy.plan.blocks}) > 1
+
+
+def test_a_plan_that_has_fitted_is_not_refused_by_an_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, small = Recipe(shape=FOUR, steps=7), EmulatedDevice(memory="16MiB", seed=1)
+    expected = run(recipe, "auto", tmp_path, module_class=Failing)
+
+    def nothing_fits(*_: Any, **__: Any) -> Any:
+        raise PlanError("no plan fits")
+
+    def replan(session: Session, plan: Plan) -> Plan:
+        if plan.blocks == session.running.plan.blocks:
+            raise OutOfMemoryBudgetError("activations need more", 1, "device")
+        return real(session, plan)
+
+    real = Session.replan
+    monkeypatch.setattr(autoplan, "search", nothing_fits)
+    monkeypatch.setattr(Session, "replan", replan)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        fault = (0, "forward", "blocks.2")
+        _, _, got = failing(recipe, "zero_infinity", [fault], tmp_path, monkeypatch, on={}, device=small)
+    assert_same(got, expected)
+    assert "which has fitted: activations need more" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
