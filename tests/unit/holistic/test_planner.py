@@ -243,7 +243,7 @@ def test_an_error_proposes_a_disk_without_one() -> None:
 
 def test_an_error_proposes_a_smaller_batch_where_activations_are_too_many() -> None:
     machine = replace(ROOMY, device_memory_bytes=160 * MB)  # the pinned block keeps 100 MB, another one recomputes as much
-    with pytest.raises(PlanError, match=r"Cheapest remedy: micro_batches=\(4,\)") as refused:
+    with pytest.raises(PlanError, match=r"Cheapest remedy: micro_batches=\[4\]") as refused:
         plan(MODEL, machine)
     assert refused.value.tier == "device"
     enough = machine.device_memory_bytes + refused.value.shortfall_bytes
