@@ -91,7 +91,7 @@ def test_workers_read_ahead_and_sizes_stay_in_order() -> None:
 
 def test_a_stopwatch_counts_until_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(stopwatch, "now_s", lambda: float(next(clock)))
     watch, layer = Stopwatch(torch.device("cpu"), window=2), torch.nn.Linear(2, 1)
     watch.watch_gradients(layer.parameters())
 
@@ -114,7 +114,7 @@ def test_a_stopwatch_counts_until_the_last_gradient(monkeypatch: pytest.MonkeyPa
 
 def test_a_stopwatch_adds_up_forwards_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(stopwatch, "now_s", lambda: float(next(clock)))
     watch, layers = Stopwatch(torch.device("cpu"), window=1), [torch.nn.Linear(2, 2) for _ in range(3)]
     watch.watch_forward(layers)
     for _ in range(3):  # two settle
@@ -150,7 +150,7 @@ DATASET = TensorDataset(torch.arange(8))
 )
 def test_data_that_cannot_be_cut_is_refused(loader: Any, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
-        HeteroParallelStrategy()._check(loader)
+        HeteroParallelStrategy().uneven.check(loader)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_configurations_see_the_options_of_every_class_of_a_strategy(name: str) 
     assert {"data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint", "timeout"} <= own
     options = {"speeds": [1, 2], "elastic": "steps", "tensor_parallel_size": 2, "save_distributed_checkpoint": False}
     made = parser.instantiate(parser.parse_object({"strategy": options})).strategy
-    assert (made._speeds, made._elastic.path, made._mesh_sizes) == ([1, 2], "steps", ("auto", 2))
+    assert (made.uneven.speeds, made.uneven.elastic.path, made._mesh_sizes) == ([1, 2], "steps", ("auto", 2))
     assert not made._save_distributed_checkpoint
     with pytest.raises(jsonargparse.ArgumentError, match="rebalance_every"):
         parser.parse_object({"strategy": {"rebalance_every": "often"}})
