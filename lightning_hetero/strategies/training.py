@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _clipping_of(trainer: pl.Trainer) -> tuple[object, object]:
-    return trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+def _clipping_of(trainer: pl.Trainer) -> tuple[str, object]:
+    """The way in which gradients are clipped. Clipping by norm reads its threshold when it clips."""
+    threshold = trainer.gradient_clip_val
+    if not threshold:
+        return "", None
+    return ("value", threshold) if trainer.gradient_clip_algorithm == "value" else ("norm", None)
 
 
 class Peers(Protocol):
@@ -115,7 +119,11 @@ class Training:
             OutOfMemoryBudgetError: Updates have to wait for all gradients now, which do not fit the budget.
         """
         self._clipping = _clipping_of(trainer)
-        log.info("from this batch on gradients are clipped by gradient_clip_val=%s, gradient_clip_algorithm=%s.", *self._clipping)
+        log.info(
+            "from this batch on gradients are clipped by gradient_clip_val=%s, gradient_clip_algorithm=%s.",
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+        )
         if self._autoplan is not None:
             self._autoplan.abandon_batch()  # its profile would be that of two ways
         self._hooks.close()
