@@ -255,7 +255,7 @@ class Measured(LitModel):
 def test_buffers_and_metrics_move_with_the_model() -> None:
     module = Measured(Recipe())
     elsewhere = torch.device("meta")
-    move_rest(module, elsewhere, "lightning.pytorch")
+    move_rest(module, elsewhere)
     assert module.device == module.mean.device == module.mean.mean_value.device == module.calls.device == elsewhere
     assert all(p.device.type == "cpu" for p in module.parameters())
 

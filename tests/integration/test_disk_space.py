@@ -85,7 +85,7 @@ def test_a_store_never_takes_more_than_was_counted(
     for path in store.iterdir():
         remove(path)
     with pytest.raises(OutOfDiskError, match="disk_capacity"):
-        fit(1)
+        fit(2048)
     assert not store.exists() or not list(store.iterdir())
 
 

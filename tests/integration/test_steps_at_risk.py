@@ -23,7 +23,7 @@ SLOW = 2e6  # bytes per second: each step takes several times longer to write th
 def on_slow_disk(plan: Any, store: Path) -> Any:
     strategy = HeteroOffloadStrategy(plan, disk_path=store)
     engine = replace(strategy.options.engine, emulated_bytes_per_s=SLOW)
-    strategy.options = replace(strategy.options, engine=engine)
+    strategy.run.options = replace(strategy.options, engine=engine)
     return strategy
 
 

@@ -170,7 +170,7 @@ def _on_host(folder: Path) -> Any:
     plan = Plan(name="host", blocks=(ON_DISK, STATE_ON_DISK), prefetch_depth=1, **SMALL)
     strategy = HeteroOffloadStrategy(plan)
     engine = replace(strategy.options.engine, emulated_bytes_per_s=SLOW)
-    strategy.options = replace(strategy.options, poison=True, engine=engine)
+    strategy.run.options = replace(strategy.options, poison=True, engine=engine)
     return strategy
 
 
@@ -178,7 +178,7 @@ def _on_device(plan: Plan) -> Callable[[Path], Any]:
     def make(folder: Path) -> Any:
         device = EmulatedDevice(memory="16MiB", seed=1, h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e6, disk_bytes_per_s=4 * SLOW)
         strategy = HeteroOffloadStrategy(plan, device=device)
-        strategy.options = replace(strategy.options, poison=True)
+        strategy.run.options = replace(strategy.options, poison=True)
         return strategy
 
     return make
