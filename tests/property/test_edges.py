@@ -218,7 +218,6 @@ def _trained(make: Callable[[Path], Any] | str, recipe: Recipe, folder: Path) ->
         (OF_DISK, None, "UPLOAD@h2d after FETCH@disk_read"),
         (OF_DISK, None, "UPDATE@cpu after GRAD@d2h"),
         (OF_DISK, None, "RELEASE@disk_read after UPLOAD@h2d"),
-        (BORROWED, None, "RELEASE@h2d after SWAP_OUT@d2h"),
         (BORROWED, None, "UPDATE@compute after SWAP_IN state@h2d"),
         (BORROWED, None, "UPDATE@compute after UPLOAD@h2d"),
     ],
