@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 from support.profiling import COMPUTE, DISK
@@ -26,7 +25,7 @@ class _Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(timing, "now_s", lambda: clock.now_s)
     return clock
 
 
