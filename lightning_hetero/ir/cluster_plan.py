@@ -15,6 +15,7 @@ from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, pa
 
 FORMAT = "lightning-hetero-cluster-plan"
 VERSION = 1
+CLUSTER_PLANNERS = ("asymmetric", "autohet", "balanced", "whale", "megatron")  # names of the planners that make such plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.errors import ConfigError, did_you_mean
+from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
@@ -40,8 +41,6 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
     if is_name or not isinstance(plan, str | os.PathLike):
         names = dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))
         allowed = ", ".join(map(repr, names))
-        from lightning_hetero.parallel.planner import PLANNERS as CLUSTER_PLANNERS
-
         hint = did_you_mean(plan, names)
         if is_name and plan in CLUSTER_PLANNERS:
             hint = f" {plan!r} plans clusters: lightning-hetero plan-cluster --planner {plan}."

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.cluster import Cluster, DeviceType, LayerTimes, Node
-from lightning_hetero.ir.cluster_plan import ClusterPlan
+from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS, ClusterPlan
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
 from lightning_hetero.parallel.planner import PAPER_CLUSTERS, PLANNERS, cluster, load_cluster, plan
 from lightning_hetero.parallel.planner.candidates import Candidate, settings_of
@@ -285,6 +285,11 @@ def mixed_model(*params: int) -> ModelProfile:
         for b, p in zip(model.blocks[1:-1], params, strict=True)
     ]
     return replace(model, blocks=(model.blocks[0], *layers, model.blocks[-1]))
+
+
+def test_a_refusal_of_hetero_offload_knows_every_planner_of_clusters() -> None:
+    """By name: it says that such a plan is for clusters, without importing their planners."""
+    assert tuple(PLANNERS) == CLUSTER_PLANNERS
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
