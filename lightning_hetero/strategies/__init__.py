@@ -17,11 +17,11 @@ from lightning_hetero.strategies.factory import (
 )
 
 if TYPE_CHECKING:
+    from lightning_hetero.parallel.strategies.hetero_parallel import HeteroParallel as HeteroParallelStrategy
+    from lightning_hetero.parallel.strategies.hetero_parallel_fsdp import HeteroParallelFsdp as HeteroParallelFsdpStrategy
+    from lightning_hetero.parallel.strategies.hetero_parallel_offload import HeteroParallelOffload as HeteroParallelOffloadStrategy
+    from lightning_hetero.parallel.strategies.local_first import _LocalFirst as LocalFirst
     from lightning_hetero.strategies.hetero_offload import HeteroOffload as HeteroOffloadStrategy
-    from lightning_hetero.strategies.hetero_parallel import HeteroParallel as HeteroParallelStrategy
-    from lightning_hetero.strategies.hetero_parallel_fsdp import HeteroParallelFsdp as HeteroParallelFsdpStrategy
-    from lightning_hetero.strategies.hetero_parallel_offload import HeteroParallelOffload as HeteroParallelOffloadStrategy
-    from lightning_hetero.strategies.local_first import _LocalFirst as LocalFirst
 
 __all__ = [
     "HeteroOffloadStrategy",

@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 _HOME = "lightning_hetero.strategies"  # where the classes are found by name
 # The class for ``lightning.pytorch``: where it is written, and the base class that it gets.
 _WRITTEN = {
-    "HeteroOffloadStrategy": ("hetero_offload.HeteroOffload", "strategies.SingleDeviceStrategy"),
-    "HeteroParallelStrategy": ("hetero_parallel.HeteroParallel", "strategies.DDPStrategy"),
-    "HeteroParallelOffloadStrategy": ("hetero_parallel_offload.HeteroParallelOffload", "strategies.DDPStrategy"),
-    "HeteroParallelFsdpStrategy": ("hetero_parallel_fsdp.HeteroParallelFsdp", "strategies.ModelParallelStrategy"),
-    "LocalFirst": ("local_first._LocalFirst", "plugins.io.TorchCheckpointIO"),
+    "HeteroOffloadStrategy": ("strategies.hetero_offload.HeteroOffload", "strategies.SingleDeviceStrategy"),
+    "HeteroParallelStrategy": ("parallel.strategies.hetero_parallel.HeteroParallel", "strategies.DDPStrategy"),
+    "HeteroParallelOffloadStrategy": (
+        "parallel.strategies.hetero_parallel_offload.HeteroParallelOffload",
+        "strategies.DDPStrategy",
+    ),
+    "HeteroParallelFsdpStrategy": (
+        "parallel.strategies.hetero_parallel_fsdp.HeteroParallelFsdp",
+        "strategies.ModelParallelStrategy",
+    ),
+    "LocalFirst": ("parallel.strategies.local_first._LocalFirst", "plugins.io.TorchCheckpointIO"),
 }
 
 
@@ -25,7 +31,7 @@ def made(name: str, lightning: Lightning) -> Any:
     """One of the classes for a namespace, by its name for ``lightning.pytorch``."""
     written, base = _WRITTEN[name]
     module, _, attribute = written.rpartition(".")
-    kind: Any = getattr(importlib.import_module(f"{_HOME}.{module}"), attribute)
+    kind: Any = getattr(importlib.import_module(f"lightning_hetero.{module}"), attribute)
     found: Any = lightning.subclass(kind, base, name=name, home=_HOME)
     if name == "HeteroParallelOffloadStrategy":  # what HeteroParallelStrategy makes of `offload` is one, too
         made("HeteroParallelStrategy", lightning).register(found)
@@ -55,12 +61,12 @@ def make(namespace: str, **options: Any) -> Strategy:
 
 
 def make_parallel(namespace: str, **options: Any) -> Any:
-    """The same for ``Trainer(strategy="hetero_parallel")``; options of :class:`~.hetero_parallel.HeteroParallel`."""
+    """The same for ``Trainer(strategy="hetero_parallel")``."""
     return parallel_class(namespace)(**options)
 
 
 def make_parallel_fsdp(namespace: str, **options: Any) -> Any:
-    """The same for ``Trainer(strategy="hetero_parallel_fsdp")``; options of :class:`~.hetero_parallel_fsdp.HeteroParallelFsdp`."""
+    """The same for ``Trainer(strategy="hetero_parallel_fsdp")``."""
     return parallel_fsdp_class(namespace)(**options)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.parallel.strategies.hetero_parallel import HeteroParallel
 from lightning_hetero.strategies.hetero_offload import HeteroOffload
-from lightning_hetero.strategies.hetero_parallel import HeteroParallel
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -59,6 +60,14 @@ GRAPH = {name: imports(path, set(modules(PACKAGE))) - {name} for name, path in m
 def test_imports_make_no_circle(room: str) -> None:
     prefix = f"{PACKAGE.name}.{room}"
     assert [c for c in circles(GRAPH) if any(m == prefix or m.startswith(prefix + ".") for m in c)] == []
+
+
+def test_only_the_table_of_public_names_mentions_parallel_training() -> None:
+    """Neither the runtime nor offloading needs to know of it: no import, no name of a module in a text."""
+    below = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("cli", "parallel")]
+    mention = re.compile(rf"{PACKAGE.name}\.parallel|\bparallel[./](strategies|pipeline|planner|recovery|elastic|replicas|shares)")
+    found = {str(path.relative_to(PACKAGE)) for path in below if mention.search(path.read_text(encoding="utf-8"))}
+    assert found == {"strategies/__init__.py", "strategies/factory.py"}
 
 
 def test_a_circle_is_found_inside_functions_and_for_type_checkers(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from support.training.pipelines import Net, cluster_plan
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.parallel.strategies.pipelines import check_module, check_optimizers, say_what_runs
 from lightning_hetero.strategies import HeteroParallelStrategy
-from lightning_hetero.strategies.pipelines import check_module, check_optimizers, say_what_runs
 
 PLAN = cluster_plan((3, (1, 2, 3)))
 

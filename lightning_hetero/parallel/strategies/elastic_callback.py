@@ -5,34 +5,43 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_hetero.parallel.elastic import LEFT, RESTARTS, CommittedSteps, Elastic, Notice
-from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.namespaces import Lightning
 from lightning_hetero.strategies.patches import Patches
 from lightning_hetero.strategies.training_state import after_batch, call_after
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback as _Base
-
-    from lightning_hetero.strategies.uneven import UnevenBatches
 else:
     _Base = object  # the namespace's class comes second among the bases
 
 log = logging.getLogger(__name__)
 
 
-def make(batches: UnevenBatches, elastic: Elastic) -> ElasticCallback:
-    """The callback for one fit.
+class Restarted(Protocol):
+    """What has to be known after a restart."""
+
+    def state(self) -> dict[str, Any]:
+        """It, to be saved with a step."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what was saved."""
+
+
+def make(lightning: Lightning, restarted: Restarted, elastic: Elastic) -> ElasticCallback:
+    """The callback for one fit of a Trainer of the namespace.
 
     Args:
-        batches: What a restart wants to know something of.
+        lightning: The namespace.
+        restarted: Saves its state with each step.
         elastic: What the run was told.
     """
-    lightning = lightning_of(batches.module.trainer)
     made: Any = lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)
-    callback: ElasticCallback = made(batches, elastic)
+    callback: ElasticCallback = made(restarted, elastic)
     return callback
 
 
@@ -42,15 +51,15 @@ class ElasticCallback(_Base):
     The strategy installs it, last in the list of callbacks.
 
     Args:
-        batches: What a restart wants to know something of; it gets that back before data is loaded.
+        restarted: Saves its state with each step, and gets it back before data is loaded.
         elastic: What the run was told.
 
     Attributes:
         resumed: The committed step that this process goes on from.
     """
 
-    def __init__(self, batches: UnevenBatches, elastic: Elastic) -> None:
-        self._batches, self._elastic = batches, elastic
+    def __init__(self, restarted: Restarted, elastic: Elastic) -> None:
+        self._restarted, self._elastic = restarted, elastic
         self._steps = CommittedSteps(elastic.path)
         self._notice = Notice(elastic.grace_s)
         self._seen = 0  # optimizer steps at the end of the batch before
@@ -85,11 +94,11 @@ class ElasticCallback(_Base):
 
     def state_dict(self) -> dict[str, Any]:
         """What the strategy wants to know after a restart."""
-        return self._batches.state()
+        return self._restarted.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Gives it back."""
-        self._batches.load_state(state_dict)
+        self._restarted.load_state(state_dict)
 
     # ---- steps ------------------------------------------------------------------------------------------------------------
 

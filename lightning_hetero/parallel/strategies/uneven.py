@@ -17,7 +17,7 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.parallel.elastic import Elastic, elastic_from, node_name
 from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.strategies import elastic as elastic_callback
+from lightning_hetero.parallel.strategies import elastic_callback
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.data import set_sampler_epoch
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
@@ -135,8 +135,9 @@ class UnevenBatches:
         torch.distributed.all_gather_object(names, node_name())
         self.names = tuple(names)
         if self.elastic is not None and self.is_fit():
-            self._callback = elastic_callback.make(self, self.elastic)
-            callbacks_of(self.module.trainer).append(self._callback)
+            trainer = self.module.trainer
+            self._callback = elastic_callback.make(lightning_of(trainer), self, self.elastic)
+            callbacks_of(trainer).append(self._callback)
 
     def fit_set_up(self) -> None:
         """The strategy has set up the model of a fit: backward is weighted, and timed where speeds are measured."""

@@ -22,9 +22,7 @@ from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import is_data_parallel
 from lightning_hetero.parallel.pipeline.runtime import Pipelines
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.strategies import factory
-from lightning_hetero.strategies.namespaces import lightning_of_class
-from lightning_hetero.strategies.pipelines import (
+from lightning_hetero.parallel.strategies.pipelines import (
     PipelineSteps,
     built,
     check_module,
@@ -32,7 +30,9 @@ from lightning_hetero.strategies.pipelines import (
     planned_speeds,
     say_what_runs,
 )
-from lightning_hetero.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.strategies import factory
+from lightning_hetero.strategies.namespaces import lightning_of_class
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -78,7 +78,7 @@ class HeteroParallel(_Base):
         offload: Who keeps weights and optimizer state on host or disk as ``hetero_offload`` does, while the others keep them in
             memory: options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` by rank or by the name of a node,
             such as ``{"small": {"plan": "disk", "host_memory": "4GiB"}}``; ``True`` or options themselves: all ranks. Makes a
-            :class:`~lightning_hetero.strategies.hetero_parallel_offload.HeteroParallelOffload`.
+            :class:`~lightning_hetero.parallel.strategies.hetero_parallel_offload.HeteroParallelOffload`.
         speeds: Relative speed of each rank, by rank, such as ``[1, 1, 3]``, or by the name of its node, such as ``{"spot": 3.0}``:
             the name in the cluster plan that was launched, else the host's. Default: equal at first, then as measured.
         rebalance_every: Training batches between two looks at the speeds; 0: ``speeds`` stay.

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,7 +63,7 @@ class HeteroParallelFsdp(_Base):
     Args:
         data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
         tensor_parallel_size: Ranks of one part.
-        speeds: Relative speed of each part; as for :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`,
+        speeds: Relative speed of each part; as for :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`,
             likewise the next four.
         rebalance_every: Training batches between two looks at the speeds.
         rebalance_drift: By how much other shares must shorten a step.

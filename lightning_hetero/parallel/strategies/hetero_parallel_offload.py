@@ -31,6 +31,7 @@ from lightning_hetero.parallel.replicas import (
     check_same,
 )
 from lightning_hetero.parallel.stopwatch import Stopwatch
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import factory
 from lightning_hetero.strategies.checkpoints import PathLike
@@ -38,7 +39,6 @@ from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.offload import Choices, OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.resume import State, is_store
-from lightning_hetero.strategies.uneven import UnevenBatches, whole_numbers_as_reals
 from lightning_hetero.units import MIB
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class HeteroParallelOffload(_Base):
     Batches are cut by speed, and gradients weighted by samples, as without tiers. ``HeteroParallelStrategy(offload=...)`` makes it.
 
     Args:
-        offload: Who offloads, and how: see :class:`~lightning_hetero.strategies.hetero_parallel.HeteroParallel`, also for the
-            next five.
+        offload: Who offloads, and how: see
+            :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`, also for the next five.
         speeds: Relative speed of each rank.
         rebalance_every: Training batches between two looks at the speeds.
         rebalance_drift: By how much other shares must shorten a step.
