@@ -5,15 +5,15 @@ Ops on the same bytes run one after the other. Where the device is the host, all
 form one chain. A device with memory of its own works on several copies of a block at once, so there
 a block has four chains: the copy of its *weights* on the *device*, that on the *host*, its *state*,
 and its *gradients*. An op belongs to the chains of the copies that it reads or writes, an UPDATE to
-all of them. It follows the previous op of each of its chains; the first one of a chain follows what
-ended it in an earlier step. RELEASEs of one tier run one after the other too, so an op that follows
-the last of them may take over the memory of all. Activations have one chain per use of a block, see
-``activation_moves.py``.
+all of them. It follows the previous op of each of its chains, unless its other edges imply that.
+The first op of a chain follows what ended the chain in an earlier step. RELEASEs of one tier run
+one after the other too, so an op that follows the last of them may take over the memory of all.
+Activations have one chain per use of a block, see ``activation_moves.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload
@@ -31,8 +31,10 @@ class Chain(IntEnum):
     GRADIENTS = 3
 
 
+_HOST_WEIGHTS = (Chain.DEVICE, Chain.HOST)  # of a FETCH, and of a RELEASE on the host
+
 _CHAINS = {
-    (OpKind.FETCH, Payload.WEIGHTS): (Chain.DEVICE, Chain.HOST),
+    (OpKind.FETCH, Payload.WEIGHTS): _HOST_WEIGHTS,
     (OpKind.FETCH, Payload.STATE): (Chain.STATE,),
     (OpKind.UPLOAD, Payload.WEIGHTS): (Chain.DEVICE,),
     (OpKind.GRAD, Payload.GRADIENTS): (Chain.GRADIENTS,),
@@ -53,7 +55,7 @@ def chains_of(kind: OpKind, lane: Lane, payload: Payload, *, device: bool) -> tu
     if not device:
         return (Chain.HOST,)
     if kind is OpKind.RELEASE:
-        return (Chain.DEVICE,) if lane is Lane.H2D else (Chain.DEVICE, Chain.HOST)
+        return (Chain.DEVICE,) if lane is Lane.H2D else _HOST_WEIGHTS
     return _CHAINS.get((kind, payload), tuple(Chain))
 
 
@@ -108,11 +110,12 @@ class Issue:
         number = len(self.ops)
         behind = set(after)
         earlier: list[Carried] = []
-        for chain in chains_of(kind, lane, payload, device=self._device):
-            previous = self._last.get((block, chain))
+        chains = chains_of(kind, lane, payload, device=self._device)
+        ends = {chain: self._last.get((block, chain)) for chain in chains}
+        for chain, previous in ends.items():
             if previous is None:
                 earlier += carried_into(chain, kind, block, self._placed[block])
-            else:
+            elif chains != _HOST_WEIGHTS or not self._is_implied(previous, ends.values()):
                 behind.add(previous)
             self._last[block, chain] = number
         op = Op(
@@ -128,6 +131,14 @@ class Issue:
         )
         self.ops.append(op)
         return number
+
+    def _is_implied(self, previous: int, ends: Iterable[int | None]) -> bool:
+        """Whether the edge to a FETCH or UPDATE follows from the edge to the other chain.
+
+        Both are in both chains of host weights, so whatever came later in one of these follows.
+        """
+        both = self.ops[previous].kind in (OpKind.FETCH, OpKind.UPDATE)
+        return both and any(end is not None and end > previous for end in ends)
 
     def commit(self, stores: Sequence[int]) -> None:
         """The record that ends the step's writes."""

@@ -120,18 +120,8 @@ def sum_of(behind: list[int], ops: tuple[int, ...]) -> int:
     return found
 
 
-IMPLIED = {  # in every schedule, by the other edges of the same ops
-    False: set[str](),
-    True: {
-        "FETCH@disk_read after UPDATE@cpu",
-        "RELEASE@disk_read after FETCH@disk_read",
-        "RELEASE@disk_read after UPDATE@cpu",
-    },
-}
-
-
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_the_checker_refuses_a_schedule_without_any_class_that_other_edges_do_not_imply(on_device: bool) -> None:
+def test_the_checker_refuses_a_schedule_without_any_class_of_edges(on_device: bool) -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     model = ModelShape(name="m", blocks=(_layer("rest", 1000, pinned=True), *(_layer(f"layers.{i}", 100) for i in range(6))))
     for kept_every, plan, updates in itertools.product((0, 1), _plans(Tier.DEVICE if on_device else Tier.HOST), Updates):
@@ -155,7 +145,7 @@ def test_the_checker_refuses_a_schedule_without_any_class_that_other_edges_do_no
                 found[name].add("refused")
     assert len(found) > 30
     assert not {name for name, verdicts in found.items() if "allowed" in verdicts}
-    assert {name for name, verdicts in found.items() if verdicts == {"implied"}} == IMPLIED[on_device]
+    assert not {name for name, verdicts in found.items() if verdicts == {"implied"}}  # lowering emits no class for nothing
 
 
 # ---- what runs ----------------------------------------------------------------------------------------------------------------
