@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from lightning_hetero._native import NativePart, PartGeometry
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
-from lightning_hetero.runtime.door import OffloadedParameter, restore
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, restore
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
 from lightning_hetero.store.live.moves import move

@@ -365,7 +365,7 @@ def _fitted(value: Tensor, like: OffloadedTensor) -> Tensor:
 def _refuse_memory(tensor: OffloadedTensor) -> NoReturn:
     raise OffloadedAccessError(
         f"{tensor.source.name!r} is offloaded: this handle has no memory or storage of its own. "
-        "Take a copy with .clone() or lightning_hetero.runtime.door.materialize(tensor)."
+        "Take a copy with .clone() or lightning_hetero.runtime.offloaded_parameter.materialize(tensor)."
     )
 
 

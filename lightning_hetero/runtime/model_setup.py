@@ -10,10 +10,10 @@ from torch import nn
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.runtime.block_moves import give_new_homes, take_home_off
 from lightning_hetero.runtime.construction import Construction
-from lightning_hetero.runtime.door import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
 from lightning_hetero.runtime.kept_steps import KeptSteps
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, split
 from lightning_hetero.store.live.moves import move

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import HostGradient
-from lightning_hetero.runtime.door import materialize
 from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")

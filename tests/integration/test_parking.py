@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_hetero.errors import ConfigError, OffloadedAccessError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.runtime.door import OffloadedParameter
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime import door
-from lightning_hetero.runtime.door import OffloadedParameter, Residency, offload, restore
+from lightning_hetero.runtime import offloaded_parameter
 from lightning_hetero.runtime.handles import OffloadedTensor
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, Residency, offload, restore
 
 
 class FakeRecord:
@@ -275,11 +275,11 @@ def test_inside_its_block_a_parameter_does_not_pass_through_the_door(monkeypatch
     module, record = offloaded_linear(Residency.PENDING)
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the fast path went through the door")
+        raise AssertionError("the fast path went through _access")
 
     module.register_forward_pre_hook(lambda m, _: [restore(p) for p in m.parameters()] and None)
     monkeypatch.setattr(OffloadedParameter, "__torch_function__", fail)
-    monkeypatch.setattr(door, "_access", fail)
+    monkeypatch.setattr(offloaded_parameter, "_access", fail)
     module(torch.ones(1, 4)).sum().backward()
     assert record.waits == 0
 

@@ -1,4 +1,4 @@
-"""Which parameters are ordinary ones, and which are behind the door (``runtime.door``).
+"""Which parameters are ordinary ones, and which are behind the door (``runtime.offloaded_parameter``).
 
 [Note: Memory that is being written to the disk]
 The end of a step that is kept writes weights to the disk from where they lie, while the next batch runs. Reading them meanwhile is
@@ -15,8 +15,8 @@ from typing import Protocol
 from torch import nn
 
 from lightning_hetero.runtime.activations.autocast import WeightCasts
-from lightning_hetero.runtime.door import OffloadedParameter, offload, restore
-from lightning_hetero.runtime.door import Residency as State
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, offload, restore
+from lightning_hetero.runtime.offloaded_parameter import Residency as State
 from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import readers_of
@@ -47,7 +47,7 @@ class Owner(Protocol):
 
 
 class Access:
-    """What the door knows of one parameter (``runtime.door.Record``): the way for readers from outside the schedule."""
+    """What the door knows of one parameter (``runtime.offloaded_parameter.Record``): the way for readers from outside the schedule."""
 
     __slots__ = ("_doors", "_index", "_part")
 
