@@ -21,8 +21,8 @@ from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.offloaded_parameter import materialize
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.format.stored_model import last_kept, stored_buffers, stored_weights

@@ -18,8 +18,8 @@ from lightning_hetero._native import U8, Arena, NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
 from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
-from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.offloaded_parameter import materialize
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.sources import BlobSource
 from lightning_hetero.store.format.record import BlobEntry, BlobRow
 from lightning_hetero.store.live.blocks import Part

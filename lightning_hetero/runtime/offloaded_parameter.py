@@ -3,7 +3,7 @@
 [Note: Two faces of an offloaded tensor]
 ``OffloadedParameter`` is the model's own parameter object, seen while its bytes are on another tier or being updated. The
 runtime toggles its ``__class__`` with ``offload`` and ``restore``; identity, address, hooks and autograd state stay.
-``OffloadedTensor`` (``handles.py``) is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy
+``OffloadedTensor`` (``offloaded_tensor.py``) is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy
 through ``detach`` and views, and reads its ``Source`` when an operator needs values. Writes go through to the source.
 
 [Note: No lost gradients]
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime.handles import OffloadedTensor, Source, contents_of, keep_content
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, Source, contents_of, keep_content
 
 
 class Residency(enum.Enum):

@@ -21,9 +21,9 @@ from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.runtime.device import DeviceSide, updates
-from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.lanes import EmulatedLanes, Event
 from lightning_hetero.runtime.offloaded_parameter import materialize
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 
 KNOWN_TORCH = "2.13"
 KEPT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime import offloaded_parameter
-from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, Residency, offload, restore
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 
 
 class FakeRecord:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.handles import OffloadedTensor
 from lightning_hetero.runtime.lanes.base import Ticket
+from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.live.blocks import Block, Part
 
 
@@ -66,7 +66,7 @@ class Held:
 
 
 class GradientSource:
-    """A held gradient as the door reads and writes it (``runtime.handles.Source``).
+    """A held gradient as the door reads and writes it (``runtime.offloaded_tensor.Source``).
 
     Args:
         held: The gradient.
