@@ -20,7 +20,7 @@ from lightning_hetero.optim import blockwise
 from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
-from lightning_hetero.runtime.sources import BlobSource
+from lightning_hetero.runtime.tensor_sources import BlobSource
 from lightning_hetero.store.format.record import BlobEntry, BlobRow
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.geometry import WEIGHTS, opaque_chunk

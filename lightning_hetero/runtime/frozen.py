@@ -27,7 +27,7 @@ from lightning_hetero.errors import OffloadedAccessError, OutOfDiskError
 from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
-from lightning_hetero.runtime.sources import BlobSource, FileRun, StateSource, WeightSource
+from lightning_hetero.runtime.tensor_sources import BlobSource, FileRun, StateSource, WeightSource
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.live.blocks import Part

@@ -20,7 +20,7 @@ from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
-from lightning_hetero.runtime.sources import StateSource, take_all, write_state
+from lightning_hetero.runtime.tensor_sources import StateSource, take_all, write_state
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages

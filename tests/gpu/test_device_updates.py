@@ -189,7 +189,7 @@ def test_micro_batches_add_up_as_on_the_device(lanes: Lanes) -> None:
 
 def test_handles_compute_on_the_device(lanes: Lanes) -> None:
     from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
-    from lightning_hetero.runtime.sources import WeightSource
+    from lightning_hetero.runtime.tensor_sources import WeightSource
 
     root = make_net(torch.float32)
     expected = root[0].weight.detach().clone()

@@ -343,7 +343,7 @@ def test_a_write_through_the_door_reaches_the_master_of_weights_in_host_memory()
     with made(case) as net, emulated() as lanes:
         side = net.on(lanes, ON_CPU)
         (part,) = net.parts
-        from lightning_hetero.runtime.sources import WeightSource
+        from lightning_hetero.runtime.tensor_sources import WeightSource
 
         WeightSource(net.store, part, 0, lambda _: None, side.weights).write(torch.full((5, 3), 0.75, dtype=torch.bfloat16))
         give_gradients(net.root.parameters(), 1)

@@ -18,7 +18,7 @@ from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.runtime.lanes import EmulatedLanes
-from lightning_hetero.runtime.sources import WeightSource
+from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block
 
 BELOW = BlockPlan(name="*", weights=Tier.HOST)

@@ -13,7 +13,7 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event, Ticket
 from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host_weights import HostWeights
-from lightning_hetero.runtime.sources import DeviceCopies
+from lightning_hetero.runtime.tensor_sources import DeviceCopies
 from lightning_hetero.store.live.blocks import Block, Part
 
 __all__ = ["Doors", "HostWeights", "Residency"]

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, offload, restore
 from lightning_hetero.runtime.offloaded_parameter import Residency as State
-from lightning_hetero.runtime.sources import DeviceCopies, WeightSource
+from lightning_hetero.runtime.tensor_sources import DeviceCopies, WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.tier_store import TierStore
