@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 
 from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.errors import ConfigError, HeteroError
-from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.format import record
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.pins import pin, pins, unpin

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
-from lightning_hetero.runtime.blobs import StateBlobs
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.tier_store import TierStore
