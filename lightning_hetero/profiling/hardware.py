@@ -33,7 +33,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
 from lightning_hetero.profiling.machine import MeasuredMachine
 from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
-from lightning_hetero.runtime.heap import give_free_pages_back
+from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.volume import Volume

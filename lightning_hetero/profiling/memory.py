@@ -118,7 +118,7 @@ def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
 
 
 def kept_bytes(observed: Observed, grown_bytes: int) -> int:
-    """Memory of malloc beyond a step's peak: holes ([Note: Fragmentation] in ``runtime.heap``).
+    """Memory of malloc beyond a step's peak: holes ([Note: Fragmentation] in ``runtime.process_memory``).
 
     Args:
         observed: The recorded batch.

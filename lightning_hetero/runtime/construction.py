@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.runtime.heap import give_free_pages_back
 from lightning_hetero.runtime.offloaded_parameter import METADATA
+from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
 
 _SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay

@@ -12,8 +12,8 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.activations.swaps import SwapFiles
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.live.blocks import Block

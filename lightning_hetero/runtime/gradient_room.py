@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hetero.runtime.context import Run
-from lightning_hetero.runtime.heap import WORTH_IT
+from lightning_hetero.runtime.process_memory import WORTH_IT
 from lightning_hetero.runtime.residency import HostWeights
 from lightning_hetero.store.live.blocks import Block
 

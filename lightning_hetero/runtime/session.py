@@ -35,12 +35,12 @@ from lightning_hetero.runtime.device.setup import lanes_of, side_of
 from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.frozen import Frozen, freeze
-from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes

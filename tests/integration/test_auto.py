@@ -26,8 +26,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.evaluation import evaluated
-from lightning_hetero.runtime.heap import Heap
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine
 from lightning_hetero.strategies.machine import ENVIRONMENT
 

@@ -15,7 +15,7 @@ from lightning_hetero.callbacks import _names, table
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.gradient_room import GradientRoom
-from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_hetero.runtime import gradient_room
 from lightning_hetero.runtime.gradient_room import gradients_added, largest_sum
-from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_hetero.runtime.heap import Heap
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.store.capacity import resident_bytes
 from lightning_hetero.units import MIB
 
