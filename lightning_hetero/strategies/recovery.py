@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.runtime.batch_state import ChangingBuffers, Generators
 from lightning_hetero.runtime.demotion import demotions
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
-from lightning_hetero.runtime.replay import ChangingBuffers, Generators
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.metrics import MetricStates
 from lightning_hetero.strategies.namespaces import lightning_of

@@ -32,8 +32,8 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, Unsuppo
 from lightning_hetero.optim import adam
 from lightning_hetero.optim.combined import held
 from lightning_hetero.optim.reference import MasterWeightOptimizer
+from lightning_hetero.runtime.batch_state import Generators
 from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.replay import Generators
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.units import format_bytes
 
