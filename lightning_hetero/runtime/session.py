@@ -34,7 +34,6 @@ from lightning_hetero.runtime.context import Run, RunContext
 from lightning_hetero.runtime.device.setup import lanes_of, side_of
 from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.frozen import Frozen, freeze
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.optimizers import OptimizerBinding
@@ -42,6 +41,7 @@ from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
 from lightning_hetero.store.format.earlier_runs import aside, refusal
@@ -78,7 +78,7 @@ class Session(Budgets):
         self._handles: list[RemovableHandle] = []
         self._resumes = False
         self._final_report: dict[str, int] = {}
-        self._frozen: Frozen | None = None  # somebody reads the store
+        self._state_snapshot: StateSnapshot | None = None  # somebody reads the store
         self._last_steps: KeptSteps | None = None  # of the last fit: a parked model may have been evaluated since
 
     @property
@@ -234,7 +234,7 @@ class Session(Budgets):
         executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
             assert not any(blob.on_disk for blob in store.blobs), "they are dropped first"
-            self._thaw()
+            self._end_snapshot()
             store.files.detach()
         if placement.staging_bytes != store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
@@ -446,7 +446,7 @@ class Session(Budgets):
             raise refusal(path, steps.last_kept)
         steps.put_aside(aside(path))
 
-    def freeze(self) -> Frozen:
+    def snapshot_state(self) -> StateSnapshot:
         """The model and its optimizers as they are now, for a thread that reads them while training goes on.
 
         Whoever gets it closes it; until then the store's directory stays where it is.
@@ -455,16 +455,18 @@ class Session(Budgets):
             StoreError: A transfer or a system call failed.
         """
         self._check_process()
-        self._thaw()  # one at a time: what is linked takes space as training goes on
+        self._end_snapshot()  # one at a time: what is linked takes space as training goes on
         self.drain()
         parts = [part for block in self.blocks for part in block.parts]
-        self._frozen = freeze(self.store, parts, self.disk_root(), room_bytes=self._directories.room_bytes(self.store))
-        return self._frozen
+        self._state_snapshot = take_snapshot(
+            self.store, parts, self.disk_root(), room_bytes=self._directories.room_bytes(self.store)
+        )
+        return self._state_snapshot
 
-    def _thaw(self) -> None:
-        if self._frozen is not None:
-            self._frozen.wait()
-            self._frozen = None
+    def _end_snapshot(self) -> None:
+        if self._state_snapshot is not None:
+            self._state_snapshot.wait()
+            self._state_snapshot = None
 
     def keep_step(self, state: Callable[[StateFiles], str], *, last: bool) -> None:
         """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.
@@ -547,7 +549,7 @@ class Session(Budgets):
 
     def _close(self) -> None:
         """Of a refused start nothing is left, files included."""
-        self._thaw()
+        self._end_snapshot()
         if self.executor is not None:
             self.executor.stop()
         self._directories.close_swaps()

@@ -23,11 +23,11 @@ from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.frozen import Frozen
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.runtime.state_snapshot import StateSnapshot
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.changes import Changes
@@ -326,9 +326,9 @@ class OffloadRun:
         """As a training batch ends: seconds of the optimizer step's batches; ``None`` if none has ended."""
         return None if self.training is None else self.training.take_step_seconds()
 
-    def freeze(self) -> Frozen | None:
+    def snapshot_state(self) -> StateSnapshot | None:
         """For who saves in the background: what a state has to be read from; ``None`` where all of it is in ordinary memory."""
-        return None if self.session is None else self.session.freeze()
+        return None if self.session is None else self.session.snapshot_state()
 
     # ---- teardown ---------------------------------------------------------------------------------------------------------
 

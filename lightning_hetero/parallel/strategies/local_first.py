@@ -155,19 +155,19 @@ class _EveryRank(_StrategyBase):
         path = self.broadcast(filepath)
         self._io.wait()
         run = _run_of(self)
-        frozen = None if run is None else run.freeze()
-        if frozen is None:
+        snapshot = None if run is None else run.snapshot_state()
+        if snapshot is None:
             self._io.checkpoints.save(state, path, **arguments)
             return
         try:
-            state = frozen.freeze(state)
+            state = snapshot.captured(state)
         except BaseException:
-            frozen.close()
+            snapshot.close()
             raise
-        self._io.checkpoints.save(state, path, **arguments, done=frozen.close)
-        linked, copied = (format_bytes(n) for n in (frozen.linked_bytes, frozen.copied_bytes))
+        self._io.checkpoints.save(state, path, **arguments, done=snapshot.close)
+        linked, copied = (format_bytes(n) for n in (snapshot.linked_bytes, snapshot.copied_bytes))
         log.info("Step %d is being saved to %s: %s linked, %s copied.", checkpoint["global_step"], path, linked, copied)
-        if not frozen.overlaps:
+        if not snapshot.overlaps:
             log.warning("Training waits until %s is written: the disk has no room for another copy of what lives there.", path)
             self._io.wait()
 

@@ -1,6 +1,6 @@
 """What a run was at one moment, for a thread that reads it while training goes on.
 
-[Note: Frozen]
+[Note: StateSnapshot]
 What lives on disk is linked: a snapshot (``format.snapshots``) of the last record, made by names of its slots, so it takes neither
 time nor space; a slot that training writes again gets a fresh file first. It is read without the engine, which one thread alone
 may use. What lives in memory, of the host or of a device, is copied tensor by tensor to a file without a name, since the next
@@ -39,7 +39,7 @@ from lightning_hetero.units import KIB, format_bytes
 _SMALL_BYTES = 4 * KIB  # stays in memory: step counts, biases
 
 
-class Frozen:
+class StateSnapshot:
     """States as they are now, until :meth:`close`; nothing is under way, and all that was written is committed.
 
     Args:
@@ -63,12 +63,12 @@ class Frozen:
         self._blocks = {} if record is None else {block.id: block for block in record.blocks}
         self._closed = threading.Event()
 
-    def freeze(self, value: Any) -> Any:
+    def captured(self, value: Any) -> Any:
         """The same nested dictionaries and lists, with tensors whose content stays; large ones are handles that read it."""
         if isinstance(value, Mapping):
-            return {key: self.freeze(item) for key, item in value.items()}
+            return {key: self.captured(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(map(self.freeze, value)) if type(value) in (list, tuple) else value
+            return type(value)(map(self.captured, value)) if type(value) in (list, tuple) else value
         return mapped(value, "", lambda _, plain: self._tensor(plain)) if isinstance(value, Tensor) else value
 
     def read(self, run: FileRun, out: Tensor) -> None:
@@ -134,7 +134,7 @@ class Frozen:
         return int(begin)
 
 
-def freeze(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> Frozen:
+def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> StateSnapshot:
     """The present moment of a run; no update is under way.
 
     Args:
@@ -147,7 +147,7 @@ def freeze(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, roo
         StoreError: A transfer or a system call failed.
     """
     if store is None or store.files.directory is None:
-        return Frozen(scratch, None)
+        return StateSnapshot(scratch, None)
     for part in parts:
         if part.on_disk:  # what was written to it in memory goes to its file
             if part.state_home is None:
@@ -158,7 +158,7 @@ def freeze(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, roo
     links = path / f"saving-{uuid.uuid4().hex[:8]}"
     snapshot(path, links, slots)
     linked_bytes = sum((path / name).stat().st_size for name in slots)
-    return Frozen(scratch, links, overlaps=linked_bytes <= room_bytes)
+    return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class _Linked:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    frozen: Frozen
+    snapshot: StateSnapshot
     run: FileRun
     stride: tuple[int, ...]
 
@@ -178,7 +178,7 @@ class _Linked:
 
     def read(self) -> Tensor:
         out = own_memory(self.shape.numel(), self.dtype)
-        self.frozen.read(self.run, out)
+        self.snapshot.read(self.run, out)
         return out.as_strided(self.shape, self.stride)
 
     def write(self, value: Tensor) -> NoReturn:
@@ -192,7 +192,7 @@ class _Copied:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    frozen: Frozen
+    snapshot: StateSnapshot
     offset: int
 
     @property
@@ -201,7 +201,7 @@ class _Copied:
 
     def read(self) -> Tensor:
         out = own_memory(self.shape.numel(), self.dtype)
-        self.frozen.read_copy(self.offset, out)
+        self.snapshot.read_copy(self.offset, out)
         return out.view(self.shape)
 
     def write(self, value: Tensor) -> NoReturn:
