@@ -118,7 +118,9 @@ def measures(observed: Observed) -> tuple[OperatorMeasure, ...]:
 
 
 def kept_bytes(observed: Observed, grown_bytes: int) -> int:
-    """Memory of malloc beyond a step's peak: holes ([Note: Fragmentation] in ``runtime.process_memory``).
+    """Memory of malloc beyond a step's peak: holes.
+
+    See [Note: Fragmentation] in ``runtime.process_memory``.
 
     Args:
         observed: The recorded batch.

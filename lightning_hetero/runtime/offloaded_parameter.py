@@ -3,7 +3,7 @@
 [Note: Two faces of an offloaded tensor]
 ``OffloadedParameter`` is the model's own parameter object, seen while its bytes are on another tier or being updated. The
 runtime toggles its ``__class__`` with ``offload`` and ``restore``; identity, address, hooks and autograd state stay.
-``OffloadedTensor`` (``offloaded_tensor.py``) is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy
+``OffloadedTensor`` is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy
 through ``detach`` and views, and reads its ``Source`` when an operator needs values. Writes go through to the source.
 
 [Note: No lost gradients]

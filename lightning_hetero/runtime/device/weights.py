@@ -242,7 +242,7 @@ class DeviceWeights:
             raise OffloadedAccessError(absent(part, 0, self._lanes.device))
         return _flat(part, copy.memory)
 
-    # ---- the door (``runtime.tensor_sources.DeviceCopies``) ------------------------------------------------------------------------
+    # ---- reads and writes from outside a schedule (``runtime.tensor_sources.DeviceCopies``) ---------------------------------
 
     def newest(self, part: Part, index: int) -> Tensor | None:
         """A fresh CPU tensor with a parameter's weights, if the device has newer ones than the host; else ``None``."""

@@ -47,7 +47,7 @@ class Owner(Protocol):
 
 
 class Access:
-    """What the door knows of one parameter (``runtime.offloaded_parameter.Record``): the way for readers from outside the schedule."""
+    """The way to one parameter from outside the schedule (``runtime.offloaded_parameter.Record``)."""
 
     __slots__ = ("_doors", "_index", "_part")
 
