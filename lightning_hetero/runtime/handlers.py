@@ -1,20 +1,23 @@
-"""What each op of a schedule does: one table from (op kind, payload, lane) to a handler, the same for every device.
+"""What each op of a schedule does, on every device.
 
-A handler is called in the thread that computes, as the op is submitted. It reads off all that may change before the op's turn
-comes (hyper-parameters, the scale of gradients, which gradients there are) and returns the op's *run*, which the lane calls, or
-``None`` if there is nothing to do: an op that reality has overtaken passes when the ops before it have.
+One table maps (op kind, payload, lane) to a handler.
+
+The thread that computes calls a handler when it submits the op. The handler reads everything that
+may change before the op runs: hyper-parameters, the scale of gradients, which gradients there are.
+It returns the op's *run*, which the lane calls, or ``None`` if there is nothing to do. Then the op
+ends when the ops before it have ended.
 
 [Note: One user of the store]
-Lanes may run ops in threads of their own. What an op works on (gradients on the host, staged state, memory) belongs to the lanes
-until its event has passed. The store has one user at a time: a run that touches it holds ``RunContext.turn``, and the thread that
-computes touches it only once all lanes are empty, or while it holds the turn. It does so for the verdict on updates that were
-tried, and to commit a step with the state of the loop. By then these updates, or all of the step, have been handed to the engine.
-Inside it waits for no lane.
+Lanes may run ops in threads of their own. Until an op has ended, the lanes own what it works on:
+gradients on the host, staged state, memory. The store has one user at a time. A run that uses it
+holds ``Run.turn``. The thread that computes uses it only if all lanes are empty, or while it holds
+the turn: for the verdict on speculative updates, and to commit a step with the state of the loop.
+By then the engine has these updates, or the whole step. Inside a turn that thread waits for no
+lane.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,26 +32,25 @@ from lightning_hetero.runtime.device import DeviceSide, HostGradient
 from lightning_hetero.runtime.lanes import All, Event, OpEvent, Ticket
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
-from lightning_hetero.runtime.speculation import Speculation
+from lightning_hetero.runtime.speculation import Speculation, Trial
 from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.store.live.blocks import Block
 
 Key = tuple[OpKind, int]
 Run = Callable[[], Iterable[Ticket]]
 
-_SLICE_S = 0.2  # how late it is noticed that an update will not run
-
 
 @dataclass(slots=True)
 class Batch:
-    """What is known of the batch under way.
+    """The batch under way.
 
     Attributes:
-        armed: The optimizer in whose ``step`` the batch ends, if it does.
-        in_backward: Lightning's own backward runs, which leaves the gradients of the step.
-        probing: It is not known yet whether a device is large enough for the batch, so updates wait until it is over.
-        serial: Nothing overlaps: compute waits for each op to end. For measuring compute alone.
-        commits: ``optimizer.step()`` commits. Where the training loop's state belongs to a step, its end commits instead.
+        armed: The optimizer in whose ``step`` the batch ends, if it ends in one.
+        in_backward: Lightning's own backward runs. It leaves the gradients of the step.
+        probing: A device may be too small for the batch, so updates wait until the batch is over.
+        serial: Compute waits for each op to end, to measure compute alone.
+        commits: ``optimizer.step()`` commits. If the training loop's state belongs to a step, the
+            end of the step commits instead.
     """
 
     armed: OptimizerBinding | None = None
@@ -58,39 +60,14 @@ class Batch:
     commits: bool = True
 
 
-class _Trial:
-    """An update that runs before the verdict.
-
-    Args:
-        due: The update.
-        tickets: Its tickets, once it has run.
-        divided: Its gradients have been divided by the loss's scale, if there is one.
-    """
-
-    def __init__(self, due: DueUpdate, tickets: list[NativeTicket], *, divided: bool) -> None:
-        self.due, self.tickets, self.divided = due, tickets, divided
-        self.handed = threading.Event()
-
-    def wait(self, end: OpEvent) -> None:
-        """Waits until it has run, or never will: ``end`` is that of its op."""
-        while not self.handed.wait(_SLICE_S) and not end.settled():
-            pass
-
-
 class Handlers:
     """Gives ops to their lanes.
-
-    Args:
-        context: The run.
-        batch: The batch under way.
-        speculation: Updates that run before the verdict where they can be taken back.
-        residency: Where weights are.
 
     Attributes:
         ends: The latest op of each kind and block, of this step.
         updating: Updates that may not have ended yet.
         activations: What forwards save, on a device with memory of its own.
-        saved: The same for each block; empty where the device is the host.
+        saved: The same for each block; empty if the device is the host.
     """
 
     def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
@@ -101,17 +78,16 @@ class Handlers:
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
         self._latest: dict[int, list[NativeTicket]] = {}  # block -> its latest update, whose write-back is the STORE
-        self._tries: dict[int, bool] = {}  # block whose update is tried -> whether its gradients were divided before they left
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
         self._write_mirrors, self._commits_always = run.mirror, False
-        self._trial: _Trial | None = None  # the update that is being submitted, if it is tried
-        self._marked: tuple[int, Event] = -1, All(())  # the latest mark, and the anchor at which it was made
+        self._trial: Trial | None = None  # the update that is being submitted, if it is speculative
+        self._marked: tuple[int, Event] = -1, All(())  # the anchor of the latest mark, and the mark
         self.saved: list[BlockActivations] = []
         self.activations: Activations | None = None
         self.install(context)
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan; the lanes are at rest."""
+        """Changes to another plan, while the lanes are empty."""
         self._deferred, self._lowest_first = context.deferred, context.plan.priority
         if self.activations is not None:
             self.activations.close()
@@ -122,7 +98,7 @@ class Handlers:
         weights, casts = side.weights.reference, self._residency.casts
         activations = Activations(self._lanes, weights=weights, casts=casts, files=context.files, poison=self._poison)
 
-        def moves(block: Block) -> bool:  # what a root saves is its blocks' own, and its hooks would stand before theirs
+        def moves(block: Block) -> bool:  # a root saves for its blocks, and its hooks would come before theirs
             return self._residency.is_away(block) or (self._lanes.counts and not block.spec.pinned)
 
         follow = activations.block
@@ -130,10 +106,9 @@ class Handlers:
         return activations
 
     def begin_batch(self) -> None:
-        """The ops to come belong to another batch."""
+        """Begins another batch."""
         self.ends = {}
         self._ending.clear()
-        self._tries.clear()
         if self._side is not None:
             self._marked = -1, All(())
             self.look_at_updates()
@@ -143,7 +118,7 @@ class Handlers:
         self.updating = [end for end in self.updating if not end.settled()]
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Forgets all ops: nothing is under way."""
         self.ends = {}
         self.updating.clear()
         self._latest.clear()
@@ -153,14 +128,10 @@ class Handlers:
         """Whether updates wait for the verdict on all gradients."""
         return self._deferred or self._batch.probing
 
-    # ---- to the lanes -------------------------------------------------------------------------------------------------------
+    # ---- to the lanes ----------------------------------------------------------------------------
 
     def submit(self, op: Op, after: Sequence[Event]) -> Event:
         """Gives one op to its lane.
-
-        Args:
-            op: The op.
-            after: What it waits for.
 
         Returns:
             Its end.
@@ -178,7 +149,7 @@ class Handlers:
             if end.error is not None:
                 self._lanes.drain()  # raises it, or an earlier one
         elif op.lane is Lane.DISK_WRITE and op.kind in (OpKind.MIRROR, OpKind.COMMIT):
-            # They follow all updates as they are handed to the engine, not as they end: that lane is theirs.
+            # They follow all updates into the engine, so they use the lane of updates.
             lent = self.ends.get((OpKind.MIRROR, op.block))
             end = self._lanes.submit(replace(op, lane=Lane.CPU), run, () if lent is None else (lent,))
         else:
@@ -186,7 +157,7 @@ class Handlers:
             self._note(op, end, side)
         if self._trial is not None:
             trial, self._trial = self._trial, None
-            self._speculation.remember(trial.due, trial.tickets, partial(trial.wait, end))
+            self._speculation.submitted(trial, end)
         if op.kind is OpKind.UPDATE and (side is None or op.lane is Lane.CPU):
             self.updating.append(end)
         elif op.kind in (OpKind.MIRROR, OpKind.COMMIT):
@@ -201,11 +172,7 @@ class Handlers:
         self._ending.clear()
 
     def update_now(self, block: Block, *, after: Sequence[Event] = ()) -> Event:
-        """Submits the update of a block for which the schedule has none.
-
-        Args:
-            block: The block.
-            after: What an update on the CPU waits for.
+        """Submits an update that the schedule does not have.
 
         Returns:
             The end of the update.
@@ -215,7 +182,7 @@ class Handlers:
         self._residency.renewed.add(block.index)
         if side is None or lane is Lane.CPU:
             if side is not None:
-                last = self.ends.get((OpKind.UPLOAD, block.index))  # it reads what the update writes
+                last = self.ends.get((OpKind.UPLOAD, block.index))  # it reads the weights that the update writes
                 after = [*after, *side.gradients.arriving(block), *([last] if last else [])]
             updated = self._submit_now(OpKind.UPDATE, block, lane, after)
             if Tier.DISK in (plan.weights, plan.state):
@@ -234,7 +201,7 @@ class Handlers:
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
     ) -> Event:
-        """Submits an op that no schedule has."""
+        """Submits an op that the schedule does not have."""
         key = kind, block.index
         before = self.ends.get(key)
         end = self.submit(Op(id=-1, kind=kind, block=block.index, lane=lane, at=-1, payload=payload), after)
@@ -243,26 +210,26 @@ class Handlers:
         return end
 
     def mirror_now(self, block: Block) -> None:
-        """Submits the MIRRORs of a block for which the schedule has none."""
+        """Submits MIRRORs that the schedule does not have."""
         lent = (self._submit_now(OpKind.MIRROR, block, Lane.D2H),) if self._residency.lends(block) else ()
         self._submit_now(OpKind.MIRROR, block, Lane.DISK_WRITE, lent)
 
     def commit(self, *, always: bool = False) -> Event:
-        """Submits the COMMIT that ends a step; ``always``: a record is written even if no block has changed."""
+        """Submits a COMMIT; ``always``: it writes a record even if no block has changed."""
         self._commits_always = always
         return self.submit(Op(id=-1, kind=OpKind.COMMIT, block=NO_BLOCK, lane=Lane.DISK_WRITE, at=-1), ())
 
     def gather(self, block: Block) -> None:
-        """Backward has ended: gradients that are on the host and on the device are added up on the host."""
+        """Backward has ended: adds the device's gradients to those on the host, if it has any."""
         if self._side is not None and any(p in self._side.gradients for p in block.params()):
             self._take_rest(block, self._side)
 
-    # ---- what they do -------------------------------------------------------------------------------------------------------
+    # ---- what they do ----------------------------------------------------------------------------
 
     def _fetch(self, op: Op) -> Run | None:
         """FETCH weights: from the disk to the host."""
         block = self._blocks[op.block]
-        # Weights in memory are on their way back there since the update that had changed them was discarded.
+        # If an update was discarded, the old weights are already on their way back to memory.
         again = self._updater.verdict is not None and self._speculation.redoes and self._speculation.is_due(block)
         if self._side is None and not again and not self._residency.weights.fits(block):
             return None
@@ -276,12 +243,12 @@ class Handlers:
         return run
 
     def _open_state(self, op: Op) -> Run | None:
-        """FETCH state: it streams from the disk into staging memory, ahead of the gradients."""
+        """FETCH state: it streams from the disk into staging memory before the gradients come."""
         block, verdict = self._blocks[op.block], self._updater.verdict
-        if self._batch.serial:  # one update after the other: its state is read when its turn comes
+        if self._batch.serial:  # each update reads its own state
             return None
         if verdict is not None and self._speculation.redoes and not self._is_due(block, verdict):
-            return None  # only what was tried is updated again
+            return None  # only discarded updates run again
         early, armed = self._deferred and verdict is None, self._batch.armed
         if early and (armed is None or not self._speculation.hopes(block, armed)):
             return None
@@ -295,7 +262,7 @@ class Handlers:
         return run
 
     def _release(self, op: Op) -> Run | None:
-        """RELEASE on the host: gives the memory of weights back."""
+        """RELEASE on the host."""
         block = self._blocks[op.block]
         if self._side is None and (block.uses or not block.weights_on_disk):
             return None
@@ -316,11 +283,11 @@ class Handlers:
         return partial(self._on_device.weights.upload, self._blocks[op.block])
 
     def _download(self, op: Op) -> Run:
-        """SWAP_OUT weights: to the host what the device has updated."""
+        """SWAP_OUT weights, which the device has updated."""
         return partial(self._on_device.weights.download, self._blocks[op.block])
 
     def _swap_state_in(self, op: Op) -> Run:
-        """SWAP_IN state: for an update on the device."""
+        """SWAP_IN state, for an update on the device."""
         return partial(self._on_device.updates.swap_in, self._blocks[op.block])
 
     def _swap_state_out(self, op: Op) -> Run:
@@ -333,14 +300,14 @@ class Handlers:
         return None if self._is_early(block) else self._gradients_of(block, self._on_device)
 
     def _update(self, op: Op) -> Run | None:
-        """UPDATE: whatever of the block has gradients."""
+        """UPDATE: everything in the block that has gradients."""
         block, updater, side = self._blocks[op.block], self._updater, self._side
         early = updater.verdict is None
         binding = updater.verdict or self._batch.armed
         if binding is None or binding.rule is Rule.WHOLE or (early and self._is_early(block)):
             return None
         waits = early and (self._deferred or self._batch.probing)
-        tries = waits and (self._speculation.may_try(block, binding) if side is None else block.index in self._tries)
+        tries = waits and self._speculation.may_try(block, binding, on_device=side is not None)
         if waits and not tries:
             return None
         if block.index in self._residency.casts.blocks:
@@ -359,16 +326,13 @@ class Handlers:
     def _update_native(self, block: Block, dues: Sequence[DueUpdate], *, tries: bool) -> Run | None:
         if not dues:
             return None
-        if self._side is not None:  # else gradients are read off the parameters before these go behind the door
+        if self._side is not None:  # on the host the update reads the parameters' gradients first
             self._residency.doors.hide(block)
-        tickets = self._latest[block.index] = []
         if tries:
-            if self._side is None:
-                trial = _Trial(self._speculation.measured(dues[0]), tickets, divided=True)
-            else:
-                trial = _Trial(self._speculation.scaled(dues[0]), tickets, divided=self._tries[block.index])
-            self._trial = trial
+            trial = self._trial = self._speculation.trial(dues[0], on_device=self._side is not None)
+            self._latest[block.index] = trial.tickets
             return partial(self._try, trial)
+        tickets = self._latest[block.index] = []
 
         def run() -> Sequence[Ticket]:
             with self._turn:
@@ -383,24 +347,16 @@ class Handlers:
 
         return run
 
-    def _try(self, trial: _Trial) -> Sequence[Ticket]:
-        """An UPDATE before the verdict: it runs if it can be taken back, else after the verdict."""
+    def _try(self, trial: Trial) -> Sequence[Ticket]:
+        """An UPDATE before the verdict."""
         block = trial.due.block
-        try:
-            with self._turn:
-                if self._speculation.may_be_tried(one.part for one in trial.due.parts):
-                    if not trial.divided:
-                        self._speculation.divide_on_host(trial.due)
-                    urgency, behind = self._urgency(block), self._lanes.behind
-                    trial.tickets.extend(trial.due(priority=urgency, after=behind, speculative=True))
-        finally:
-            trial.handed.set()
+        tickets = self._speculation.run(trial, priority=self._urgency(block), after=self._lanes.behind)
         if self._side is None:
             self._residency.doors.hide(block)
-        return trial.tickets
+        return tickets
 
     def _update_in_python(self, block: Block, due: DueUpdate) -> Sequence[Ticket]:
-        """The update of a block by its optimizer's own code."""
+        """UPDATE by the optimizer's own code."""
         with self._residency.at_hand(block):
             tickets = due()
         if tickets:
@@ -409,17 +365,17 @@ class Handlers:
         return tickets
 
     def _store_updated(self, op: Op) -> Run | None:
-        """STORE is the second half of the engine's UPDATE, which it waits for."""
+        """STORE: the engine writes as part of UPDATE, so this waits for that."""
         tickets = self._latest.pop(op.block, None)
         return None if tickets is None else lambda: tickets
 
     def _lend(self, op: Op) -> Run:
-        """MIRROR on the way to the host: what the device has alone gets host memory until it is on the disk."""
-        self._marked = -1, All(())  # hooks may have given compute more since the last mark
+        """MIRROR on ``d2h``: data that only the device has gets host memory until it is on disk."""
+        self._marked = -1, All(())  # hooks may have given compute more to do since the last mark
         return partial(self._residency.lend, self._blocks[op.block])
 
     def _mirror(self, op: Op) -> Run | None:
-        """MIRROR: what of a block lives in memory goes to the disk."""
+        """MIRROR: the part of a block that lives in memory is written to the disk."""
         block, mirror = self._blocks[op.block], self._write_mirrors
         if mirror is None:
             return None
@@ -433,7 +389,7 @@ class Handlers:
         return run
 
     def _commit(self, op: Op) -> Run:
-        """COMMIT: one record makes the step's writes the valid ones."""
+        """COMMIT: one record makes the step's writes valid."""
         always = self._commits_always
 
         def run() -> Sequence[Ticket]:
@@ -443,34 +399,33 @@ class Handlers:
 
         return run
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     @property
     def _on_device(self) -> DeviceSide:
-        """The device's side: only a schedule for a device has ops for it."""
         if self._side is None:
             raise HeteroError("an op for a device with memory of its own came where the device is the host.")
         return self._side
 
     def _is_due(self, block: Block, verdict: OptimizerBinding) -> bool:
-        """Whether the block has an update to do, or to do again."""
+        """Whether the block has an update to do or to repeat."""
         return self._speculation.is_due(block) or self._updater.has_work(block, verdict)
 
     def _urgency(self, block: Block) -> int:
         return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self._lowest_first)
 
     def _is_early(self, block: Block) -> bool:
-        """Whether backward may still add to the block's gradients, or they are of one that the user runs."""
+        """Whether backward may still change the block's gradients, or the user runs a backward."""
         return self._updater.verdict is None and bool(not self._batch.in_backward or block.grads_left or block.early_unsafe)
 
     def _after_gradients(self, op: Op, after: Sequence[Event], side: DeviceSide) -> Sequence[Event]:
-        """What an op waits for: an update that follows the verdict takes gradients along that no GRAD could take."""
+        """What an op waits for. A late update also sends gradients that no GRAD sent."""
         if op.kind is not OpKind.UPDATE or op.lane is not Lane.CPU or self._is_early(self._blocks[op.block]):
             return after
         return (*after, *self._take_rest(self._blocks[op.block], side))
 
     def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
-        """Gradients of a backward that has ended leave, where they are still on the device; returns when they have."""
+        """Sends gradients that are still on the device after backward; returns the end of that."""
         if any(p.numel() and p.grad is not None and type(p.grad) is not HostGradient for p in block.params()):
             op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
             run = self._gradients_of(block, side)
@@ -480,17 +435,15 @@ class Handlers:
         return ()
 
     def _gradients_of(self, block: Block, side: DeviceSide) -> Run:
-        """GRAD; what an update that is tried has to know of the gradients is taken before they leave."""
+        """GRAD. A speculative update reads what it needs of the gradients before they leave."""
         binding, gradients = self._batch.armed, side.gradients
         params = [p for p in block.params() if p.grad is not None]
         early = self._deferred and self._updater.verdict is None
         if early and binding is not None and self._speculation.hopes(block, binding):
-            whole = self._tries[block.index] = not any(p in gradients for p in block.params())  # nothing to add to on the host
-            if whole:
-                self._speculation.divide([p for p in params if self._updater.owners.get(id(p)) is binding], binding)
+            mine = [p for p in params if self._updater.owners.get(id(p)) is binding]
+            self._speculation.leave(block, mine, binding, whole=not any(p in gradients for p in block.params()))
         run = gradients.take(block)
-        # Compute may have been given more since the last mark: divisions, norms, copies in another order.
-        self._marked = -1, All(())
+        self._marked = -1, All(())  # compute may have more to do since the last mark, such as norms
         return run
 
     def _swap_activations(self, op: Op, after: Sequence[Event]) -> Event:
@@ -499,7 +452,7 @@ class Handlers:
         return end
 
     def _note(self, op: Op, end: OpEvent, side: DeviceSide) -> None:
-        """Tells the device's side who works on gradients and state from now on."""
+        """Tells the device's side which op works on gradients or state now."""
         block = self._blocks[op.block]
         if op.kind is OpKind.GRAD or (op.kind is OpKind.UPDATE and op.lane is Lane.CPU):
             side.gradients.sent(block, end)
@@ -507,14 +460,14 @@ class Handlers:
             side.updates.returning(block, end)
 
     def _mark(self, at: int) -> Event:
-        """Compute has come to this anchor."""
+        """The event that compute has come to this anchor."""
         if at < 0 or self._marked[0] != at:
             self._marked = at, self._lanes.mark()
         return self._marked[1]
 
 
 def _follows_compute(op: Op) -> bool:
-    """Whether the op works on what compute made, or takes away what compute has used."""
+    """Whether the op reads what compute wrote, or frees what compute used."""
     return op.lane is Lane.D2H or op.kind is OpKind.SWAP_OUT or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
 
 
@@ -537,4 +490,5 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.MIRROR, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._mirror,
     (OpKind.MIRROR, Payload.STATE, Lane.DISK_WRITE): Handlers._mirror,
     (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): Handlers._commit,
-}  # activations are their own swapper's
+}
+"""All ops but those on activations, which ``runtime.activations`` handles."""

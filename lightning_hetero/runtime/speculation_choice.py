@@ -1,15 +1,17 @@
-"""Whether updates before the verdict are worth trying: learned from what steps take.
+"""Chooses whether a step speculates, from measured step times.
 
-[Note: Worth of trying]
-Three kinds of steps are told apart: those that tried and whose verdict kept it, those that tried and whose verdict discarded it,
-and those that waited for the verdict. What a step costs beyond its backward comes after its verdict, while the next forward runs.
-So its seconds are those from its verdict to the next one, and count where the next step goes the same way, trying or waiting. Of
-each kind the median of the latest ones counts, which a validation or a checkpoint in between does not move.
+[Note: Is speculation worth it]
+There are three kinds of steps: those that speculated and kept it, those that speculated and
+discarded it, and those that waited for the verdict. The cost of a step beyond its backward comes
+after its verdict, while the next forward runs. So the time from its verdict to the next one counts,
+if the next step speculates or waits like this one. The median of the latest steps of a kind counts,
+so a validation or a checkpoint in between does not move it.
 
-From the three follows the share of discards at which trying and waiting take equally long (``ir.step_seconds``). Until they are
-known a given one holds: the simulator's, if there is one. Once several verdicts have discarded, a few steps wait and a few try, to
-measure what is missing; before, nothing is lost by trying. Where steps wait, a few try again after many, at first after
-``_PATIENCE`` of them and each time after twice as many: what was measured first may have been something else, such as a cold disk.
+The three medians give the break-even discard rate, at which speculating and waiting take equally
+long (``ir.step_seconds``). Until they are known a given rate holds: the simulator's, if there is
+one. Once several verdicts have discarded, a few steps wait and a few speculate, to measure what is
+missing. While steps wait, a few speculate again, at first after ``_PATIENCE`` steps and each time
+after twice as many: the first measurements may have met something else, such as a cold disk.
 
 No choice changes a bit of the result.
 """
@@ -24,31 +26,26 @@ from enum import Enum
 from lightning_hetero.clock import now_s
 from lightning_hetero.ir.step_seconds import StepSeconds
 
-_GIVEN = 0.25  # where nothing is known: a discard costs three times what a kept step saves
-_MEMORY = 16  # verdicts that the share of discards remembers
+_GIVEN = 0.25  # before anything is known: a discard costs three times what a kept step saves
+_MEMORY = 16  # verdicts that the discard rate remembers
 _LATEST = 8  # steps of a kind whose median counts
 _ENOUGH = 3  # so many make a median
 _TRIES = 4 * _ENOUGH  # in a row, to see some verdicts of either kind
 _PATIENCE = 128
 
 
-class Kind(Enum):
-    """What a step did, and what its verdict was."""
-
+class _Kind(Enum):
     KEPT = "kept"
     REDONE = "redone"
     WAITED = "waited"
 
 
 class Worth:
-    """Chooses, step by step, between trying and waiting; see [Note: Worth of trying].
-
-    Args:
-        clock: Seconds; only differences count.
+    """Chooses for each step whether it speculates; see [Note: Is speculation worth it].
 
     Attributes:
-        given: The share of discards up to which trying pays as long as too little has been measured.
-        fixed: If not ``None``, the one that holds whatever is measured.
+        given: The break-even discard rate while too little has been measured.
+        fixed: A break-even rate that holds whatever is measured; ``None`` for none.
         discard_rate: Share of the latest verdicts that discarded, or would have.
     """
 
@@ -62,27 +59,27 @@ class Worth:
         self.forget()
 
     def forget(self) -> None:
-        """Steps are others from now on: there is another plan."""
-        self._seconds: dict[Kind, deque[float]] = {kind: deque(maxlen=_LATEST) for kind in Kind}
-        self._last: tuple[Kind, float] | None = None
+        """Forgets step times: there is another plan."""
+        self._seconds: dict[_Kind, deque[float]] = {kind: deque(maxlen=_LATEST) for kind in _Kind}
+        self._last: tuple[_Kind, float] | None = None
         self._waited = 0  # steps in a row
-        self._tries = _TRIES  # steps that try whatever is known, once waiting has been measured
+        self._tries = _TRIES  # steps that still speculate, once waiting has been measured
 
     @property
     def measured(self) -> StepSeconds | None:
-        """Medians of what was measured; ``None`` as long as there is too little of it."""
+        """The medians; ``None`` while too little has been measured."""
         if any(len(seconds) < _ENOUGH for seconds in self._seconds.values()):
             return None
-        kept, redone, waited = (statistics.median(self._seconds[kind]) for kind in Kind)
+        kept, redone, waited = (statistics.median(self._seconds[kind]) for kind in _Kind)
         return StepSeconds(kept_s=kept, redone_s=redone, waiting_s=waited)
 
     @property
     def _has_waited(self) -> bool:
-        return len(self._seconds[Kind.WAITED]) >= _ENOUGH
+        return len(self._seconds[_Kind.WAITED]) >= _ENOUGH
 
     @property
     def break_even(self) -> float:
-        """The share of discards up to which steps try."""
+        """The discard rate up to which steps speculate."""
         if self.fixed is not None:
             return self.fixed
         found = self.measured
@@ -90,7 +87,7 @@ class Worth:
 
     @property
     def tries(self) -> bool:
-        """Whether the next step shall try."""
+        """Whether the next step speculates."""
         if self.fixed is None:
             if not self._has_waited and self.discard_rate > 1 / _MEMORY:
                 return False
@@ -99,19 +96,24 @@ class Worth:
         return self.discard_rate <= self.break_even
 
     def verdict(self, *, tried: bool, discarded: bool) -> None:
-        """One more verdict, of a step that tried or waited; ``discarded``: what it tried, or would have tried, was wrong."""
+        """Counts a verdict.
+
+        Args:
+            tried: The step speculated.
+            discarded: It discarded its early updates, or would have.
+        """
         now = self._clock()
         self.discard_rate += (discarded - self.discard_rate) / _MEMORY
         if self._last is not None:
             kind, since = self._last
-            if (kind is not Kind.WAITED) == tried:
+            if (kind is not _Kind.WAITED) == tried:
                 self._seconds[kind].append(now - since)
-        self._last = ((Kind.REDONE if discarded else Kind.KEPT) if tried else Kind.WAITED), now
+        self._last = ((_Kind.REDONE if discarded else _Kind.KEPT) if tried else _Kind.WAITED), now
         if self._has_waited:
             self._tries = max(0, self._tries - tried)
         self._waited = 0 if tried else self._waited + 1
         if self._waited >= self._patience:
             self._patience *= 2
             self._waited, self._tries = 0, _TRIES
-            for kind in (Kind.KEPT, Kind.REDONE):  # new ones soon outnumber these
+            for kind in (_Kind.KEPT, _Kind.REDONE):  # new ones soon outnumber these
                 self._seconds[kind] = deque(list(self._seconds[kind])[-_ENOUGH:], maxlen=_LATEST)

@@ -80,7 +80,7 @@ class PrecisionHooks:
         if speculates is not None:
             self._scaler = getattr(plugin, "scaler", None)
             if self._scaler is not None:
-                speculates.speculation.scaler, speculates.speculation.unscale = self._scaler, self._scaler._unscale_grads_
+                speculates.speculation.follow(self._scaler)
         self._patches = Patches()
         self._stand_in()
 

@@ -32,7 +32,7 @@ def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(Speculation, name, call)
 
-    for name, what in {"remember": "tried", "keep": "kept", "again": "again", "skip": "skipped"}.items():
+    for name, what in {"submitted": "tried", "keep": "kept", "again": "again", "skip": "skipped"}.items():
         counted(name, what)
     return seen
 
