@@ -1,4 +1,4 @@
-"""Moves blocks while a model trains: to where another plan wants them, or to a home with state once they are trained."""
+"""Moves blocks while a model trains: to the tiers of another plan, or to files with state."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ def move_block(
     geometries: Mapping[Part, PartGeometry],
     settle: Callable[[Part], list[NativePart]],
 ) -> None:
-    """Brings one block's weights and state to where its new plan wants them, while the executor rests.
-
-    Args:
-        executor: The executor.
-        block: The block.
-        placed: Its new plan.
-        geometries: Those of the new plan.
-        settle: See :func:`~lightning_hetero.store.live.moves.move`.
-    """
+    """Moves a block's weights and state to the tiers of its new plan, while the executor rests."""
     before = block.plan
     same_weights = (before.weights is Tier.DISK) == (placed.weights is Tier.DISK)
     same_state = (before.state is Tier.DISK) == (placed.state is Tier.DISK)
@@ -48,14 +40,14 @@ def move_block(
 
 
 def growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
-    """Bytes of host memory that moving the block takes."""
+    """Bytes of host memory that the move of a block takes; negative if it frees memory."""
     shape = model.blocks[block.index]
     tiers = ((shape.weight_bytes, block.plan.weights, placed.weights), (shape.state_bytes, block.plan.state, placed.state))
     return sum(size * ((after is not Tier.DISK) - (before is not Tier.DISK)) for size, before, after in tiers)
 
 
 def reopen(executor: Executor, part: Part, num_state: int) -> None:
-    """Gives a part, whose parameters have joined an optimizer, a home with state."""
+    """Opens a part anew, with state: its parameters have joined an optimizer."""
     store, placed = executor.store, part.block.plan
     executor.residency.bring(part.block)
     executor.residency.leave(part.block)
@@ -67,8 +59,8 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
     executor.enter()
 
 
-def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> None:
-    """Brings a block of a parked session into memory, and closes the native parts of some of its parts."""
+def close_parts(executor: Executor, block: Block, parts: Iterable[Part]) -> None:
+    """Brings a block of a parked session into memory, and closes some of its native parts."""
     executor.residency.bring(block, force=True)
     for part in parts:
         for param in part.params:
@@ -78,8 +70,8 @@ def take_home_off(executor: Executor, block: Block, parts: Iterable[Part]) -> No
             close_native(executor.store, part)
 
 
-def give_new_homes(executor: Executor, block: Block) -> None:
-    """Brings a block of a parked session, whose parts have been cut, back to where it was."""
+def open_cut_parts(executor: Executor, block: Block) -> None:
+    """Moves a block of a parked session, whose parts have been cut, back to its tier."""
     store, placed = executor.store, block.plan
     executor.residency.doors.learn_parts(block)
     if not block.weights_on_disk:

@@ -1,4 +1,4 @@
-"""What plans for one model may use of the machine, and what of it is in use."""
+"""The memory that plans for one model may use, and the memory in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps
-from lightning_hetero.runtime.model_setup import Arrival
+from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer, least_bytes
@@ -19,7 +19,7 @@ from lightning_hetero.store.capacity import available_memory_bytes, resident_byt
 
 
 class Budgets:
-    """One model, and the memory that it takes under the runtime.
+    """One model, and the memory that it uses.
 
     Args:
         root: The model.
@@ -30,27 +30,29 @@ class Budgets:
     Attributes:
         blocks: Its blocks.
         bindings: The optimizers.
-        executor: What runs its steps, from the start on.
-        steps: What keeps the steps of a fit, if anything does.
-        profile: What a profiled batch has shown of the model; from then on what the machine has free has to hold activations too.
+        executor: Runs its steps, once the session has started.
+        steps: Keeps the steps of a fit.
+        rules: How the training loop uses gradients.
+        profile: A profiled batch's results. From then on the machine's free memory has to hold
+            activations too.
     """
 
     def __init__(
         self, root: nn.Module, options: SessionOptions, content: Content | None, built: Construction | None = None
     ) -> None:
         self.root, self.options = root, options
-        self._arrival = Arrival(root, options.block_cls, content, built)
-        self.blocks = self._arrival.blocks
+        self._setup = ModelSetup(root, options.block_cls, content, built)
+        self.blocks = self._setup.blocks
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None
         self.profile: ModelProfile | None = None
-        self.steps: KeptSteps | None = None
-        self._rules = StepRules()
+        self.steps = KeptSteps([], [], options, wanted=False)
+        self.rules = StepRules()
         self._started = False
 
     @property
     def running(self) -> Executor:
-        """What runs its steps.
+        """The executor.
 
         Raises:
             HeteroError: The session has not been started, or has ended.
@@ -60,11 +62,11 @@ class Budgets:
         return self.executor
 
     def needed_bytes(self, plan: Plan) -> int:
-        """The least host memory that a resolved plan needs, whether there is as much or not."""
+        """The least host memory that a resolved plan needs."""
         return least_bytes(self._placer().needs(plan))
 
     def fitting(self, plan: Plan) -> Plan:
-        """The plan as it would run here, resolved: weights that are used outside repeated blocks stay where those can be.
+        """The plan as it would run here; see :meth:`Placer.fitting`.
 
         Raises:
             ConfigError: The plan does not fit the model.
@@ -73,43 +75,38 @@ class Budgets:
 
     @property
     def device_memory(self) -> int | None:
-        """What plans may use of a device with memory of its own, bytes; ``None`` where the device is the host."""
+        """Bytes of a device with memory of its own that plans may use; ``None`` without one."""
         return self._placer().device_memory
 
     def check(self, plan: Plan) -> None:
-        """Refuses a plan that could not run in the session as it is, without changing anything.
+        """Refuses a plan that could not run now, without changing anything.
 
         Raises:
-            OutOfMemoryBudgetError: As for :meth:`~lightning_hetero.runtime.session.Session.start`.
+            OutOfMemoryBudgetError: See :meth:`~lightning_hetero.runtime.session.Session.start`.
             ConfigError: The same.
             UnsupportedError: The same.
         """
         self._placer().place(plan, present_bytes=self._held_bytes)
 
-    @property
-    def rules(self) -> StepRules:
-        """How the training loop uses gradients."""
-        return self._rules
-
     def _placer(self) -> Placer:
-        # What a user gives is for what a plan can place; what the machine has free has to hold activations as well. A plan for a
-        # device with memory of its own places activations too.
+        # A user's host_memory is for what a plan can place. Free memory has to hold activations,
+        # as does any budget if a device has memory of its own: its plans place activations.
         profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
         name, every = type(self.root).__name__, self.options.keep_every if self.keeps_steps else 0
-        return Placer(name, self.blocks, self.options, self.bindings, self._rules, profile, kept_every=every)
+        return Placer(name, self.blocks, self.options, self.bindings, self.rules, profile, kept_every=every)
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether steps of this fit can be resumed from: every one, or every so many."""
-        return self.steps is not None and self.steps.kept
+        """Whether a later run can resume from steps of this fit."""
+        return self.steps.kept
 
     def host_memory(self) -> int:
-        """The budget in bytes: the user's, else what is free and what of it is in use already."""
+        """Bytes of the budget: host_memory if given, else free memory plus what this run uses."""
         return host_budget(self.options, self._held_bytes, profiled=self.profile is not None)
 
     @property
     def _held_bytes(self) -> int:
-        """What the process holds of its budget: all but the constant part, once that is known; what malloc keeps is free too."""
+        """Bytes of the budget in use: all but the constant part, once that is known."""
         present = self.present_bytes
         if self.profile is None or not self._started:
             return present
@@ -118,7 +115,7 @@ class Budgets:
     @property
     def present_bytes(self) -> int:
         """Weights and optimizer state that are in memory now."""
-        there = [b for b in self.blocks if b.resident and self._arrival.is_set(b)]
+        there = [b for b in self.blocks if b.resident and self._setup.is_set(b)]
         if self.executor is None:
             return sum(p.weight_bytes for b in there for p in b.parts)
         weights = sum(p.weight_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)

@@ -1,29 +1,30 @@
-"""Keeps every step of a fit on disk: mirrors of what lives in memory, and the records that name everything.
+"""Keeps the steps of a fit on disk: mirrors of what lives in memory, and the records of steps.
 
 [Note: What keeps steps]
-A fit keeps its steps if it has a store with a name (``disk_path``), a ``durability`` that promises something, and optimizers
-that update part by part. Everything else is scratch: it goes with the process. The price of a kept step is the bytes of
-mirrors, which the log names as fit begins, and of state in memory that only the optimizer's own code knows. With ``keep_every``
-above 1 only every so many steps pay it: the others commit what they write to the disk, in records that stand for no step, and the
-last one that was kept is pinned (``format.pins``). So is the last step of any run before a record that comes in the middle of a
-step: parameters have joined an optimizer, a checkpoint was loaded, blocks move although something was written since.
+A fit keeps its steps if it has a store with a name (``disk_path``), a ``durability`` other than
+"none", and optimizers that update part by part. Other stores are scratch and go with the process. A
+kept step costs the bytes of its mirrors, which the log names when fit begins, and of optimizer
+state in memory that the engine does not know. With ``keep_every`` above 1 only every N-th step
+costs that. The other steps commit their writes to the disk in records that stand for no step, and
+the last kept step is pinned (``format.pins``). The last step is also pinned before a record in the
+middle of a step: parameters have joined an optimizer, a checkpoint was loaded, or blocks move after
+a write.
 
 [Note: How much a kill loses]
-The record of a step is written while the next step computes. Before that next step counts as ended, which is when its hooks run,
-the record has to be on the disk. So a kill finds at most one ended step without its record, however slow the disk is. Waiting any
-earlier would take away the overlap; waiting later, or not at all, lets steps pile up behind a slow disk.
+The record of a step is written while the next step computes. It is on the disk before the next step
+ends, which is when that step's hooks run. So a kill finds at most one ended step without its
+record, however slow the disk is. An earlier wait would lose the overlap. With a later wait, steps
+would pile up behind a slow disk.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hetero._native import NativePart, Ticket
@@ -55,7 +56,7 @@ _CHANGED = "it was changed after its last step, whose pin is gone, and no other 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The store in which steps are kept: its tiers, state that the engine does not know, its directory, and files of state."""
+    """The store in which steps are kept."""
 
     store: TierStore
     blobs: StateBlobs
@@ -64,14 +65,14 @@ class _Open:
 
 
 class KeptSteps:
-    """What a session needs to keep its steps.
+    """The kept steps of one fit, or of an evaluation, which keeps none.
 
     Args:
-        root: The model.
-        blocks: Its blocks.
+        blocks: The model's blocks.
         bindings: The optimizers.
         options: The user's choices.
-        obstacle: Why steps cannot be kept, as far as the session knows; empty if they can.
+        wanted: Steps are to be kept, if possible.
+        obstacle: Why the session cannot keep steps; empty if it can.
 
     Attributes:
         kept: Whether steps are kept.
@@ -79,18 +80,19 @@ class KeptSteps:
 
     def __init__(
         self,
-        root: nn.Module,
         blocks: Sequence[Block],
         bindings: Sequence[OptimizerBinding],
         options: SessionOptions,
+        *,
+        wanted: bool,
         obstacle: str = "",
     ) -> None:
-        self._root, self._blocks, self._bindings = root, blocks, bindings
+        self._blocks, self._bindings = blocks, bindings
         self._parts = [part for block in blocks for part in block.parts]
         self._entries: dict[Part, str] = {}
         self._found: dict[Part, record.PartEntry] = {}
         self._retired: list[NativePart] = []
-        self._mirrored: set[int] = set()  # blocks whose files a MIRROR has brought up to date with the step that ends
+        self._mirrored: set[int] = set()  # blocks whose MIRROR has written the step that ends
         self._state, self._why = "", _NO_STEP
         self._is_too_large = False
         self._opened: _Open | None = None
@@ -98,8 +100,8 @@ class KeptSteps:
         self._has_pins = False
         self._owners: list[list[int]] = []
         self.owners_changed()
-        obstacle = (obstacle or self._obstacle(options)) if options.wants_steps else ""
-        self.kept = options.wants_steps and not obstacle
+        obstacle = (obstacle or self._obstacle(options)) if wanted else ""
+        self.kept = wanted and not obstacle
         if obstacle:
             log.warning(
                 "Steps are not kept: %s. A run that is killed cannot be resumed from its store; save checkpoints.", obstacle
@@ -107,11 +109,6 @@ class KeptSteps:
 
     @property
     def _open(self) -> _Open:
-        """Where steps are kept.
-
-        Raises:
-            HeteroError: They are not, or not yet.
-        """
         if self._opened is None:
             raise HeteroError("no store is open in which steps are kept.")
         return self._opened
@@ -127,16 +124,16 @@ class KeptSteps:
                 return f"optimizer {name} runs by its own code on the device, and its state is not in the store"
         return ""
 
-    def begin(self, store: TierStore, blobs: StateBlobs, layout: dict[str, Any] | None) -> None:
-        """The store is open; where a run goes on from it, its last record says where everything is.
+    def begin(self, store: TierStore, blobs: StateBlobs, layout: Mapping[str, object] | None) -> None:
+        """The store is open. If the run resumes from it, reads its last record.
 
         Args:
             store: The store.
             blobs: State that the engine does not know.
-            layout: To go on: what the manifest of a new store would say of the model's parts.
+            layout: To resume: the parts of the model as a new manifest would have them.
 
         Raises:
-            ConfigError: The record is of another partition of the model, or of other optimizers, or steps are not kept.
+            ConfigError: The record has other parts or other optimizers, or steps are not kept.
         """
         blobs.kept = self.kept
         if not self.kept:
@@ -153,7 +150,7 @@ class KeptSteps:
         store.describe = self._describe
         self._has_pins = bool(pins(directory.path))
         if layout is None:
-            unpin(directory.path)  # an earlier run's, whose store has been taken over
+            unpin(directory.path)  # of an earlier run, whose store this run has taken over
             return
         found = record.parse(store.files.recovered)
         same = all(directory.layout.get(key, value) == value for key, value in layout.items())  # older stores say less
@@ -162,7 +159,11 @@ class KeptSteps:
                 f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, of another "
                 f"dtype, or with another optimizer, than now. Resume with model and optimizers as they were when training began."
             )
-        self._check_optimizers(record.state_of(found, directory.path, "optimizers")["optimizers"])
+        kept = record.state_of(found, directory.path, "optimizers")["optimizers"]
+        if len(kept) != len(self._bindings):
+            raise ConfigError(f"the model has {len(self._bindings)} optimizers, the store {len(kept)}. Resume with the same ones.")
+        for binding, books in zip(self._bindings, kept, strict=True):
+            binding.check(books)
         self._check_owners(found.owners)
         self._state, self._why = found.state, found.why
         self._found = dict(zip(self._parts, found.parts, strict=True))
@@ -171,12 +172,6 @@ class KeptSteps:
         if max(blob_optimizers, default=0) >= len(self._bindings):
             raise ConfigError(f"store {str(directory.path)!r}: its last record names an optimizer that it does not describe.")
         store.files.adopt((block.id for entry in found.parts for block in entry.files), found.files)
-
-    def _check_optimizers(self, kept: list[dict[str, Any]]) -> None:
-        if len(kept) != len(self._bindings):
-            raise ConfigError(f"the model has {len(self._bindings)} optimizers, the store {len(kept)}. Resume with the same ones.")
-        for binding, books in zip(self._bindings, kept, strict=True):
-            binding.check(books)
 
     def _check_owners(self, kept: Sequence[Sequence[int]] | None) -> None:
         for part, theirs, ours in zip(self._parts, kept or self._owners, self._owners, strict=True):  # older stores do not say
@@ -191,12 +186,12 @@ class KeptSteps:
         return " and ".join(f"optimizer {n}" + (f" ({known[n]})" if n < len(known) else "") for n in numbers) or "no optimizer"
 
     def owners_changed(self) -> None:
-        """Parameters have joined an optimizer: the next record says which part belongs to which."""
+        """Parameters have joined an optimizer: the next record has the new owners."""
         numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
         self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
 
     def adopt(self, part: Part) -> None:
-        """Brings back what the store holds of a part."""
+        """Opens a part as the record has it, with its optimizer state."""
         entry = self._found.pop(part)
         open_recorded(self._open.store, part, entry)
         for blob in entry.blobs:
@@ -206,7 +201,7 @@ class KeptSteps:
         return entry_of(part, self._open.blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
 
     def settled(self, part: Part) -> list[NativePart]:
-        """The part is whole where a plan wants it; the next record says so. Returns mirrors to close after that."""
+        """The part is in place: records it. Returns mirrors to close after the next record."""
         if self._opened is None:
             return []
         gone = arrange_mirrors(self._open.store, part)
@@ -215,17 +210,17 @@ class KeptSteps:
         return gone
 
     def about_to_move(self) -> None:
-        """Blocks are about to move, mirrors included: memory that was changed since the last kept step is no part of it."""
+        """Blocks are about to move. Writes since the last kept step are not part of it."""
         if self.kept and any(part.mirrors and part.mirrored_versions != versions(part) for part in self._parts):
             self._open.store.unrecorded.changed = True
 
     def reopened(self, part: Part) -> None:
-        """The part has got a new home during a step, whose record says so."""
+        """The part has new files. The record of the step under way names them."""
         if self._opened is not None:
             self._retired += arrange_mirrors(self._open.store, part)
 
     def placed(self) -> None:
-        """All parts are where the plan wants them."""
+        """All parts are in place."""
         if not self.kept:
             return
         with self._open.store.unrecorded.moving():
@@ -242,7 +237,7 @@ class KeptSteps:
         )  # fmt: skip
 
     def committed(self) -> None:
-        """What :meth:`placed` has written is committed: the step that was resumed from is there until the next one is kept."""
+        """The writes of :meth:`placed` are committed. Keeps the step that the run resumed from."""
         if not self.kept or not self._state:
             return
         self._open.store.files.wait_for_commit()  # hooks as training starts may change what is written
@@ -250,13 +245,13 @@ class KeptSteps:
             self._pin()
 
     def keep(self, executor: Executor, state: Callable[[StateFiles], str], *, last: bool = False) -> None:
-        """Commits the step that has just ended, whole if it is one to be kept.
+        """Commits the step that has just ended, and keeps every N-th one.
 
         Args:
             executor: The executor.
-            state: Takes the training state as the record has it, and puts into files what is too large for that; empty if it
-                cannot be kept.
-            last: Training may end with it, so it is kept in any case.
+            state: Returns the training state for the record, and writes what is too large for it to
+                files; empty if the state cannot be kept.
+            last: Training may end with this step, so it is kept in any case.
         """
         self._count += 1
         whole = last or self._count % self._every == 0
@@ -278,7 +273,7 @@ class KeptSteps:
         executor.commit(always=whole or bool(retired))
         with executor.context.run.turn:
             if self._state:
-                self._states.committed()
+                self._open.states.committed()
             self._retired, blobs.retired = [], []
             for native in retired:
                 executor.store.files.close_part(native)
@@ -286,22 +281,21 @@ class KeptSteps:
                 self._pin()
             elif self._state and self._has_pins:  # of a run that kept fewer steps
                 executor.store.files.wait_for_commit()
-                self._unpin()
+                unpin(self._open.directory.path)
+                self._has_pins = False
 
     @property
     def left_out_last(self) -> bool:
-        """Whether the last step is one that ``keep_every`` leaves out."""
+        """Whether ``keep_every`` leaves the last step out."""
         return self.kept and not self._state and self._why == _BETWEEN
 
     @property
     def last_kept(self) -> str:
-        """What would be lost if the store were written over, in words; empty where nothing would."""
-        if not self.kept or not (self._state or self._has_pins):
-            return ""
-        return "the last kept step"
+        """The step that is lost if the store is written over, in words; empty if there is none."""
+        return "the last kept step" if self.kept and (self._state or self._has_pins) else ""
 
     def put_aside(self, target: Path) -> None:
-        """Links the last kept step to another path, where it stays; training goes on in the store without it."""
+        """Moves the last kept step to another path; training goes on in the store without it."""
         path = self._open.directory.path
         if not self._state:
             path = pins(path)[-1]
@@ -311,19 +305,15 @@ class KeptSteps:
         log.warning("disk_path %r held the last kept step of an earlier fit. It has been put aside: %r.", str(path), str(target))
 
     def await_record(self) -> None:
-        """A step is about to end: the record of the one before it is on the disk."""
+        """A step is about to end: waits until the record of the step before is on the disk."""
         if self._opened is not None:
             self._open.store.files.wait_for_commit()
 
     def _take(self, state: Callable[[StateFiles], str]) -> str:
         self._open.store.files.begin_state()
-        text = state(self._states)
-        self._states.end()
+        text = state(self._open.states)
+        self._open.states.end()
         return text
-
-    @property
-    def _states(self) -> StateFiles:
-        return self._open.states
 
     def _pin(self) -> None:
         """Gives the slots of the last record to a pin."""
@@ -331,22 +321,13 @@ class KeptSteps:
         pin(self._open.directory.path, self._open.store.files.step, slots)
         self._has_pins = True
 
-    def _unpin(self) -> None:
-        unpin(self._open.directory.path)
-        self._has_pins = False
-
     def mirror(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
-        """MIRROR: brings the files of a block up to date with a step that is kept.
-
-        Args:
-            block: The block.
-            after: What the writes wait for.
-        """
+        """MIRROR: writes the files of a block for a kept step, once ``after`` are done."""
         self._mirrored.add(block.index)
         return self._write(block, whole=True, after=after)
 
     def _write(self, block: Block, *, whole: bool, after: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Brings the files up to date with the step; ``whole``: those of what lives in memory too."""
+        """Writes the files for the step; ``whole``: also what lives in memory."""
         store, blobs = self._open.store, self._open.blobs
         tickets: list[Ticket] = []
         for part in block.parts:
@@ -354,7 +335,7 @@ class KeptSteps:
                 if whole and binding.rule is not Rule.NATIVE:
                     blobs.keep(part, binding.optimizer)
             if whole or part.state_home is None:
-                store.refresh_master(part)  # the next update would do it, and a resume cannot know
+                store.refresh_master(part)  # a resume cannot know that the next update would do it
             store.flush(part)
             tickets += write_mirrors(store, part, after=after) if whole else []
             if part.mirrors or part.native is not None:
@@ -383,7 +364,7 @@ _NOWHERE = record.PartEntry(None, stepped=False, weights=None, state=None).to_js
 
 
 def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
-    """``num_blocks`` and ``user_bytes`` of a new store's commit ring: room for unfreezing, moves, and a state that is kept."""
+    """The sizes of a new commit ring: room for unfreezing, moves and kept state."""
     num_params = sum(len(p.params) for b in blocks for p in b.parts)
     num_parts = sum(len(b.parts) for b in blocks)
     if not kept:
@@ -393,14 +374,11 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
 
 
 def frozen_parts(blocks: Sequence[Block], trained: Collection[int]) -> list[int]:
-    """The numbers of parts that are frozen: none of their parameters has its ``id`` among the trained ones."""
+    """The numbers of the parts without any trained parameter; ``trained`` has ``id``s."""
     parts = [part for block in blocks for part in block.parts]
     return [number for number, part in enumerate(parts) if not any(id(p) in trained for p in part.params)]
 
 
 def part_names(blocks: Sequence[Block]) -> list[list[str]]:
-    """The names of each part's parameters: what a record's entries count by."""
+    """The names of each part's parameters, in the order of a record's entries."""
     return [list(part.names) for block in blocks for part in block.parts]
-
-
-__all__: list[Any] = ["KeptSteps", "commit_ring", "frozen_parts", "part_names"]

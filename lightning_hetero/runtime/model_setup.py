@@ -1,4 +1,4 @@
-"""How a model's weights come under the runtime: as they are, read from files, initialized, or from another Trainer's disk."""
+"""Brings a model's weights into blocks: from memory, files, initializers or another fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_hetero._native import PartGeometry
-from lightning_hetero.runtime.block_moves import give_new_homes, take_home_off
+from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
@@ -22,8 +22,8 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
 
 
-class Arrival:
-    """Cuts one model into blocks, and brings their weights to where the first plan wants them.
+class ModelSetup:
+    """Cuts a model into blocks, and brings their weights to the tiers of the first plan.
 
     Args:
         root: The model.
@@ -48,7 +48,7 @@ class Arrival:
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
         self._unset = {s.name for s in specs if not self._made_on_meta.isdisjoint(s.params)}
         self._elsewhere = {id(p) for s in specs for p in s.params.values() if isinstance(p, OffloadedParameter)}
-        for spec in specs:  # as a whole: one small parameter in a block's memory would bring a huge page with it
+        for spec in specs:  # as a whole: a small parameter in a block's memory would use a huge page
             if built is not None and any(p in built for p in spec.params.values()):
                 self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
@@ -62,36 +62,28 @@ class Arrival:
         return not self._made_on_meta.issuperset(block.spec.params)
 
     def cut(self, owners: Mapping[int, int], parked: Executor | None) -> bool:
-        """Cuts parts so that each has parameters of one optimizer only; parameters without one stay with the first optimizer's.
+        """Cuts parts so that each has parameters of one optimizer only. Returns whether it cut any.
+
+        Parameters without an optimizer stay with those of the first one.
 
         Args:
-            owners: The number of each optimized parameter's optimizer, by the parameter's ``id``.
-            parked: The executor of a session that is parked: the weights may be on disk, and there is no state.
-
-        Returns:
-            Whether any part was cut.
+            owners: The number of each parameter's optimizer, by the parameter's ``id``.
+            parked: The executor of a parked session, whose weights may be on disk.
         """
         was_cut = False
         for block in self.blocks:
             found = [(part, groups) for part in block.parts if len(groups := _by_owner(part, owners)) > 1]
             if found and parked is not None:
-                take_home_off(parked, block, [part for part, _ in found])
+                close_parts(parked, block, [part for part, _ in found])
             for part, groups in found:
                 split(part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block))
             if found and parked is not None:
-                give_new_homes(parked, block)
+                open_cut_parts(parked, block)
             was_cut |= bool(found)
         return was_cut
 
     def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
-        """Opens files block by block, writes the weights there, and keeps in memory what fits the budget.
-
-        Args:
-            store: The tiers.
-            executor: The executor, which has no block in use.
-            placement: The plan.
-            resumed: Steps of an earlier run, whose weights and state count instead.
-        """
+        """Opens files block by block and writes the weights. Memory keeps what fits the budget."""
         used, later = 0, list[tuple[str, nn.Parameter]]()
         self._initializer.read_buffers()
         for block in in_order_of_construction(self._root, self.blocks):
@@ -122,11 +114,11 @@ class Arrival:
         self._unset = set()
 
     def _take_over(self, block: Block, *, read: bool) -> None:
-        """Brings weights into the block's memory that are in a file: that of the model's construction, or of another Trainer.
+        """Moves weights from the construction's file or another Trainer's into the block.
 
         Args:
             block: The block.
-            read: Its weights count; else they are about to be read from a store, and the other Trainer's disk may be gone.
+            read: Copy them. Otherwise a store gives the weights, and the other disk may be gone.
         """
         for part in block.parts:
             for i, param in enumerate(part.params):
@@ -141,20 +133,20 @@ class Arrival:
                     self._elsewhere.discard(id(param))
 
     def restore(self, block: Block) -> None:
-        """The block's parameters are ordinary ones, but for those that are still on another Trainer's disk."""
+        """Makes parameters ordinary again, unless they are still on another Trainer's disk."""
         for param in block.params():
             if type(param) is OffloadedParameter and id(param) not in self._elsewhere:
                 restore(param)
 
     def undo(self) -> None:
-        """Of a refused start nothing is left: no memory that was never initialized."""
+        """Undoes a refused start: leaves no memory that was never initialized."""
         for block in self.blocks:
             self.restore(block)
             back_to_meta(self._root, block, self._made_on_meta)
 
 
 def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
-    """The positions of a part's parameters, for each optimizer; the first list has those without an optimizer, too."""
+    """The positions of a part's parameters by optimizer; the first list has the rest, too."""
     groups: dict[int, list[int]] = {}
     for index, param in enumerate(part.params):
         if id(param) in owners:
@@ -165,7 +157,7 @@ def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
 
 
 def _open(store: TierStore, part: Part, geometry: PartGeometry | None) -> None:
-    """Opens the part with its weights as they are in memory and no state."""
+    """Opens the part with its weights in memory and without state."""
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
         reset_native(store, part)
     else:

@@ -1,7 +1,7 @@
-"""One model under the runtime, from adoption to release: cuts it, places it, opens its tiers, and gives it back.
+"""One model under the runtime: cuts it into blocks, places them, opens its tiers, gives it back.
 
-The order matters and is the same for every plan: :meth:`Session.adopt` (blocks, reserved memory) → the optimizers are made →
-:meth:`Session.start` (plan, budget, files, anchors) → training → :meth:`Session.stop`.
+The order is the same for every plan: :class:`Session` (blocks, reserved memory) → the optimizers
+are made → :meth:`Session.start` (plan, budget, files, anchors) → training → :meth:`Session.stop`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hetero._native import NativePart
 from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
@@ -47,7 +45,6 @@ from lightning_hetero.store.capacity import available_memory_bytes, peak_residen
 from lightning_hetero.store.format.earlier_runs import aside, refusal
 from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import format_bytes
@@ -56,14 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Session(Budgets):
-    """The runtime of one model.
-
-    Args:
-        root: The model.
-        options: The user's choices.
-        content: Weights in files for parameters on the meta device.
-        built: The model's construction, if part of it is in a file.
-    """
+    """The runtime of one model; see :class:`Budgets` for its arguments."""
 
     def __init__(
         self, root: nn.Module, options: SessionOptions, content: Content | None = None, built: Construction | None = None
@@ -76,43 +66,45 @@ class Session(Budgets):
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
-        self._resumes = False
+        self._resumes = self._fits = False
         self._final_report: dict[str, int] = {}
-        self._state_snapshot: StateSnapshot | None = None  # somebody reads the store
-        self._last_steps: KeptSteps | None = None  # of the last fit: a parked model may have been evaluated since
+        self._state_snapshot: StateSnapshot | None = None  # a thread reads the store
+        self._last_steps = self.steps  # of the last fit; a parked model may have been evaluated since
 
     @property
-    def _layout(self) -> dict[str, Any]:
-        """What a new store's manifest says of the parts, and a resume compares."""
+    def _layout(self) -> dict[str, object]:
+        """The parts, as a new store's manifest has them and a resume compares them."""
         return {"parts": part_names(self.blocks), "frozen": frozen_parts(self.blocks, self._trained)}
 
-    # ---- start ------------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def cut(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Cuts the blocks' parts by optimizer, before :meth:`start`.
 
         Args:
-            optimizers: The optimizers of a fit with the groups that they were made with, so that a resume makes the same parts.
+            optimizers: The optimizers of a fit with their first groups, so that a resume makes the
+                same parts.
 
         Returns:
-            The optimizers for :meth:`start`: those that a combined optimizer runs stand for it.
+            The optimizers for :meth:`start`; the members of a combined optimizer stand for it.
         """
         inner = [one for optimizer in optimizers for one in members(optimizer)]
         self._obstacle = next(filter(None, map(obstacle, optimizers)), "")
         owners = {id(p): number for number, o in enumerate(inner) for group in o.param_groups for p in group["params"]}
-        self._was_cut_late |= self._arrival.cut(owners, self.executor) and self.store is not None
+        self._was_cut_late |= self._setup.cut(owners, self.executor) and self.store is not None
         if self._was_cut_late:
             self._obstacle = self._obstacle or "the manifest of the store has the parts of before they were cut by optimizer"
         return inner
 
     def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False) -> None:
-        """Places the model and starts the engine; the weights of blocks on disk leave memory as far as the budget asks.
+        """Places the model and starts the engine. Weights leave memory as far as the budget asks.
 
         Args:
-            optimizers: The optimizers of a fit; ``None`` to evaluate. A parked session then keeps the optimizers that it has.
+            optimizers: The optimizers of a fit; ``None`` to evaluate. A parked session then keeps
+                the optimizers that it has.
             rules: How gradients are used.
             default_root: Where files go by default.
-            resume: ``disk_path`` holds an earlier run's store: weights and state are those of its last step.
+            resume: ``disk_path`` holds an earlier run's store, whose last step counts.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -124,20 +116,19 @@ class Session(Budgets):
         begin_s = now_s()
         weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
         log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
+        self._fits, self.rules, self._resumes = optimizers is not None, rules, resume
         if optimizers is not None:
-            hooks: Any = {"on_step": self._on_step, "on_read": self.drain, "on_zero": self.drain, "on_load": self._promote}
-            self.bindings = [OptimizerBinding(o, **hooks) for o in optimizers]
+            self.bindings = [OptimizerBinding(o, self._on_step, on_read=self.drain, on_load=self._promote) for o in optimizers]
             for binding in self.bindings:
                 binding.check_params(self._known())
-        self._rules, self._resumes = rules, resume
-        self.steps = None
-        if optimizers is not None:
-            self.steps = self._last_steps = KeptSteps(self.root, self.blocks, self.bindings, self.options, self._obstacle)
-        placer = self._placer()
-        parked = self.executor
-        plans = self.options.plans
-        if parked is not None and optimizers is None:
-            plans = (lambda _: parked.plan,)  # everything is where that plan has put it
+        wanted = self._fits and self.options.wants_steps
+        self.steps = KeptSteps(self.blocks, self.bindings, self.options, wanted=wanted, obstacle=self._obstacle)
+        if self._fits:
+            self._last_steps = self.steps
+        placer, parked, plans = self._placer(), self.executor, self.options.plans
+        if parked is not None and not self._fits:
+            in_force = parked.plan
+            plans = (lambda _: in_force,)  # everything is where that plan has put it
         placement = placer.first_that_fits(plans, present_bytes=self.present_bytes)
         for block, placed in zip(self.blocks, placement.plan.blocks, strict=True):
             block.plan = placed
@@ -145,66 +136,62 @@ class Session(Budgets):
             binding.rule = rule
         self._directories.default_root = default_root
         if self.store is None:
-            ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
-            layout = {**ring, **self._layout}
-            directory = self._directories.of_blocks(
-                placement, trains=self._trains, kept=self.keeps_steps, layout=layout, resume=resume
-            )
-            if directory is not None:
-                ring = {key: directory.layout.get(key, size) for key, size in ring.items()}
-            self.store = TierStore(
-                replace(self.options.engine, staging_bytes=placement.staging_bytes),
-                directory=directory,
-                chunk_bytes_max=placer.chunk_bytes,
-                resume=resume,
-                **ring,
-            )
-            self.store.on_patched = self.options.on_patched
-            self.store.loans.room = self._room_for_copies
-            if self.store.files.states is not None:
-                self.store.files.states.room_bytes = self._directories.beside_bytes
-        lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
-        side = side_of(self.options.device, lanes, self.store, placement.rules)
-        updater = Updater(self.store, device=side)
-        if self.steps is not None:
-            self.steps.begin(self.store, updater.blobs, self._layout if resume else None)
-        updater.own(self.bindings)
-        heap = Heap(self.options.host_memory, present_bytes=self.present_bytes)
-        self.recorder.observe(lanes, [block.name for block in self.blocks])
-        run = Run(
-            blocks=self.blocks, store=self.store, lanes=lanes, side=side, updater=updater, recorder=self.recorder, heap=heap,
-            mirror=self.steps.mirror if self.steps is not None and self.steps.kept else None, poison=self.options.poison,
-        )  # fmt: skip
-        self.executor = Executor(self._install(run, placement, placer.model))
-        self.executor.batch.commits = self.steps is None or not self.steps.kept
-        if parked is None or optimizers is not None:
-            self._arrival.bring(self.store, self.executor, placement, resumed=self.steps if resume else None)
+            self.store = self._opened_store(placement, placer.chunk_bytes)
+        executor = self.executor = self._executor(self.store, placement, placer.model)
+        if parked is None or self._fits:
+            self._setup.bring(self.store, executor, placement, resumed=self.steps if resume else None)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
             for binding in self.bindings:
                 binding.place(self.store, homes)
-        if self.steps is not None:
-            self.steps.placed()
+        self.steps.placed()
         self.store.commit()
-        if self.steps is not None:
-            self.steps.committed()
-        if side is not None:
-            self.executor.rest()
-            self.executor.residency.move_in()
-        self._handles = observe(self.blocks, self.executor)
+        self.steps.committed()
+        if executor.device is not None:
+            executor.rest()
+            executor.residency.move_in()
+        self._handles = observe(self.blocks, executor)
         self._started = True
         self._announce(placement, begin_s)
 
-    def replan(self, plan: Plan) -> Plan:
-        """Goes on with another plan: moves weights and optimizer state to the tiers that it says, between two batches of a fit.
+    def _opened_store(self, placement: Placement, chunk_bytes: int) -> TierStore:
+        ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
+        directory = self._directories.of_blocks(
+            placement, trains=self._trains, kept=self.keeps_steps, layout={**ring, **self._layout}, resume=self._resumes
+        )
+        if directory is not None:
+            ring = {key: directory.layout.get(key, size) for key, size in ring.items()}
+        engine = replace(self.options.engine, staging_bytes=placement.staging_bytes)
+        store = TierStore(engine, directory=directory, chunk_bytes_max=chunk_bytes, resume=self._resumes, **ring)
+        store.on_patched = self.options.on_patched
+        store.loans.room = self._room_for_copies
+        if store.files.states is not None:
+            store.files.states.room_bytes = self._directories.beside_bytes
+        return store
 
-        Args:
-            plan: The plan; its rules may be patterns.
+    def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
+        lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
+        side = side_of(self.options.device, lanes, store, placement.rules)
+        updater = Updater(store, side)
+        self.steps.begin(store, updater.blobs, self._layout if self._resumes else None)
+        updater.own(self.bindings)
+        self.recorder.observe(lanes, [block.name for block in self.blocks])
+        run = Run(
+            blocks=self.blocks, store=store, lanes=lanes, side=side, updater=updater, recorder=self.recorder,
+            heap=Heap(self.options.host_memory, present_bytes=self.present_bytes),
+            mirror=self.steps.mirror if self.keeps_steps else None, poison=self.options.poison,
+        )  # fmt: skip
+        executor = Executor(self._install(run, placement, model))
+        executor.batch.commits = not self.keeps_steps
+        return executor
+
+    def replan(self, plan: Plan) -> Plan:
+        """Changes the plan between two batches of a fit: moves weights and state to its tiers.
 
         Returns:
-            The plan as it is in force, one rule per block.
+            The plan in force, one rule per block.
 
         Raises:
-            OutOfMemoryBudgetError: As for :meth:`start`; nothing has changed then, nor with the next three.
+            OutOfMemoryBudgetError: See :meth:`start`. Nothing has changed then. Likewise:
             OutOfDiskError: The same.
             ConfigError: The same.
             UnsupportedError: The same.
@@ -212,8 +199,7 @@ class Session(Budgets):
         """
         executor, store = self.running, self.running.store
         placer = self._placer()
-        if self.steps is not None:
-            self.steps.about_to_move()
+        self.steps.about_to_move()
         executor.rest()
         placement = placer.place(plan, present_bytes=self._held_bytes)
         self._directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
@@ -224,13 +210,13 @@ class Session(Budgets):
         if placement.arena_bytes:
             executor.residency.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
-        for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # what gives memory back goes first
-            move_block(executor, block, placed, placement.geometries, self._settled)
+        for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # moves that free memory go first
+            move_block(executor, block, placed, placement.geometries, self.steps.settled)
             if block.weights_on_disk:
                 executor.residency.doors.hide(block)
                 executor.residency.release(block)
             else:
-                self._arrival.restore(block)
+                self._setup.restore(block)
         executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
             assert not any(blob.on_disk for blob in store.blobs), "they are dropped first"
@@ -245,21 +231,20 @@ class Session(Budgets):
         return placement.plan
 
     def follow(self, rules: StepRules) -> None:
-        """The loop uses gradients in another way from the next batch on.
+        """Changes how gradients are used, from the next batch on.
 
         Raises:
-            OutOfMemoryBudgetError: As for :meth:`start`, under the plan in force; the rules stay what they were then.
+            OutOfMemoryBudgetError: The plan in force does not fit then. The rules do not change.
         """
-        assert self.executor is not None
-        before, self._rules = self._rules, rules
+        before, self.rules = self.rules, rules
         try:
-            self.replan(self.executor.plan)
+            self.replan(self.running.plan)
         except OutOfMemoryBudgetError:
-            self._rules = before
+            self.rules = before
             raise
 
     def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
-        """Sets what a plan says of a run, as a fit begins and as another plan comes; returns the run under that plan."""
+        """Installs a plan, as a fit begins and when the plan changes; returns the run under it."""
         rules = placement.rules
         run.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
         if run.side is not None:
@@ -278,18 +263,15 @@ class Session(Budgets):
         )
 
     def _room_for_copies(self) -> float:
-        """Host memory beside what of the model is there, and staging; where no budget was given, most of what is free."""
+        """Host memory for copies: the rest of the budget, or most of the free memory."""
         lent = 0 if self.store is None else self.store.loans.num_bytes
         if self.options.host_memory is None:
             return lent + available_memory_bytes() * 3 // 4
         return self.options.host_memory - self.present_bytes - (0 if self.store is None else self.store.staging_bytes)
 
-    def _settled(self, part: Part) -> list[NativePart]:
-        return [] if self.steps is None else self.steps.settled(part)
-
     @property
     def _trains(self) -> bool:
-        return bool(self.bindings) or self.steps is not None
+        return bool(self.bindings) or self._fits
 
     @property
     def on_disk(self) -> bool:
@@ -298,7 +280,7 @@ class Session(Budgets):
 
     @property
     def disk_overhead_bytes(self) -> int:
-        """Bytes that a store takes beside the files of blocks, whatever the plan."""
+        """Bytes of a store beside the files of blocks, under any plan."""
         return self._directories.overhead_bytes
 
     def disk_root(self) -> Path:
@@ -306,7 +288,7 @@ class Session(Budgets):
         return self._directories.disk_root(self.store)
 
     def _announce(self, placement: Placement, begin_s: float) -> None:
-        """Says where everything lives now, and how long it took since ``begin_s`` to get there."""
+        """Logs where everything lives, and the time since ``begin_s``."""
         of_device = "in memory" if self.options.device is None else "on the device"
         what = [f"weights of {_by_tier((b.plan.weights for b in self.blocks), of_device)}"]
         if self._trains:
@@ -325,14 +307,14 @@ class Session(Budgets):
             )
             log.info("updates %s because %s.", when, placement.rules.deferred)
 
-    # ---- while it runs ------------------------------------------------------------------------------------------------------
+    # ---- while it runs ---------------------------------------------------------------------------
 
     def _on_step(self, binding: OptimizerBinding, scale: float) -> None:
         self._promote(binding)
         self.running.handover(binding, scale)
 
     def _promote(self, binding: OptimizerBinding) -> None:
-        """Parameters that joined the optimizer during training (unfreezing) get state."""
+        """Gives state to parameters that joined the optimizer during training (unfreezing)."""
         executor = self.running
         owners = executor.updater.owners
         fresh = [p for p in binding.params() if id(p) not in owners]
@@ -342,8 +324,7 @@ class Session(Budgets):
         ids = {id(p) for p in fresh}
         executor.updater.own(self.bindings)
         check_owners(self.blocks, executor.updater.owners)
-        if self.steps is not None:
-            self.steps.owners_changed()
+        self.steps.owners_changed()
         executor.relearn(self._placer().model)
         owners = executor.updater.owners
         for block in self.blocks:
@@ -353,8 +334,7 @@ class Session(Budgets):
                     num_state = native_state(part, owners)
                     if num_state and (part.native is None or part.native.geometry.num_state == 0):
                         reopen(executor, part, num_state)
-                        if self.steps is not None:
-                            self.steps.reopened(part)
+                        self.steps.reopened(part)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
 
     def _known(self) -> set[int]:
@@ -362,7 +342,7 @@ class Session(Budgets):
 
     @contextmanager
     def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Brings the blocks of ``params`` into memory for the time of the context: the door for reads outside a block's forward."""
+        """Inside, the blocks of ``params`` are in memory, for code outside a block's forward."""
         executor = self.running
         ids = {id(p) for p in params}
         blocks = [b for b in self.blocks if any(id(p) in ids for p in b.params())]
@@ -382,11 +362,11 @@ class Session(Budgets):
                 executor.residency.shut(block)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes so far: peak of the process's host memory, of files, of staging; and moved by the engine."""
+        """Bytes so far: peaks of host and device memory, files, staging, and transfers."""
         if self._final_report:
             return self._final_report
         report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
-        if buckets := self._rules.buckets.device_bytes + self._rules.buckets.host_bytes:
+        if buckets := self.rules.buckets.device_bytes + self.rules.buckets.host_bytes:
             report["bucket_bytes"] = buckets
         if self.executor is not None and self.executor.device is not None:
             report["device_peak_bytes"] = self.executor.lanes.peak_bytes()
@@ -410,21 +390,21 @@ class Session(Budgets):
             self.executor.drain()
 
     def commit(self) -> None:
-        """Makes what was written by loading a checkpoint last."""
+        """Commits the writes of a checkpoint load, so that they survive."""
         if self.store is not None:
             self.store.commit()
 
     def snapshot(self, path: Path, leaving: Sequence[Path] = ()) -> None:
-        """Links the last kept step to another path, in the place of a checkpoint that is there.
+        """Links the last kept step to another path. Replaces a checkpoint there.
 
         Args:
             path: The path.
             leaving: Checkpoints that are removed before training goes on.
 
         Raises:
-            ConfigError: ``path`` is taken by something else.
-            OutOfDiskError: There is no room for what it takes as training goes on.
-            StoreBusyError: A process uses the checkpoint that is there.
+            ConfigError: Something else is at ``path``.
+            OutOfDiskError: There is no room for the fresh files that training will then need.
+            StoreBusyError: A process uses the checkpoint at ``path``.
             StoreError: A transfer or a system call failed.
         """
         source, names = self.disk_root(), self.running.store.files.committed()
@@ -432,14 +412,14 @@ class Session(Budgets):
         snapshot(source, path, names, replace=True)
 
     def make_way(self) -> None:
-        """The parked model is about to be trained anew in its store: the last fit's kept step is put aside, or that is refused.
+        """Moves the last fit's kept step aside: the parked model will be trained anew in its store.
 
         Raises:
-            ConfigError: There is one, and ``new_run`` is false.
+            ConfigError: There is a kept step, and ``new_run`` is false.
             StoreError: A system call failed.
         """
         steps, store = self._last_steps, self.store
-        if steps is None or store is None or store.files.directory is None or not steps.last_kept:
+        if store is None or store.files.directory is None or not steps.last_kept:
             return
         path = store.files.directory.path
         if not self.options.new_run:
@@ -447,15 +427,15 @@ class Session(Budgets):
         steps.put_aside(aside(path))
 
     def snapshot_state(self) -> StateSnapshot:
-        """The model and its optimizers as they are now, for a thread that reads them while training goes on.
+        """A snapshot of model and optimizers, for a thread that reads while training goes on.
 
-        Whoever gets it closes it; until then the store's directory stays where it is.
+        The caller closes it. Until then the store's directory stays.
 
         Raises:
             StoreError: A transfer or a system call failed.
         """
         self._check_process()
-        self._end_snapshot()  # one at a time: what is linked takes space as training goes on
+        self._end_snapshot()  # one at a time: linked files take space as training goes on
         self.drain()
         parts = [part for block in self.blocks for part in block.parts]
         self._state_snapshot = take_snapshot(
@@ -469,33 +449,30 @@ class Session(Budgets):
             self._state_snapshot = None
 
     def keep_step(self, state: Callable[[StateFiles], str], *, last: bool) -> None:
-        """The batch of an ``optimizer.step()`` is over: all of it becomes one step that survives, the loop's state included.
+        """The batch of an ``optimizer.step()`` is over: commits the step and the loop's state.
 
-        Args:
-            state: Takes the loop's state; see :meth:`KeptSteps.keep`.
-            last: Training may end with it.
+        See :meth:`KeptSteps.keep`.
         """
         self._check_process()
-        if self.steps is not None and self.executor is not None:
+        if self.executor is not None:
             self.steps.keep(self.executor, state, last=last)
 
     def await_record(self) -> None:
         """A step is about to end: see [Note: How much a kill loses]."""
-        if self.steps is not None:
-            self.steps.await_record()
+        self.steps.await_record()
 
-    # ---- stop ---------------------------------------------------------------------------------------------------------------
+    # ---- stop ------------------------------------------------------------------------------------
 
     def stop(self) -> bool:
-        """Finishes updates, brings weights and optimizer state back into ordinary memory, closes and removes the files.
+        """Finishes updates, brings weights and state into ordinary memory, and removes the files.
 
-        Where that does not fit the budget, everything stays where it is, readable through the door.
+        If that does not fit the budget, everything stays where it is, and can be read there.
 
         Returns:
             Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
 
         Raises:
-            ForkedProcessError: This is a child of fork; what the parent has stays as it is. Likewise the others.
+            ForkedProcessError: This is a child of fork. Nothing of the parent changes.
         """
         self._check_process()
         if self.store is None or self.executor is None:
@@ -512,9 +489,9 @@ class Session(Budgets):
             self.store.commit()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
-        self.executor.residency.bring(*(b for b in self.blocks if self._started or self._arrival.had_memory(b)), force=True)
+        self.executor.residency.bring(*(b for b in self.blocks if self._started or self._setup.had_memory(b)), force=True)
         for block in self.blocks:
-            self._arrival.restore(block)
+            self._setup.restore(block)
         for binding in self.bindings:
             binding.unbind()
         self._close()
@@ -525,30 +502,30 @@ class Session(Budgets):
             self._owner.check("the offloaded model")
 
     def has_model(self) -> bool:
-        """Whether the parameters are still in this session's hands: another Trainer may have taken the model over."""
+        """Whether the parameters still use this session's memory: another Trainer may have them."""
         parts = [part for block in self.blocks for part in block.parts]
         return all(p.data_ptr() == part.memory(i).data_ptr() for part in parts for i, p in enumerate(part.params))
 
     def unpark(self) -> None:
-        """Gets ready for another :meth:`start` with the weights as they are; optimizer state starts anew."""
+        """Prepares another :meth:`start` with these weights. Optimizer state starts anew."""
         for binding in self.bindings:
             binding.unbind(read=False)
             binding.optimizer.state.clear()
         self.bindings = []
 
     def abandon(self) -> None:
-        """Closes everything without reading anything back: after an error of the engine, or when nobody needs it any more."""
+        """Closes everything without reading anything back, also after an error of the engine."""
         self._check_process()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for binding in self.bindings:
             binding.unbind(read=False)
-        with suppress(HeteroError):  # whoever met the engine's error has raised it
+        with suppress(HeteroError):  # the engine's error has been raised before
             self._close()
 
     def _close(self) -> None:
-        """Of a refused start nothing is left, files included."""
+        """Closes and removes everything, also after a refused start."""
         self._end_snapshot()
         if self.executor is not None:
             self.executor.stop()
@@ -557,17 +534,17 @@ class Session(Budgets):
             self._final_report = self.memory_report()
             self.recorder.close()
             store, self.store = self.store, None
-            store.loans.room = Loans().room  # which has asked this session
+            store.loans.room = Loans().room  # in place of this session's
             store.close(self.blocks, remove=None if self._started or self._resumes else True)
         if not self._started:
-            self._arrival.undo()
-        # Memory goes with the last tensor that looks at it, not whenever the garbage collector finds these cycles.
+            self._setup.undo()
+        # Memory is freed with its last tensor, not when the garbage collector finds these cycles.
         for block in self.blocks:
             block.parts.clear()
         if self.executor is not None:
             self.executor.let_go()
-        self.blocks, self.bindings, self.executor, self.steps = [], [], None, None
-        self._last_steps = None
+        self.blocks, self.bindings, self.executor = [], [], None
+        self.steps = self._last_steps = KeptSteps([], [], self.options, wanted=False)
 
 
 def _by_tier(tiers: Iterable[Tier], of_device: str) -> str:

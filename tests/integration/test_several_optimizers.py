@@ -142,7 +142,7 @@ def test_a_store_from_before_parts_were_cut_is_refused_by_name(tmp_path: Path, m
     base = of(Several, "AdamW", "Adam")
     store = tmp_path / "store"
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_hetero.runtime.model_setup.Arrival.cut", lambda *_: False)
+        patch.setattr("lightning_hetero.runtime.model_setup.ModelSetup.cut", lambda *_: False)
         go(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), base, stop=4)
     with pytest.raises(ConfigError, match=r"grouped in another way, because others are .* with another optimizer"):
         go(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), base, store=store)
