@@ -1,6 +1,8 @@
-"""Binds the user's optimizers to the runtime: the object stays, its ``step`` hands over, its state lives in the store.
+"""Binds the user's optimizers to the runtime.
 
-``state_dict`` and ``load_state_dict`` speak torch's format, so checkpoints go both ways between this and plain Lightning.
+The object stays. Its ``step`` hands over to the runtime, and its state lives in the store.
+``state_dict`` and ``load_state_dict`` use torch's format, so checkpoints go both ways between this
+and plain Lightning.
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ class OptimizerBinding:
     """One of the user's optimizers.
 
     Args:
-        optimizer: The optimizer; its instance gets new ``step``, ``zero_grad`` and ``load_state_dict`` until :meth:`unbind`.
+        optimizer: The optimizer. Its instance has other ``step``, ``zero_grad`` and
+            ``load_state_dict`` until :meth:`unbind`.
         on_step: Called by ``step`` after the closure, to hand the update over.
-        on_read: Called before the state is looked at; waits for updates under way.
-        on_zero: Called before gradients are zeroed in place.
-        on_load: Called before state is loaded, to prepare for that of parameters that have joined the optimizer.
+        on_read: Waits for updates under way, before code reads state or zeroes gradients in place.
+        on_load: Called before state is loaded: parameters may have joined the optimizer.
 
     Attributes:
         capability: The rule that the optimizer allows wherever its state lives.
-        rule: The rule that the plan asks for: an optimizer that could run block by block runs whole where nothing is on disk.
+        rule: The rule of the plan. Without a disk an optimizer that could run part by part runs
+            whole.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         on_step: Callable[[OptimizerBinding, float], None],
+        *,
         on_read: Callable[[], None],
-        on_zero: Callable[[], None],
         on_load: Callable[[OptimizerBinding], None],
     ) -> None:
         blockwise.check_supported(optimizer)
@@ -65,14 +67,14 @@ class OptimizerBinding:
         else:
             self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
         self.rule = self.capability
-        self._on_step, self._on_read, self._on_zero, self._on_load = on_step, on_read, on_zero, on_load
+        self._on_step, self._on_read, self._on_load = on_step, on_read, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
         self._replaced: dict[str, Any] = {}
         self._handle: RemovableHandle | None = None
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
-        """Says where the parameters live; state that the optimizer already has moves there."""
+        """Sets where the parameters live. State that the optimizer already has moves there."""
         self.choose(self.rule)
         self._store = store
         self._homes = {param: (part, index) for param, part, index in homes}
@@ -82,13 +84,13 @@ class OptimizerBinding:
             self._import(existing)
 
     def check_params(self, known: Collection[int]) -> None:
-        """Refuses parameters that the runtime does not know: nobody would update them. An optimizer that runs whole does it itself.
+        """Refuses parameters that the runtime would not update.
 
         Args:
             known: The ids of the model's parameters as the fit began.
 
         Raises:
-            ConfigError: It has such a parameter.
+            ConfigError: The optimizer has another parameter, and does not run whole.
         """
         unknown = [p for p in self.params() if p.requires_grad and id(p) not in known]
         if unknown and self.capability is not Rule.WHOLE:
@@ -99,7 +101,7 @@ class OptimizerBinding:
             )
 
     def choose(self, rule: Rule) -> None:
-        """Runs by this rule from the next step on; once ``step`` hands over it goes on doing so."""
+        """Sets the rule from the next step on. Once replaced, ``step`` stays replaced."""
         self.rule = rule
         if not self._replaced and (rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params())):
             self._intercept()
@@ -114,17 +116,17 @@ class OptimizerBinding:
             return self._step(closure)
 
         ours: dict[str, Callable[..., Any]] = {
-            "step": Optimizer.profile_hook_step(step),  # runs the hooks that are registered for a step
+            "step": Optimizer.profile_hook_step(step),  # runs the registered hooks of a step
             "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
             "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
         }
         for name, function in ours.items():
             setattr(optimizer, name, MethodType(function, optimizer))
-        vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` keeps the books of torch's schedulers, so they need not wrap it
+        vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` sets what torch's wrapper would set
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
 
     def unbind(self, read: bool = True) -> None:
-        """Gives the optimizer back as it was; its state becomes ordinary tensors when ``read``."""
+        """Gives the optimizer back as it was; ``read``: its state becomes ordinary tensors."""
         if self._handle is not None:
             self._handle.remove()
         for name, previous in self._replaced.items():
@@ -141,9 +143,9 @@ class OptimizerBinding:
                 state[key] = mapped(value, key, lambda _, inner: found.get(id(inner), inner))
 
     def books(self) -> dict[str, Any]:
-        """What a commit record says of the optimizer: its groups, and each parameter's step count, or all of its state but tensors.
+        """The optimizer in a commit record: its groups, and step counts or state without tensors.
 
-        State that only the optimizer's own code knows is there for any key; tensors of several elements are in blobs.
+        Tensors of an optimizer that runs by its own code are in blobs (``runtime.state_blobs``).
 
         Raises:
             ConfigError: State is of a class that a record does not name.
@@ -168,10 +170,10 @@ class OptimizerBinding:
         return common | {"steps": [None if c is None else next(steps) for c in counts]}
 
     def check(self, books: dict[str, Any]) -> None:
-        """Refuses books of an optimizer that this one cannot go on for.
+        """Refuses the books of another optimizer.
 
         Raises:
-            ConfigError: It has other groups, or other state.
+            ConfigError: It has another name, other groups or other state.
         """
         name = type(self.optimizer).__name__
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -192,13 +194,13 @@ class OptimizerBinding:
             )
 
     def take_over(self, books: dict[str, Any]) -> None:
-        """The store has the state already; the optimizer's books, which :meth:`check` has seen, become what :meth:`books` gave."""
+        """Sets the optimizer to checked :meth:`books`. The store has its state already."""
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         groups = [{**group, "params": mine} for group, mine in zip(books["groups"], numbers, strict=True)]
-        given = {p: dict(s) for p, s in self.optimizer.state.items()}  # by the store
+        given = {p: dict(s) for p, s in self.optimizer.state.items()}  # from the store
         before = self.optimizer.param_groups
         self._original["load_state_dict"]({"state": {}, "param_groups": groups})
-        for mine, loaded in zip(before, self.optimizer.param_groups, strict=True):  # they may be those of a combined optimizer, too
+        for mine, loaded in zip(before, self.optimizer.param_groups, strict=True):  # a combined optimizer may share them
             mine.clear()
             mine.update(loaded)
         self.optimizer.param_groups = before
@@ -219,7 +221,7 @@ class OptimizerBinding:
                 self.optimizer.state[param] = state
 
     def groups(self) -> dict[int, dict[str, Any]]:
-        """Each parameter's group by the parameter's ``id``; read anew every step, schedulers change groups."""
+        """Each parameter's group, by ``id``; read every step because schedulers change groups."""
         return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
 
     def params(self) -> list[nn.Parameter]:
@@ -227,7 +229,7 @@ class OptimizerBinding:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def advance(self, part: Part, indices: Iterable[int]) -> None:
-        """Counts one more step for parameters that are about to be updated natively."""
+        """Counts one more step of parameters that the engine is about to update."""
         for index in indices:
             param = part.params[index]
             state = self.optimizer.state[param]
@@ -237,7 +239,7 @@ class OptimizerBinding:
             state["step"] += 1
 
     def _advance_empty(self) -> None:
-        """Parameters without elements have no update, and torch counts their steps all the same."""
+        """Counts a step of parameters without elements, as torch does; they have no update."""
         for param in self.params() if self._has_empty and self.rule is Rule.NATIVE else ():
             if not param.numel() and param.grad is not None:
                 part, index = self._homes[param]
@@ -253,11 +255,11 @@ class OptimizerBinding:
                 del self.optimizer.state[param]
 
     def is_new(self, part: Part, param: nn.Parameter) -> bool:
-        """Whether the state that the part holds is not, or not any more, what the optimizer begins with."""
+        """Whether the optimizer has no state for the parameter, and the part has an old one."""
         return part.stepped and not part.fresh and "step" not in self.optimizer.state.get(param, {})
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
-        """Sets state to its beginning where the optimizer has none: after a checkpoint without it, or ``state.clear()``."""
+        """Resets state that the optimizer lacks, as after ``state.clear()``."""
         runs: list[tuple[int, int, Tensor]] = []
         for index in indices:
             param = part.params[index]
@@ -275,7 +277,7 @@ class OptimizerBinding:
             source = StateSource(self._store, part, index, array, name)
             state[name] = OffloadedTensor(source, stride=param.stride()) if param.numel() else torch.zeros(param.shape)
 
-    # ---- what the user calls ----------------------------------------------------------------------------------------------
+    # ---- what the user calls ---------------------------------------------------------------------
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self.optimizer
@@ -283,8 +285,8 @@ class OptimizerBinding:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        vars(optimizer)["_opt_called"] = True  # what schedulers look at to warn about a wrong order of steps
-        # A scaler that meets an optimizer with fused=True leaves unscaling to it (torch.amp.GradScaler.step).
+        vars(optimizer)["_opt_called"] = True  # schedulers read it to warn about a wrong order of steps
+        # A scaler leaves unscaling to an optimizer with fused=True (torch.amp.GradScaler.step).
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         if found_inf is None or not float(found_inf):
             self._advance_empty()
@@ -293,7 +295,7 @@ class OptimizerBinding:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self._on_zero()
+            self._on_read()
         self._original["zero_grad"](set_to_none=set_to_none)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -301,15 +303,15 @@ class OptimizerBinding:
         if self.rule is not Rule.NATIVE:
             self._original["load_state_dict"](state_dict)
             return
-        # torch would cast the state to the parameters' dtype and copy it whole; groups and checks are its own, the state is ours.
+        # torch loads the groups only: it would cast the state and copy all of it.
         self._original["load_state_dict"]({**state_dict, "state": {}})
-        self._on_load(self)  # callbacks that unfreeze have brought its groups to where they were
+        self._on_load(self)  # callbacks that unfreeze have added its groups again
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         by_number = dict(zip(saved, self.params(), strict=True))
         self._import({by_number[i]: s for i, s in state_dict["state"].items() if i in by_number})
 
     def _import(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Moves state in torch's format into the store, one rewrite per part."""
+        """Moves state in torch's format into the store, one write per part."""
         runs: dict[Part, list[tuple[int, int, Tensor]]] = {}
         for param, values in states.items():
             part, index = self._homes[param]
@@ -319,7 +321,7 @@ class OptimizerBinding:
             self.optimizer.state[param] = state
             for array, name in enumerate(adam.state_names(part.dtype)):
                 value = values.get(name)
-                if value is None and name == adam.MASTER:  # written by plain Lightning: the weights are all there is
+                if value is None and name == adam.MASTER:  # plain Lightning has written it without masters
                     value = param.detach().float()
                 if value is None or value.shape != param.shape:
                     got = "nothing" if value is None else tuple(value.shape)
@@ -331,5 +333,5 @@ class OptimizerBinding:
         for part, of_part in runs.items():
             write_state(self._store, part, of_part)
             if {index for _, index, _ in of_part} == set(range(len(part.params))):
-                self._store.master_is_current(part)  # the weights were loaded too, maybe before: they do not become it again
+                self._store.master_is_current(part)  # the weights were loaded too
         self._store.commit()

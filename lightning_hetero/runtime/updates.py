@@ -1,15 +1,15 @@
-"""Runs the update of one part: hands gradients to the engine, or runs the optimizer's own code where there is no kernel for it."""
+"""Runs updates: hands gradients to the engine, or runs the optimizer's own code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Hyper, Ticket
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
@@ -27,9 +27,9 @@ class DuePart:
 
     Attributes:
         part: The part.
-        indices: Positions of the parameters that are updated.
-        numbers: Their numbers, of a native update.
-        claim: Their gradients that have left a device; ``None`` where the device is the host.
+        indices: Positions of the updated parameters.
+        numbers: Their hyper-parameters, for a native update.
+        claim: Their gradients that have left a device; ``None`` if the device is the host.
     """
 
     part: Part
@@ -40,15 +40,15 @@ class DuePart:
 
 @dataclass(frozen=True, slots=True)
 class DueUpdate:
-    """The update of one block, as it was issued; called, it runs.
+    """The update of one block, as it was issued. A call runs it.
 
     Attributes:
-        updater: Who runs it.
+        updater: Runs it.
         block: The block.
         binding: The optimizer.
-        parts: What of the block is updated.
+        parts: The updates of its parts.
         scale: Gradients are multiplied by it first.
-        clip: Gradients are clipped by value, if they are at all: nobody has done it before.
+        clip: Gradients are clipped here, if the rules ask for clipping by value.
     """
 
     updater: Updater
@@ -59,55 +59,43 @@ class DueUpdate:
     clip: bool
 
     def __call__(self, *, priority: int = 0, after: Sequence[Ticket] = (), speculative: bool = False) -> list[Ticket]:
-        """Runs it; ``speculative``: it may be taken back."""
+        """Runs the update; ``speculative``: it may be taken back."""
         return self.updater.run(self, priority=priority, after=after, speculative=speculative)
 
 
 class Updater:
     """Updates parts for the bound optimizers.
 
-    Args:
-        store: The tiers.
-        clip_value: Gradients are clamped to ``[-clip_value, clip_value]`` before updates that run during backward.
-        keep_gradients: ``param.grad`` stays after the update, as plain Lightning leaves it; else it is given up to save memory.
-        waits: ``optimizer.step()`` waits for the updates (manual optimization may change gradients right after it).
-        device: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
-
     Attributes:
-        owners: Each optimized parameter's optimizer, by the parameter's ``id``.
-        has_several: There is more than one optimizer.
+        owners: The optimizer of each parameter, by the parameter's ``id``.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
+        scale: Gradients are multiplied by it first.
+        waits: ``optimizer.step()`` waits for the updates: manual optimization may change gradients
+            right after it.
         blobs: State that only an optimizer's own code knows.
     """
 
-    def __init__(
-        self,
-        store: TierStore,
-        *,
-        clip_value: float | None = None,
-        keep_gradients: bool = False,
-        waits: bool = False,
-        device: DeviceSide | None = None,
-    ) -> None:
-        self.store = store
-        self.waits = waits
-        self.verdict: OptimizerBinding | None = None
-        self._scale = 1.0
-        self._clip_value = clip_value
-        self._keep_gradients = keep_gradients
+    def __init__(self, store: TierStore, device: DeviceSide | None = None) -> None:
+        self.store, self.device = store, device
         self.blobs = StateBlobs(store)
         self.owners: dict[int, OptimizerBinding] = {}
-        self.has_several = False
-        self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()  # parameters that this step has already updated
-        self.device = device
+        self.begin_step()
+        self.configure(clip_value=None, keep_gradients=False, waits=False)
 
     def configure(self, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
-        """Sets what the constructor's arguments of these names say, between steps."""
+        """Sets how gradients are used, between steps.
+
+        Args:
+            clip_value: Updates during backward clamp gradients to ``[-clip_value, clip_value]``.
+            keep_gradients: ``param.grad`` stays after the update, as in plain Lightning. Otherwise
+                it is freed.
+            waits: See :attr:`waits`.
+        """
         self._clip_value, self._keep_gradients, self.waits = clip_value, keep_gradients, waits
 
     def move_state(self, part: Part) -> None:
-        """State that only the optimizer's own code knows follows the part's plan: into memory, or into a blob on disk."""
+        """Moves state that the engine does not know to the plan's tier: memory or a blob."""
         owners = {self.owners[id(p)] for p in part.params if id(p) in self.owners}
         with self.store.unrecorded.moving():
             for owner in owners:
@@ -120,31 +108,25 @@ class Updater:
 
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
         """Learns which parameter belongs to which optimizer."""
-        bindings = list(bindings)
-        self.has_several = len(bindings) > 1
         self.owners = {id(p): b for b in bindings for p in b.params()}
 
     def begin_step(self) -> None:
-        """Hyper-parameters may have changed since the last step."""
-        self.verdict, self._scale = None, 1.0
-        self._groups = {}
+        """Begins a step. Hyper-parameters may have changed since the last one."""
+        self.verdict: OptimizerBinding | None = None
+        self.scale = 1.0
+        self._groups: dict[int, dict[str, object]] = {}
         self._updated = set()
 
     def begin_verdict(self, binding: OptimizerBinding, scale: float) -> None:
         """``binding.step`` is under way; gradients are multiplied by ``scale`` first."""
-        self.verdict, self._scale = binding, scale
-
-    @property
-    def scale(self) -> float:
-        """What gradients are multiplied by first."""
-        return self._scale
+        self.verdict, self.scale = binding, scale
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether an update of the block for this optimizer is due."""
         return any(self._indices(part, binding) for part in block.parts)
 
     def open(self, block: Block, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
-        """Lets the state of a block that will be updated stream towards the host, once ``after`` are done."""
+        """Begins to read the state of a block that will be updated, once ``after`` are done."""
         tickets = []
         for part in block.parts:
             owner = next((self.owners[id(p)] for p in part.params if id(p) in self.owners and p.requires_grad), None)
@@ -155,7 +137,7 @@ class Updater:
         return tickets
 
     def cancel_opened(self, blocks: Iterable[Block]) -> None:
-        """Takes opened updates back."""
+        """Cancels updates that :meth:`open` has begun."""
         for block in blocks:
             for part in block.parts:
                 self.store.cancel_update(part)
@@ -172,20 +154,8 @@ class Updater:
                 if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
                     check_dense(name, param.grad)
 
-    def update(self, block: Block, binding: OptimizerBinding, *, priority: int, after: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Updates the block's parameters that have gradients and belong to ``binding``.
-
-        Args:
-            block: The block.
-            binding: The optimizer.
-            priority: Of native updates among all that may run, the lowest first.
-            after: What native updates wait for, unless they have been opened.
-        """
-        due = self.prepare(block, binding)
-        return [] if due is None else due(priority=priority, after=after)
-
     def renews(self, block: Block, binding: OptimizerBinding) -> bool:
-        """Whether :meth:`prepare` sets state of the block to its beginning, in the store: nothing of the block may be under way."""
+        """Whether :meth:`prepare` resets state in the store, so that no op on the block may run."""
         native = binding.rule is Rule.NATIVE
         return native and any(
             binding.is_new(part, part.params[index]) for part in block.parts for index in self._indices(part, binding)
@@ -197,9 +167,9 @@ class Updater:
         return bool(self._updated)
 
     def prepare(self, block: Block, binding: OptimizerBinding) -> DueUpdate | None:
-        """Reads off all that :meth:`update` needs and that may change before it runs; ``None`` if no update is due."""
+        """Reads all that may change before the update runs; ``None`` if none is due."""
         parts = [self._due_part(part, indices, binding) for part in block.parts if (indices := self._indices(part, binding))]
-        return DueUpdate(self, block, binding, parts, self._scale, clip=self.verdict is None) if parts else None
+        return DueUpdate(self, block, binding, parts, self.scale, clip=self.verdict is None) if parts else None
 
     def _due_part(self, part: Part, indices: list[int], binding: OptimizerBinding) -> DuePart:
         params = [part.params[i] for i in indices]
@@ -209,12 +179,19 @@ class Updater:
         if binding.rule is Rule.NATIVE:
             groups = self._groups_of(binding)
             binding.renew(part, indices)
-            binding.advance(part, indices)  # the optimizer's books say that they were updated
+            binding.advance(part, indices)  # the optimizer counts the step
             numbers = [adam.hyper(binding.optimizer, p, groups[id(p)]) for p in params]
         return DuePart(part, indices, numbers, claim)
 
     def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
-        """Does what :meth:`prepare` has prepared."""
+        """Runs a prepared update.
+
+        Args:
+            due: The update.
+            priority: Of native updates that may run, the lowest number runs first.
+            after: Native updates that are not open wait for these.
+            speculative: It may be taken back.
+        """
         tickets: list[Ticket] = []
         on_device = due.block.plan.update is UpdateLane.DEVICE
         for one in due.parts:
@@ -235,7 +212,7 @@ class Updater:
         return tickets
 
     def again(self, due: DueUpdate, scale: float) -> DueUpdate:
-        """The same update once more, with gradients that are multiplied by ``scale`` first."""
+        """The same update once more, with another scale."""
         if self.device is None:
             return replace(due, scale=scale)
         gradients, keep = self.device.gradients, self._keep_gradients
@@ -243,39 +220,38 @@ class Updater:
         return replace(due, scale=scale, parts=parts)
 
     def update_whole(self, binding: OptimizerBinding) -> None:
-        """One step of an optimizer that may couple its parameters; all of them are in memory."""
+        """One step of an optimizer that may couple its parameters. All of them are in memory."""
         params = [p for p in binding.params() if p.grad is not None]
-        if self._scale != 1.0:
-            torch._foreach_mul_([p.grad for p in params if p.grad is not None], self._scale)
+        if self.scale != 1.0:
+            torch._foreach_mul_([p.grad for p in params if p.grad is not None], self.scale)
         blockwise.step(binding.optimizer, params)
 
-    # ---- details ----------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _indices(self, part: Part, binding: OptimizerBinding) -> list[int]:
         def due(param: nn.Parameter) -> bool:
             there = param.grad is not None or (self.device is not None and param in self.device.gradients)
             return there and self.owners.get(id(param)) is binding and id(param) not in self._updated
 
-        # The engine has nothing to do for a parameter without elements; an optimizer's own code has its books to keep.
+        # The engine skips parameters without elements. An optimizer's own code counts their steps.
         return [i for i, p in enumerate(part.params) if (p.numel() or binding.rule is not Rule.NATIVE) and due(p)]
 
     def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
-        """Gradients where the update finds them: on the host once they have left a device, else where autograd has put them."""
+        """The gradients, in the parameters' memory order, from the host once they are there."""
         grads = []
         for i in due.indices:
             param = due.part.params[i]
             if due.claim is not None and param in due.claim:
                 grads.append(due.claim.gradient(param))
                 continue
-            grad = param.grad
-            assert grad is not None, "only parameters with gradients are updated"
+            if (grad := param.grad) is None:
+                raise HeteroError(f"{due.part.names[i]!r} lost its gradient between optimizer.step() and its update.")
             check_dense(due.part.names[i], grad)
-            if grad.stride() != param.stride():  # autograd gives the parameter's own memory order almost always
-                param.grad = grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(
-                    grad
-                )
+            if grad.stride() != param.stride():  # autograd nearly always gives the parameter's memory order
+                copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device)
+                param.grad = grad = copy.copy_(grad)
             grads.append(grad.detach())
-        if self._clip_value is not None and clip:  # as torch.nn.utils.clip_grad_value_ does it
+        if self._clip_value is not None and clip:  # Source: torch.nn.utils.clip_grad_value_
             torch._foreach_clamp_min_(grads, -self._clip_value)
             torch._foreach_clamp_max_(grads, self._clip_value)
         return grads
@@ -290,7 +266,7 @@ class Updater:
             resident = part.block.resident
             self.store.open_update(part, resident=resident, priority=priority, after=after, speculative=speculative)
         ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority, speculative=speculative)
-        # A graph that still holds these weights would read new values: autograd shall say so instead.
+        # So autograd refuses a graph that still holds these weights: it would read new values.
         torch.autograd.graph.increment_version([part.params[i] for i in due.indices])
         self.store.master_is_current(part)
         if self.device is not None:
@@ -299,7 +275,7 @@ class Updater:
 
     def _update_in_python(self, due: DueUpdate, one: DuePart) -> list[Ticket]:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer
-        for ticket in writes_of(part):  # of mirrors, which read what the optimizer writes now
+        for ticket in writes_of(part):  # mirrors read the memory that the optimizer writes now
             ticket.wait()
         if self.device is None:
             part.reclaim()
@@ -311,7 +287,7 @@ class Updater:
             self.blobs.save(part, optimizer)
         return [self.store.store_weights(part)] if part.on_disk else []
 
-    def _groups_of(self, binding: OptimizerBinding) -> dict[int, dict[str, Any]]:
+    def _groups_of(self, binding: OptimizerBinding) -> dict[int, dict[str, object]]:
         if not self._groups:
             self._groups = binding.groups()
         return self._groups

@@ -56,7 +56,7 @@ def step(net: World, lanes: Lanes, seed: int, *, scale: float = 1.0) -> None:
     for param in net.root.parameters():
         values = torch.randn(param.shape, generator=cpu).to(param.dtype)
         param.grad = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(values)
-    net.updater._scale = scale
+    net.updater.scale = scale
     plan = net.blocks[0].plan
     if plan.update is UpdateLane.CPU:
         for block in net.blocks:
@@ -102,7 +102,7 @@ def test_a_step_is_within_one_unit_in_the_last_place_of_the_native_one(
     root, plain = make_net(dtype), make_net(dtype)
     with world(plain, make_optimizer(plain)) as native:
         give_gradients(plain.parameters(), 3)
-        native.updater._scale = scale
+        native.updater.scale = scale
         native.step()
         expected = outcome(native)
     with world(root, make_optimizer(root)) as net:

@@ -66,8 +66,8 @@ class World:
 
     def step(self) -> None:
         """One update of everything that has a gradient, and the wait for it."""
-        tickets = [t for b in self.blocks for t in self.updater.update(b, self.binding, priority=0)]
-        for ticket in tickets:
+        due = [due for b in self.blocks if (due := self.updater.prepare(b, self.binding)) is not None]
+        for ticket in [ticket for one in due for ticket in one()]:
             ticket.wait()
         self.updater.begin_step()
 
@@ -104,9 +104,10 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
         for part, geometry in zip(parts, geometries, strict=True):
             open_native(store, part, geometry)
             store.flush(part)
-        binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_zero=_nothing, on_load=_nothing)
+        binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_load=_nothing)
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))
-        updater = Updater(store, **{"clip_value": None, "keep_gradients": False, "waits": False, **rules})
+        updater = Updater(store)
+        updater.configure(**{"clip_value": None, "keep_gradients": False, "waits": False, **rules})
         updater.own([binding])
         yield World(root, blocks, store, binding, updater)
         binding.unbind(read=False)

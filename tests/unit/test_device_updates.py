@@ -102,7 +102,7 @@ def train(net: World, case: Case, *, begin: int = 0, before: Any = None, after: 
     """Steps with the same gradients for every world of a case."""
     for step in range(begin, begin + case.steps):
         give_gradients(net.root.parameters(), case.seed + step)
-        net.updater._scale = case.scale
+        net.updater.scale = case.scale
         for function in (before, net.step, after):
             if function is not None:
                 function()
