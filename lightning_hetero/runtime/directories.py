@@ -1,11 +1,10 @@
-"""Where a run's files go: the directory of its blocks, and the one of activations that go to the disk."""
+"""The directories of a run's files: one for blocks, one for activations that go to the disk."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -25,21 +24,16 @@ from lightning_hetero.store.raw_memory import PAGE as _PAGE
 from lightning_hetero.store.volume import Volume
 
 _FEWER_SWAPS = "swap fewer activations to the disk"
-_SWAPS_OF_BLOCK = 4  # files of activations that a block has at the same time, or less
+_SWAPS_OF_BLOCK = 4  # most files of activations that a block has at the same time
 
 
 class Directories:
     """The directories of one run.
 
-    Args:
-        root: The model.
-        blocks: Its blocks.
-        options: The user's choices.
-
     Attributes:
         default_root: Where files go by default.
-        disk_bytes: What the store takes under the plan in force: files, and what lies beside them.
-        overhead_bytes: What of that is commit rings and manifests.
+        disk_bytes: Bytes of the store under the plan in force, with commit rings and manifests.
+        overhead_bytes: Bytes of its commit rings and manifests.
         ring: ``num_blocks`` and ``user_bytes`` of the commit ring.
     """
 
@@ -52,34 +46,34 @@ class Directories:
         self._swaps: NativeSwapFiles | None = None
 
     def of_blocks(
-        self, placement: Placement, *, trains: bool, kept: bool, layout: dict[str, Any] | None = None, resume: bool = False
+        self, placement: Placement, *, trains: bool, kept: bool, layout: dict[str, object] | None = None, resume: bool = False
     ) -> StoreDirectory | None:
         """The directory of block files; ``None`` if the plan needs none.
 
         Args:
             placement: The plan.
-            trains: It is a fit; evaluation leaves a store alone that training has left at ``disk_path``.
+            trains: It is a fit. Evaluation does not touch a store at ``disk_path``.
             kept: Steps are kept.
-            layout: What a new manifest says of parts and commit records.
-            resume: It holds an earlier run's store.
+            layout: Parts and commit records in a new manifest.
+            resume: The directory holds an earlier run's store.
 
         Raises:
-            OutOfDiskError: Too little room.
-            ConfigError: It cannot be used.
+            OutOfDiskError: There is too little room.
+            ConfigError: The directory cannot be used.
         """
         self._note(placement, kept=kept)
         if not placement.uses_disk and not kept:
             return None
-        # The model alone: the same one may come with another plan, without an optimizer, or with frozen parameters.
+        # Only the model: plan, optimizer and frozen parameters may differ the next time.
         rows = [{"block": b.name, "params": {n: _row(p) for n, p in b.spec.params.items()}} for b in self._blocks]
-        manifest = {"model": type(self._root).__name__, "blocks": rows}
+        manifest: dict[str, object] = {"model": type(self._root).__name__, "blocks": rows}
         make_room(self._open_files)
         path = self._options.disk_path if trains else self._scratch_path()
         needed, remedy = self.disk_bytes + placement.later_bytes, _remedy(placement, kept=kept)
         return self._make(path, manifest, needed, layout=layout, resume=resume, remedy=remedy)
 
     def make_ready(self, store: TierStore, placement: Placement, *, trains: bool, kept: bool) -> None:
-        """Room for another plan's files, before anything moves.
+        """Checks the room for another plan's files, before anything moves.
 
         Raises:
             OutOfDiskError: There is too little.
@@ -108,21 +102,21 @@ class Directories:
         sizes = [file_bytes(g) for g in files]
         swaps = _SWAPS_OF_BLOCK * len(self._blocks) if placement.swaps_to_disk else 0
         self._open_files = 2 * (sum(size > 0 for size in sizes) + placement.num_blobs + swaps)
-        in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # a file system may need a page to find a file's others
-        # A pin has a ring and a manifest of its own, and the next one is whole before the last one goes, as is a manifest.
+        in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # with a page for the file system
+        # A pin has its own ring and manifest. A new one is whole before the old one goes.
         self.overhead_bytes = rings * (ring_bytes(**self.ring) + 2 * self._manifest_bytes())
         self.disk_bytes = in_files + self.overhead_bytes if placement.uses_disk or kept else 0
 
     def _manifest_bytes(self) -> int:
         rows = [[*b.spec.params, *map(_row, b.spec.params.values())] for b in self._blocks]
-        return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self._blocks) + 4 * _PAGE  # names are there twice: by block, by part
+        return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self._blocks) + 4 * _PAGE  # names are there twice
 
     def of_swaps(self, store: TierStore, placement: Placement) -> NativeSwapFiles | None:
-        """Files for activations that go to the disk, in a directory of their own: no commit names them."""
+        """Files for activations on disk, in a directory of their own: no commit names them."""
         if placement.swaps_to_disk and self._swaps is None:
             directory = store.files.directory
             path = directory.path / "activations" if self._options.disk_path is not None and directory is not None else None
-            manifest = {"model": type(self._root).__name__, "holds": "activations"}
+            manifest: dict[str, object] = {"model": type(self._root).__name__, "holds": "activations"}
             self._swaps = NativeSwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes, remedy=_FEWER_SWAPS))
         return self._swaps
 
@@ -133,13 +127,13 @@ class Directories:
             self._swaps = None
 
     def room_bytes(self, store: TierStore | None) -> int:
-        """Bytes that may be written on the disk beside what the plan in force has there."""
+        """Bytes that may be written on the disk beside the files of the plan in force."""
         free = Volume.of(self.disk_root(store)).free_bytes
         states = None if store is None else store.files.states
         return int(min(free, self.beside_bytes() - (0 if states is None else states.num_bytes)))
 
     def beside_bytes(self) -> float:
-        """Bytes that ``disk_capacity`` allows beside what the plan in force has on the disk."""
+        """Bytes that ``disk_capacity`` allows beside the files of the plan in force."""
         capacity = self._options.disk_capacity
         return math.inf if capacity is None else capacity - self.disk_bytes
 
@@ -150,12 +144,21 @@ class Directories:
         wanted = (self._options.disk_path or self.default_root).expanduser().absolute()
         return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
-    def _make(self, path: Path | None, manifest: dict[str, Any], needed_bytes: int, **more: Any) -> StoreDirectory:
+    def _make(
+        self,
+        path: Path | None,
+        manifest: dict[str, object],
+        needed_bytes: int,
+        *,
+        remedy: str,
+        layout: dict[str, object] | None = None,
+        resume: bool = False,
+    ) -> StoreDirectory:
         self.default_root.mkdir(parents=True, exist_ok=True)
         return StoreDirectory.create_or_adopt(
             path, default_root=self.default_root, manifest=manifest, needed_bytes=needed_bytes,
             capacity_bytes=self._options.disk_capacity, allow_tmpfs=self._options.allow_tmpfs,
-            allow_rotational=self._options.allow_rotational, **more,
+            allow_rotational=self._options.allow_rotational, remedy=remedy, layout=layout, resume=resume,
         )  # fmt: skip
 
     def _scratch_path(self) -> Path | None:
@@ -163,13 +166,13 @@ class Directories:
         return None if path is not None and (path / MANIFEST).exists() else path
 
 
-def _row(param: nn.Parameter) -> list[Any]:
-    """What a manifest says of a parameter; strides where they are not the usual ones."""
-    row = [str(param.dtype), list(param.shape)]
+def _row(param: nn.Parameter) -> list[object]:
+    """A parameter in a manifest; with strides if it is not contiguous."""
+    row: list[object] = [str(param.dtype), list(param.shape)]
     return row if param.is_contiguous() else [*row, list(param.stride())]
 
 
 def _remedy(placement: Placement, *, kept: bool) -> str:
-    """How a run can write less: steps that are kept have copies of what the plan has in memory."""
+    """How a run can write less: kept steps have copies of what the plan has in memory."""
     ways = ['keep no steps (durability="none")'] if kept else []
     return ", or ".join([*ways, *(["place fewer blocks on 'disk'"] if placement.uses_disk else [])])

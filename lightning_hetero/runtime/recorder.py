@@ -1,14 +1,15 @@
-"""Records what happened as a :class:`~lightning_hetero.ir.trace.Trace`; costs nothing while it is off.
+"""Records a run as a :class:`~lightning_hetero.ir.trace.Trace`. It costs nothing while it is off.
 
 [Note: Three ops in one]
-FETCH state, UPDATE and STORE of a block are one task of the engine, which reads, computes and writes chunk by chunk. Of such a task
-the engine knows when it began, when its new weights were there (READY) and when all was written (DONE). So FETCH state lasts until
-READY, UPDATE from the gradients' arrival until READY, and STORE from there until DONE: their spans overlap, as the work does.
+FETCH state, UPDATE and STORE of a block are one task of the engine, which reads, computes and
+writes chunk by chunk. The engine knows when the task began, when its new weights were in place
+(READY) and when all was written (DONE). So FETCH state lasts until READY, UPDATE from the arrival
+of the gradients until READY, and STORE from then until DONE. Their spans overlap, as the work does.
 
 [Note: What compute does]
-The runtime sees compute only at anchors, where it issues and waits. What lies between two of these stays is the compute of the
-first one's anchor. When a stay begins and ends is asked of :attr:`Recorder.now`: the host's clock, or where compute is a stream,
-the stream's, which is read once the stream has come that far.
+The runtime sees compute only at anchors, where it issues and waits. Between two of these stays
+compute works for the first one's anchor. :attr:`Recorder.now` gives the times of a stay: those of
+the host's clock, or of the stream that computes, which are read once the stream has come that far.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol, runtime_checkable
 
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import Ticket, TicketTimes
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
@@ -28,6 +29,11 @@ from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.runtime.lanes import All, EngineOp, Event, Lanes, Moment, OpEvent
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.queue import host_moment
+
+
+@runtime_checkable
+class _Timed(Protocol):
+    def times(self) -> TicketTimes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,13 @@ class _Stay:
 class Recorder:
     """Collects spans while ``enabled``.
 
-    Args:
-        enabled: Whether anything is recorded.
-        steps: Optimizer steps that are kept, the latest ones; bounds memory.
-
     Attributes:
-        waited_s: Seconds that compute has spent in the runtime, issuing and waiting, since the start; counted even while disabled.
-        now: What knows the moment that compute has come to; takes a name for profilers.
-        settle: Called before a wait begins: there a profiler lets compute catch up with the host, so that it counts as no wait.
-        needs: What compute waits for at the anchor where it is, by name; set by who waits.
+        waited_s: Seconds that compute has spent in the runtime since the start; counted even while
+            disabled.
+        now: Gives the moment that compute has come to. Takes a name for profilers.
+        settle: Called before a wait. There a profiler lets compute catch up with the host, so that
+            this time is not part of the wait.
+        needs: The names of the ops that compute waits for now.
     """
 
     def __init__(self, *, enabled: bool, steps: int = 16) -> None:
@@ -88,7 +92,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """A wait on the compute lane for the time that compute spends issuing and waiting at an anchor."""
+        """Records the time that compute spends in the runtime at an anchor as a wait."""
         self.settle()
         start_s = now_s()
         begin = self.now("") if self.enabled else None
@@ -108,7 +112,7 @@ class Recorder:
 
     @contextmanager
     def of_last_step(self) -> Iterator[None]:
-        """What is submitted inside belongs to the step that has just ended."""
+        """Ops that are submitted inside belong to the step that has just ended."""
         self._late = True
         try:
             yield
@@ -116,26 +120,21 @@ class Recorder:
             self._late = False
 
     def watch(self, kind: str, block: str, tickets: list[Ticket], *, lane: Lane) -> list[Ticket]:
-        """Remembers an op that has just been issued; its times are read once its tickets are done."""
+        """Records an op that has just been issued, once its tickets are done."""
         if self.enabled and tickets:
             step, order = self._next()
             self._watched.append(_Watched(step, order, kind, block, lane, now_s(), tuple(tickets), ()))
         return tickets
 
     def _next(self) -> tuple[int, int]:
-        """The step of the op that is being issued, and its place there."""
+        """The step of the op that is being issued, and its place in the step."""
         order = self._last_order if self._late else self._order
         self._last_order += self._late
         self._order += not self._late
         return self.step - self._late, order
 
     def observe(self, lanes: Lanes, blocks: Sequence[str]) -> None:
-        """Follows what lanes do, if enabled.
-
-        Args:
-            lanes: The lanes.
-            blocks: The names of the blocks.
-        """
+        """Records the ops of lanes, if enabled; ``blocks`` has the names of the blocks."""
         if self.enabled:
             lanes.timed = True
             lanes.observer = self._follow
@@ -147,20 +146,20 @@ class Recorder:
         if op.kind is OpKind.RELEASE:
             lane = Lane.COMPUTE  # it takes no time of the lane
         elif lane is Lane.CPU and op.kind in (OpKind.MIRROR, OpKind.COMMIT):
-            lane = Lane.DISK_WRITE  # whatever thread hands it over
+            lane = Lane.DISK_WRITE  # any thread may hand it over
         block = "" if op.block == NO_BLOCK else self._blocks[op.block]
         after = self.names(queued.after)
         step, order = self._next()
         self._watched.append(_Watched(step, order, op.what, block, lane, queued.submitted_s, (), after, queued))
 
     def names(self, events: Iterable[Event]) -> tuple[str, ...]:
-        """What the ops that end with these events are called."""
+        """The names of the ops that end with these events."""
         names: list[str] = []
         for event in events:
             if isinstance(event, QueuedOp | EngineOp):
                 op = event.op
                 names.append(f"{op.what} {'' if op.block == NO_BLOCK else self._blocks[op.block]}")
-            elif isinstance(event, All):  # of an op that had nothing to do
+            elif isinstance(event, All):  # the op had nothing to do
                 names += self.names(event.events)
         return tuple(names)
 
@@ -175,14 +174,14 @@ class Recorder:
         self._spans = [s for s in self._spans if s.step >= oldest]
 
     def trace(self) -> Trace:
-        """What was recorded so far, with reasons."""
+        """The trace so far, with the reasons of waits."""
         self._collect()
         return Trace(spans=with_reasons(self._spans))
 
     def close(self) -> None:
-        """The engine is about to go: tickets cannot be asked any more."""
+        """Collects all spans before the engine closes: its tickets end with it."""
         for op in self._watched:
-            if op.kind != "FETCH state":  # of an update that nobody hands gradients any more; else UPDATE stands for it
+            if op.kind != "FETCH state":  # it may wait for gradients that never come; otherwise UPDATE covers it
                 with suppress(HeteroError):
                     for ticket in op.tickets if op.queued is None else op.queued.tickets:
                         ticket.wait()
@@ -194,18 +193,18 @@ class Recorder:
         self._watched = [op for op in self._watched if not self._ended(op)]
 
     def _ended(self, op: _Watched) -> bool:
-        """Whether the op is over; it has become a span then."""
-        tickets: Sequence[Any] = op.tickets
+        """Whether the op is over. Then its span is recorded."""
+        tickets: Sequence[object] = op.tickets
         since_s, num_bytes, lane_times = op.issued_s, 0, None
         if op.queued is not None:
             lane_times = op.queued.times()
             if lane_times is None:
                 return op.queued.settled() and op.queued.error is not None
             tickets, since_s, num_bytes = op.queued.tickets, lane_times[0], op.queued.op.num_bytes
-        times = [ticket.times() for ticket in tickets]
+        times = [ticket.times() for ticket in tickets if isinstance(ticket, _Timed)]
         if not all(t.done_ns for t in times):
             return False
-        ran = [t for t in times if t.started_ns]  # an update that was taken back may never have started
+        ran = [t for t in times if t.started_ns]  # a discarded update may never have started
         if ran:
             start_s, end_s = min(t.started_ns for t in ran) / 1e9, max(t.done_ns for t in ran) / 1e9
             if op.kind in ("UPDATE", "STORE"):
@@ -214,7 +213,7 @@ class Recorder:
                 end_s = max(t.ready_ns or t.done_ns for t in ran) / 1e9
             moved = sum(t.bytes_read for t in ran), sum(t.bytes_written for t in ran)
             num_bytes = {"FETCH": moved[0], "FETCH state": moved[0], "UPDATE": 0}.get(op.kind, moved[1])
-        elif lane_times is not None and op.lane is not Lane.DISK_WRITE:  # with nothing to write it is none
+        elif lane_times is not None and op.lane is not Lane.DISK_WRITE:  # without a write there is no span
             start_s, end_s = lane_times
         else:
             return True
@@ -227,7 +226,7 @@ class Recorder:
         return True
 
     def _collect_compute(self) -> None:
-        """Spans of stays, and of what compute did between them; the last one stays, for its compute has not ended."""
+        """Spans of stays and of the compute between them. The last stay is not over."""
         while len(self._stays) > 1:
             stay, following = self._stays[0], self._stays[1]
             begin_s, end_s, next_s = stay.begin(), stay.end(), following.begin()

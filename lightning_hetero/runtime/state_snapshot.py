@@ -1,10 +1,11 @@
-"""What a run was at one moment, for a thread that reads it while training goes on.
+"""A snapshot of a run's state, for a thread that reads it while training goes on.
 
-[Note: StateSnapshot]
-What lives on disk is linked: a snapshot (``format.snapshots``) of the last record, made by names of its slots, so it takes neither
-time nor space; a slot that training writes again gets a fresh file first. It is read without the engine, which one thread alone
-may use. What lives in memory, of the host or of a device, is copied tensor by tensor to a file without a name, since the next
-update, or anybody's own code, may change it at once. So no second copy is ever in memory, and a killed process leaves nothing but
+[Note: State snapshots]
+Tensors on disk are linked: a snapshot of the last record (``format.snapshots``) links its slots,
+which takes neither time nor space. Training writes a fresh file instead of a linked slot. The
+snapshot is read without the engine, which only one thread may use. Tensors in the memory of the
+host or of a device are copied one by one to a file without a name, because the next update or user
+code may change them at once. So memory never holds a second copy, and a killed process leaves only
 links, which the next user of the directory removes.
 """
 
@@ -17,13 +18,14 @@ import threading
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_hetero.errors import OffloadedAccessError, OutOfDiskError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError
 from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
@@ -40,31 +42,31 @@ _SMALL_BYTES = 4 * KIB  # stays in memory: step counts, biases
 
 
 class StateSnapshot:
-    """States as they are now, until :meth:`close`; nothing is under way, and all that was written is committed.
+    """State as it is now, until :meth:`close`. No op is under way, and all writes are committed.
 
     Args:
-        scratch: A folder for the copies of what is in memory.
-        links: A snapshot of the store, removed by :meth:`close`; ``None`` where nothing lives on disk.
+        scratch: A folder for the copies of tensors in memory.
+        links: A snapshot of the store, removed by :meth:`close`; ``None`` if nothing is on disk.
         overlaps: See below.
 
     Attributes:
-        overlaps: Training may go on before :meth:`close`: there is room for fresh files of all slots that are linked.
-        linked_bytes: Bytes of tensors that are read from the snapshot.
-        copied_bytes: Bytes of tensors that were copied.
+        overlaps: Training may go on before :meth:`close`: the disk has room for fresh files.
+        linked_bytes: Bytes of linked tensors.
+        copied_bytes: Bytes of copied tensors.
     """
 
     def __init__(self, scratch: Path, links: Path | None, *, overlaps: bool = True) -> None:
         self.overlaps = overlaps
         self.linked_bytes = self.copied_bytes = 0
         self._folder, self._links = scratch, links
-        self._copies: Any = None
+        self._copies: FileIO | None = None
         self._store = None if links is None else StoreFiles(links)
         record = None if self._store is None else self._store.record
         self._blocks = {} if record is None else {block.id: block for block in record.blocks}
         self._closed = threading.Event()
 
     def captured(self, value: Any) -> Any:
-        """The same nested dictionaries and lists, with tensors whose content stays; large ones are handles that read it."""
+        """The same nested dictionaries and lists; large tensors become handles of the snapshot."""
         if isinstance(value, Mapping):
             return {key: self.captured(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -73,7 +75,8 @@ class StateSnapshot:
 
     def read(self, run: FileRun, out: Tensor) -> None:
         """Reads a run of a block's committed slot into a flat tensor; for one thread at a time."""
-        assert self._store is not None
+        if self._store is None:
+            raise HeteroError("nothing of this snapshot is on disk.")
         with self._store.slot(self._blocks[run.number]) as slot:
             if run.array == WEIGHTS:
                 slot.read_weights(run.first, out)
@@ -82,6 +85,8 @@ class StateSnapshot:
 
     def read_copy(self, offset: int, out: Tensor) -> None:
         """Reads a copy into a flat tensor."""
+        if self._copies is None:
+            raise HeteroError("nothing of this snapshot was copied.")
         view, done = memory_of(out), 0
         while done < len(view):
             got = os.preadv(self._copies.fileno(), [view[done:]], offset + done)
@@ -90,7 +95,7 @@ class StateSnapshot:
             done += got
 
     def close(self) -> None:
-        """Gives links and copies up; a second call does nothing."""
+        """Removes links and copies; a second call does nothing."""
         if self._copies is not None:
             self._copies.close()
         if self._store is not None:
@@ -106,22 +111,22 @@ class StateSnapshot:
     def _tensor(self, value: Tensor) -> Tensor:
         if not value.numel():
             return value.detach()
-        source: Any = value.source if isinstance(value, OffloadedTensor) else None
+        source = value.source if isinstance(value, OffloadedTensor) else None
         run = source.on_file() if isinstance(source, WeightSource | StateSource | BlobSource) else None
         stride = tuple(value.stride())
+        name = "a tensor in memory" if source is None else source.name
         if run is not None and run.number in self._blocks:
             self.linked_bytes += value.nbytes
-            return OffloadedTensor(_Linked(source.name, value.shape, value.dtype, self, run, stride), stride=stride)
+            return OffloadedTensor(_Linked(name, value.shape, value.dtype, self, run, stride), stride=stride)
         self.copied_bytes += value.nbytes
         content = materialize(value).detach().to("cpu")
         if content.nbytes <= _SMALL_BYTES:
             return content.clone()
-        name = "a tensor in memory" if source is None else source.name
         return OffloadedTensor(_Copied(name, value.shape, value.dtype, self, self._copy(content.contiguous())))
 
     def _copy(self, content: Tensor) -> int:
         if self._copies is None:
-            self._copies = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+            self._copies = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  # closed by close()
         begin, view = self._copies.seek(0, os.SEEK_END), memory_of(content)
         try:
             while view:
@@ -135,10 +140,10 @@ class StateSnapshot:
 
 
 def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> StateSnapshot:
-    """The present moment of a run; no update is under way.
+    """A snapshot of a run, while no update is under way.
 
     Args:
-        store: The tiers; ``None``: everything is in memory.
+        store: The tiers; ``None`` if everything is in memory.
         parts: The model's parts.
         scratch: A folder on the disk.
         room_bytes: Bytes that may be written there.
@@ -149,7 +154,7 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
     if store is None or store.files.directory is None:
         return StateSnapshot(scratch, None)
     for part in parts:
-        if part.on_disk:  # what was written to it in memory goes to its file
+        if part.on_disk:  # its writes in memory go to its file
             if part.state_home is None:
                 store.refresh_master(part)
             store.flush(part)
@@ -162,51 +167,42 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
 
 
 @dataclass(frozen=True, slots=True)
-class _Linked:
-    """A tensor in the snapshot."""
+class _Captured:
+    """A tensor of a snapshot."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     snapshot: StateSnapshot
-    run: FileRun
-    stride: tuple[int, ...]
 
     @property
     def address(self) -> None:
         return None
+
+    def write(self, value: Tensor) -> NoReturn:
+        raise OffloadedAccessError(f"{self.name!r} is being saved as it was; write to the model's own parameter instead.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Linked(_Captured):
+    """A tensor in the links to the store."""
+
+    run: FileRun
+    stride: tuple[int, ...]
 
     def read(self) -> Tensor:
         out = own_memory(self.shape.numel(), self.dtype)
         self.snapshot.read(self.run, out)
         return out.as_strided(self.shape, self.stride)
 
-    def write(self, value: Tensor) -> NoReturn:
-        _refuse(self.name)
-
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
+class _Copied(_Captured):
     """A tensor in the file of copies."""
 
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    snapshot: StateSnapshot
     offset: int
-
-    @property
-    def address(self) -> None:
-        return None
 
     def read(self) -> Tensor:
         out = own_memory(self.shape.numel(), self.dtype)
         self.snapshot.read_copy(self.offset, out)
         return out.view(self.shape)
-
-    def write(self, value: Tensor) -> NoReturn:
-        _refuse(self.name)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise OffloadedAccessError(f"{name!r} is being saved as it was; write to the model's own parameter instead.")

@@ -1,8 +1,8 @@
-"""What the door reads and writes: weights, native state and state blobs, wherever they live at that moment.
+"""The sources of offloaded tensors: weights, native state and state blobs, on any tier.
 
 [Note: Reads under way]
-A read can be begun and waited for later, so that several are on their way from the disk at the same time. It gives the content as
-it was when it was begun.
+A read can begin now and be waited for later, so that the disk serves several at the same time. It
+gives the content of the moment when it began.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightning_hetero.store.raw_memory import own_memory, tensor_at
 
 
 class DeviceCopies(Protocol):
-    """What a device with memory of its own holds of the weights."""
+    """The copies of weights on a device with memory of its own."""
 
     def newest(self, part: Part, index: int) -> Tensor | None:
-        """A fresh CPU tensor with a parameter's weights, if the device has newer ones than the host; else ``None``."""
+        """A fresh CPU tensor of a parameter's weights, if the device's are the newest."""
 
     def written(self, part: Part, index: int) -> None:
-        """The host has got new weights of a parameter: what the device holds of them is outdated."""
+        """The host has new weights of a parameter, so the device's copy is outdated."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """Where in the files of a native part a tensor lies, once all that was written is committed.
+    """The place of a tensor in the files of a native part, once all writes are committed.
 
     Attributes:
         number: Number of the files.
         array: -1 the weights, 0.. a state array.
-        first: First element in the block's flat order.
+        first: First element in the part's flat order.
     """
 
     number: int
@@ -50,48 +50,63 @@ class FileRun:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSource:
-    """The weights of one parameter.
-
-    [Note: Which copy counts]
-    Weights are read from host memory, or from disk while they are not there; that is where updates write them. A device with memory
-    of its own holds copies. Only a copy that was changed there (an update on the device, user code while its block was in use) and
-    has not been brought back yet is newer. Writes go to the host, and tell the device.
+class _PartSource:
+    """A tensor of one parameter of a part, in the tiers.
 
     Attributes:
         store: The tiers.
         part: The part that holds the parameter.
         index: The parameter's position in the part.
-        settle: Waits until no update of the part is under way.
-        device: The copies on the device; ``None`` where the device is the host.
-        changes: Told of the block before its weights are written.
     """
 
     store: TierStore
     part: Part
     index: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.part.params[self.index].shape
+
+    def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content: flat for the engine, and in the parameter's shape."""
+        flat = own_memory(self.part.params[self.index].numel(), dtype)
+        return flat, self.part.shaped(self.index, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource(_PartSource):
+    """The weights of one parameter.
+
+    [Note: Which copy counts]
+    Updates write weights to host memory, or to disk while the weights are not in memory. Reads go
+    to the same place. A device with memory of its own holds copies. A copy is newer only if an
+    update on the device or user code has changed it there and it has not been brought back. Writes
+    go to the host and tell the device.
+
+    Attributes:
+        settle: Waits until no update of the part is under way.
+        device: The copies on the device; ``None`` if the device is the host.
+        changes: Called with the block before its weights are written.
+    """
+
     settle: Callable[[Part], None]
     device: DeviceCopies | None = None
     changes: Callable[[Block], None] | None = None
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The parameter's name."""
         return self.part.names[self.index]
 
     @property
-    def shape(self) -> torch.Size:
-        """The parameter's or tensor's shape."""
-        return self.part.params[self.index].shape
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what is read."""
+        """The parameter's dtype."""
         return self.part.dtype
 
     @property
     def address(self) -> int:
-        """The parameter's fixed address; its pages are empty while the weights are away."""
+        """The parameter's fixed address. Its pages are empty while the weights are away."""
         return self.part.memory(self.index).data_ptr()
 
     def read(self) -> Tensor:
@@ -104,8 +119,7 @@ class WeightSource:
         newest = None if self.device is None else self.device.newest(self.part, self.index)
         if newest is not None:
             return lambda: newest
-        flat = own_memory(self.part.params[self.index].numel(), self.dtype)
-        content = self.part.shaped(self.index, flat)
+        flat, content = self.room(self.dtype)
         if self.part.block.resident:
             content.copy_(self.part.memory(self.index))
             return lambda: content
@@ -113,7 +127,7 @@ class WeightSource:
         return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
 
     def on_file(self) -> FileRun | None:
-        """Where the current content lies in a file, while no update is under way; ``None``: in none."""
+        """The run of a file that has the current content, while no update is under way."""
         native = self.part.native
         if native is None or not weights_on_file(self.part) or self.part.block.uses or self.part.dirty or self.part.patches:
             return None
@@ -129,9 +143,9 @@ class WeightSource:
         self.settle(self.part)
         if self.part.block.resident:
             if self.part.block.weights_on_disk:
-                self.store.barrier(self.part)  # the last update's write may still read this memory
+                self.store.barrier(self.part)  # the write of the last update may still read this memory
             for ticket in writes_of(self.part):
-                ticket.wait()  # and so may that of a mirror
+                ticket.wait()  # and so may the write of a mirror
             self.part.memory(self.index).copy_(value)
             self.part.dirty = self.part.block.weights_on_disk
             self.part.master_versions = self.part.mirrored_versions = -1  # no version counter has seen this write
@@ -144,33 +158,25 @@ class WeightSource:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSource:
-    """One fp32 state array's run for one parameter, on any tier."""
+class StateSource(_PartSource):
+    """One fp32 state array of one parameter, on any tier."""
 
-    store: TierStore
-    part: Part
-    index: int
     array: int
     key: str
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The parameter's name and the key of the state."""
         return f"{self.part.names[self.index]}.{self.key}"
 
     @property
-    def shape(self) -> torch.Size:
-        """The parameter's or tensor's shape."""
-        return self.part.params[self.index].shape
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what is read."""
+        """All state arrays are fp32."""
         return torch.float32
 
     @property
     def address(self) -> None:
-        """None: it has none of its own."""
+        """State has no address of its own."""
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
@@ -182,28 +188,20 @@ class StateSource:
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
-        flat, content = self.room()
+        flat, content = self.room(torch.float32)
         if self._is_outdated:
             content.copy_(self.part.memory(self.index))
             return lambda: content
         return _once_read(self.store.begin_read(self.part, [(self.array, self.index, flat)]), content)
 
-    def room(self) -> tuple[Tensor, Tensor]:
-        """Fresh memory for the content, as the engine fills it and as it is seen."""
-        flat = own_memory(self.part.params[self.index].numel(), torch.float32)
-        return flat, self.part.shaped(self.index, flat)
-
     def on_file(self) -> FileRun | None:
-        """As for :class:`WeightSource`."""
+        """See :meth:`WeightSource.on_file`."""
         native = self.part.native
-        on_file = native is not None and native.geometry.state_on_disk_file and self.part.state_home is None
-        if native is None or not on_file or self._is_outdated:
-            return None
-        return FileRun(native.geometry.id, self.array, self.part.offsets[self.index])
+        return FileRun(native.geometry.id, self.array, self.part.offsets[self.index]) if native and self.is_in_file else None
 
     @property
     def _is_outdated(self) -> bool:
-        """It is a master, and the 16-bit weights were written to since the last update: the next one will make them the master."""
+        """Whether this is a master, and the 16-bit weights, its next value, were written since."""
         return self.key == MASTER and self.part.block.resident and self.part.master_versions != versions(self.part)
 
     def write(self, value: Tensor) -> None:
@@ -219,7 +217,7 @@ class StateSource:
         return in_file and self.part.state_home is None and not self._is_outdated
 
     def take(self) -> Tensor:
-        """The content as an ordinary tensor that outlives the store; where it is in memory it is not copied."""
+        """The content as a tensor that outlives the store; no copy if it is in memory."""
         native = self.part.native
         away = native is None or self.part.on_disk or self.part.state_home is not None or self._is_outdated
         address = None if away or native is None else native.state_address(self.array)
@@ -238,9 +236,9 @@ def _once_read(ticket: Ticket, content: Tensor) -> Callable[[], Tensor]:
 
 
 def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
-    """What handles of optimizer state stand for, as ordinary tensors that outlive the store.
+    """Reads handles of optimizer state, as ordinary tensors that outlive the store.
 
-    What lies in files is read at the same time, and every chunk of them once, whatever number of tensors lies in it.
+    All files are read at the same time, and every chunk once, even if several tensors lie in it.
     """
     found: list[Tensor] = []
     runs: dict[tuple[TierStore, Part], list[tuple[int, int, Tensor]]] = {}
@@ -249,7 +247,7 @@ def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
         if isinstance(source, BlobSource) or (isinstance(source, StateSource) and source.is_in_file):
             source.store.check_open(source.part, source.name)
             array = source.array if isinstance(source, StateSource) else WEIGHTS
-            flat, content = source.room()
+            flat, content = source.room(source.dtype)
             runs.setdefault((source.store, source.part), []).append((array, source.index, flat))
             found.append(content)
         else:
@@ -260,12 +258,13 @@ def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
 
 
 def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
-    """Overwrites runs ``(array, index, flat values)`` of a part's state arrays, wherever they are.
+    """Overwrites runs of a part's state arrays, on any tier.
 
     Args:
         store: The tiers.
         part: The part.
-        runs: Number of the array, parameter's position in the part, fp32 values in the parameter's memory order.
+        runs: ``(array, index, values)``: the number of the array, the parameter's position in the
+            part, and flat fp32 values in the parameter's memory order.
     """
     if part.state_home is None:
         store.write_state(part, runs)
@@ -286,7 +285,7 @@ class BlobSource:
 
     @property
     def address(self) -> None:
-        """None: it has none of its own."""
+        """A blob has no address of its own."""
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
@@ -295,16 +294,16 @@ class BlobSource:
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
-        flat, content = self.room()
+        flat, content = self.room(self.dtype)
         return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
 
-    def room(self) -> tuple[Tensor, Tensor]:
-        """Fresh memory for the content, as the engine fills it and as it is seen."""
-        own = own_memory(self.shape.numel(), self.dtype)
+    def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content: bytes for the engine, and in the tensor's shape."""
+        own = own_memory(self.shape.numel(), dtype)
         return own.view(torch.uint8), own.view(self.shape)
 
     def on_file(self) -> FileRun | None:
-        """As for :class:`WeightSource`."""
+        """See :meth:`WeightSource.on_file`."""
         native = self.part.native
         return None if native is None else FileRun(native.geometry.id, WEIGHTS, self.part.offsets[self.index])
 
