@@ -1,1 +1,1 @@
-"""Executes a schedule around autograd: anchors, residency, updates, the door to offloaded weights."""
+"""Executes a schedule around autograd: anchors, residency, updates, offloaded weights."""

@@ -1,10 +1,11 @@
-"""Anchors: where a block's forward and backward begin and end, observed through hooks. Nothing is patched.
+"""Anchors: hooks observe where a block's forward and backward begin and end. Nothing is patched.
 
 [Note: When a gradient is complete]
-Autograd runs a parameter's accumulation node once per backward, after every use of the parameter has contributed. So once all
-trainable parameters of a block have been accumulated, nothing in that backward reads the block's weights any more, and
-they may be updated in place. Reentrant checkpointing breaks the rule (an inner backward accumulates early): a forward
-without grad during training marks the block, and its update waits for the end of backward.
+Autograd runs a parameter's accumulation node once per backward, after every use of the parameter
+has contributed. So once all trainable parameters of a block have been accumulated, nothing in that
+backward reads the block's weights again, and an update may write them in place. Reentrant
+checkpointing breaks this rule, because an inner backward accumulates early. There a forward without
+grad during training marks the block, and its update waits for the end of backward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,45 +24,41 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.store.live.blocks import Block
 
+Inputs = tuple[tuple[object, ...], dict[str, object]]
+"""The positional and keyword arguments of a forward."""
+
 
 class Watcher(Protocol):
-    """Who looks on: told of every anchor once the runtime has issued and waited, with compute about to go on."""
+    """It is told of each anchor after the runtime has issued and waited, before compute goes on."""
 
-    def forward_begins(self, block: Block, inputs: Any) -> None:
-        """The forward of a block begins, with these arguments (a tree that holds tensors)."""
+    def forward_begins(self, block: Block, inputs: Inputs) -> None:
+        """The forward of a block begins."""
 
     def forward_ends(self, block: Block) -> None:
-        """It ended, maybe by an exception."""
+        """The forward of a block ended, maybe by an exception."""
 
     def backward_begins(self, block: Block) -> None:
-        """The first gradient has reached one of the block's outputs; blocks whose weights stay in memory have this anchor too."""
+        """The first gradient has reached an output of the block, wherever its weights live."""
 
 
-class Observer(Protocol):
-    """Who is told of anchors and acts on them."""
+class _Runtime(Protocol):
+    """It acts on anchors, before compute goes on."""
 
-    def forward_begins(self, block: Block, inputs: Any) -> None:
-        """As for :class:`Watcher`, before compute goes on."""
+    watcher: Watcher | None
 
-    def forward_ends(self, block: Block, output: Any) -> None:
-        """It ended, maybe by an exception; with what it returns."""
+    def forward_begins(self, block: Block, inputs: Inputs) -> None: ...
 
-    def backward_begins(self, block: Block) -> None:
-        """As for :class:`Watcher`."""
+    def forward_ends(self, block: Block, output: object) -> None: ...
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody looks on."""
+    def backward_begins(self, block: Block) -> None: ...
 
 
-def observe(blocks: list[Block], observer: Observer) -> list[RemovableHandle]:
+def observe(blocks: list[Block], runtime: _Runtime) -> list[RemovableHandle]:
     """Registers the hooks; returns their handles."""
     handles: list[RemovableHandle] = []
     for block in blocks:
-        handles += _observe_module(block, observer)
-        for param in block.params():
-            if param.requires_grad:
-                handles.append(observe_gradient(block, param))
+        handles += _observe_module(block, runtime)
+        handles += [observe_gradient(block, param) for param in block.params() if param.requires_grad]
     return handles
 
 
@@ -69,7 +66,8 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
     """Tells the block when the gradient of one of its parameters is complete.
 
     Raises (during backward):
-        OffloadedAccessError: The block's backward ran without its anchor, so it may have read weights that were not there.
+        OffloadedAccessError: The block's backward ran without its anchor, so it may have read
+            weights that were not there.
     """
     key = id(param)
 
@@ -86,14 +84,14 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
     return register(complete)
 
 
-def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        observer.forward_begins(block, (args, kwargs))
+def _observe_module(block: Block, runtime: _Runtime) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        runtime.forward_begins(block, (args, kwargs))
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        observer.forward_ends(block, output)
-        if (not block.spec.pinned or observer.watched) and torch.is_grad_enabled():
-            begins = _once_per_backward(lambda: observer.backward_begins(block))
+    def after(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        runtime.forward_ends(block, output)
+        if (not block.spec.pinned or runtime.watcher is not None) and torch.is_grad_enabled():
+            begins = _once_per_backward(lambda: runtime.backward_begins(block))
             for leaf in _tensors(output):
                 if leaf.requires_grad:
                     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
@@ -101,31 +99,33 @@ def _observe_module(block: Block, observer: Observer) -> list[RemovableHandle]:
 
     return [
         block.spec.module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
-        block.spec.module.register_forward_hook(eager(after), always_call=True),  # checkpointing leaves a forward by exception
+        # Checkpointing leaves a forward by an exception.
+        block.spec.module.register_forward_hook(eager(after), always_call=True),
     ]
 
 
-class ModuleHook(functools.partial[Any]):
-    """A hook on a module, which a copy of the module shares.
+class _ModuleHook(functools.partial[object]):
+    """A hook on a module. Copies of the module share it.
 
-    A pickle of the module (``torch.save(model)``) has a function of the standard library in its place, which does nothing.
+    A pickle of the module (``torch.save(model)``) has a function of the standard library in its
+    place, which does nothing.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+    def __deepcopy__(self, memo: dict[int, object]) -> _ModuleHook:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 
-def eager(hook: Callable[..., Any]) -> ModuleHook:
+def eager(hook: Callable[..., object]) -> _ModuleHook:
     """Hooks act on the runtime, so a compiled model leaves its graph for them."""
-    disable: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
-    return ModuleHook(disable(hook))
+    disable: Callable[[Callable[..., object]], Callable[..., object]] = torch.compiler.disable
+    return _ModuleHook(disable(hook))
 
 
 def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:
-    """Outputs may be many: the first gradient that arrives begins the block's backward."""
+    """A block may have many outputs. The first gradient that arrives begins its backward."""
     last = [-1]
 
     def hook(_: Tensor) -> None:
@@ -137,7 +137,7 @@ def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: object) -> Iterator[Tensor]:
     """The tensors that a forward returned, in containers and dataclasses too."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):

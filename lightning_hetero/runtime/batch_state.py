@@ -1,10 +1,13 @@
-"""What a training batch needs to be run again from a clean state: random generators, and buffers that forward changes."""
+"""The state that a batch changes before its update: random generators and buffers.
+
+A batch that is repeated begins with it.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +16,25 @@ from lightning_hetero.runtime.activations.random import RandomState
 
 
 class Generators:
-    """The state of all generators that a training step may use: torch's of CPU and device, Python's, and NumPy's if it is loaded.
-
-    Args:
-        device: The device.
-    """
+    """The random generators that a step may use: torch's, Python's, and NumPy's if it is loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch, self._python = RandomState.now(device), random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else (numpy, numpy.random.get_state())
+        random_of_numpy = getattr(sys.modules.get("numpy"), "random", None)
+        self._numpy = None if random_of_numpy is None else partial(random_of_numpy.set_state, random_of_numpy.get_state())
 
     def restore(self) -> None:
         """Sets them to this state."""
         self._torch.restore()
         random.setstate(self._python)
         if self._numpy is not None:
-            self._numpy[0].random.set_state(self._numpy[1])
+            self._numpy()
 
 
 class ChangingBuffers:
-    """Copies of the buffers that forward changes, such as running statistics, as they were before a batch.
+    """Copies of buffers that forward changes, such as running statistics, from before a batch.
 
-    Which ones change is learned from their version counters: after the first batch only those are copied.
-
-    Args:
-        root: The model.
+    Version counters show which buffers change. After the first batch only those are copied.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -47,8 +43,11 @@ class ChangingBuffers:
         self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}  # the buffer, its version, its content
 
     def remember(self) -> None:
-        """A batch begins; what the one before has changed is known now."""
-        self._learn()
+        """A batch begins. Now it is known which buffers the last batch has changed."""
+        if self._before:
+            now = dict(self._root.named_buffers())
+            changed = {n for n, (b, version, _) in self._before.items() if now.get(n) is not b or b._version != version}
+            self._changing = changed | (self._changing or set())
         known = self._changing
         self._before = {
             name: (buffer, buffer._version, buffer.detach().clone() if known is None or name in known else None)
@@ -56,7 +55,7 @@ class ChangingBuffers:
         }
 
     def restore(self) -> bool:
-        """Sets the buffers to what they were; false if one has changed that never did before, or was replaced."""
+        """Restores the buffers; false if one was replaced, or changed for the first time."""
         now = dict(self._root.named_buffers())
         for name, (buffer, version, content) in self._before.items():
             same = now.get(name) is buffer
@@ -69,9 +68,3 @@ class ChangingBuffers:
                 with torch.no_grad():
                     target.copy_(content)
         return now.keys() == self._before.keys()
-
-    def _learn(self) -> None:
-        if self._before:
-            now = dict(self._root.named_buffers())
-            changed = {n for n, (b, version, _) in self._before.items() if now.get(n) is not b or b._version != version}
-            self._changing = changed | (self._changing or set())

@@ -1,15 +1,16 @@
-"""Builds a model that need not fit memory: parameters leave it as they are made, for a file, while they stay ordinary tensors.
+"""Builds a model that need not fit memory: new parameters move to a file and stay ordinary tensors.
 
 [Note: Construction]
-Inside the context every new ``nn.Parameter`` is noted. Once those in memory take more than their share of it, the oldest move to
-memory that is mapped from a file, with what they hold. They remain ordinary CPU tensors with the same values: code that
-initializes a parameter later (``post_init``, ``apply``, a constructor further up) reads and writes the file's pages, which the
-system brings back, and a mode that sees torch functions gives them back again. No random number is drawn and no function is
-replaced, so weights and generators are those of a construction without the context.
+Inside the context every new ``nn.Parameter`` is noted. When those in memory exceed their share, the
+oldest move with their values to memory that is mapped from a file. They remain ordinary CPU
+tensors. Code that initializes a parameter later (``post_init``, ``apply``, an outer constructor)
+reads and writes the file's pages, which the system brings back. A mode that sees torch functions
+gives these pages back again. No random number is drawn and no function is replaced, so weights and
+generators are those of a construction without the context.
 
-A parameter moves only while nobody else refers to its storage, because its other views would not move with it. It is looked at
-again when the next one is made. Where the plan's blocks are placed, one block at a time is copied out of the file
-(``runtime.model_setup``).
+A parameter moves only while nothing else refers to its storage, because other views would not move
+with it. It is checked again when the next one is made. When the plan's blocks are placed, one block
+at a time is copied out of the file (``runtime.model_setup``).
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class Scratch(Protocol):
     """Makes tensors whose memory is that of a file."""
 
     def place(self, like: Tensor) -> Tensor:
-        """A contiguous CPU tensor with shape and dtype of ``like``, to be filled."""
+        """A contiguous CPU tensor with shape and dtype of ``like``, without content."""
 
     def filled(self, tensor: Tensor) -> None:
-        """Gives the pages of a tensor of :meth:`place` back: the file keeps what it holds."""
+        """Gives the pages of a tensor of :meth:`place` back; the file keeps the content."""
 
 
 class Construction:
-    """The parameters that were made in one model's construction, and which of them are in a file.
+    """The parameters of one model's construction, some of them in a file.
 
     Args:
-        share_bytes: What they may take of memory; above that they move to the file.
+        share_bytes: Memory that they may use; above that they move to the file.
         scratch: Makes the file; called when the first parameter moves.
     """
 
@@ -66,7 +67,7 @@ class Construction:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Parameters that the calling thread makes inside are noted; at the end all are in the file, or none."""
+        """Notes the parameters that this thread makes. At the end all or none are in the file."""
         with _hooked(self._made), _Touches(self):
             yield
             if self._scratch is not None:
@@ -74,11 +75,11 @@ class Construction:
                 self._give_back()
 
     def release(self, tensor: Tensor) -> None:
-        """The content of a tensor in the file is somewhere else now: its pages are given back."""
+        """Gives the pages of a tensor in the file back: its content is elsewhere now."""
         if self._scratch is not None:
             self._scratch.filled(tensor)
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
@@ -89,7 +90,7 @@ class Construction:
         self._waiting.append(weakref.ref(param))
 
     def _move_out(self, allowed_bytes: int, but: nn.Parameter | None = None) -> None:
-        """Moves the oldest parameters to the file until those in memory take no more than is allowed."""
+        """Moves the oldest parameters to the file until the others fit."""
         if self._waiting_bytes + self._touched_bytes > allowed_bytes and self._touched_bytes:
             self._give_back()
         if self._waiting_bytes <= allowed_bytes:
@@ -120,7 +121,7 @@ class Construction:
             self._scratch.filled(flat)
 
     def _place_of(self, tensor: Tensor) -> int | None:
-        """The address in the file of the memory that the tensor, or what it is a view of, has; ``None``: it is not there."""
+        """The address of the tensor's storage if it is in the file."""
         if not self._places or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
         with torch._C.DisableTorchFunction():
@@ -150,7 +151,7 @@ class Construction:
 
 
 class _Touches(TorchFunctionMode):
-    """Tells a construction which tensors torch functions have worked on."""
+    """Tells a construction which tensors torch functions have used."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class _Touches(TorchFunctionMode):
 
 @contextmanager
 def _hooked(made: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Calls ``made`` with every ``nn.Parameter`` that this thread makes: by its class, by ``deepcopy``, or by unpickling."""
+    """Calls ``made`` with every ``nn.Parameter`` that this thread makes, in any way."""
     thread = threading.get_ident()
     before: Any = nn.Parameter.__dict__["__new__"]
     original = nn.Parameter.__new__
@@ -192,7 +193,7 @@ def _is_alone(param: nn.Parameter) -> bool:
 
 
 def _own_uses() -> int:
-    """What torch counts for a tensor that nobody shares, and the handle through which it is asked."""
+    """The count of a storage that nothing shares, with the handle that asks for it."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))

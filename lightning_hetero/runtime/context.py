@@ -1,4 +1,4 @@
-"""What a run consists of, typed: every room of the runtime takes what it needs from here."""
+"""The objects that one run consists of. Every part of the runtime takes what it needs from here."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One model on one machine, whatever the plan.
+    """One model on one machine, under any plan.
 
     Attributes:
         blocks: The model's blocks, bound to memory.
         store: The tiers.
-        lanes: What runs ops.
-        side: Weights, gradients and updates on a device with memory of its own; ``None`` where the device is the host.
-        updater: Runs the updates of one part.
+        lanes: They run ops.
+        side: Weights, gradients and updates on a device with memory of its own. ``None`` if the
+            device is the host.
+        updater: Runs updates.
         recorder: Records spans; may be off.
         heap: Gives free memory back when the process exceeds its budget.
-        mirror: Brings the files of a block up to date with the step that has ended, after native tickets; ``None`` where steps are
-            not kept.
+        mirror: Writes the files of a block at the end of a kept step, after native tickets.
+            ``None`` if steps are not kept.
         poison: Fill memory that is free or not yet filled with NaN (tests).
-        turn: Held by the thread that uses the store; see [Note: One user of the store] in ``runtime.handlers``.
+        turn: The thread that uses the store holds it. See [Note: One user of the store] in
+            ``runtime.handlers``.
     """
 
     blocks: list[Block]
@@ -52,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A run under one plan; another plan makes another context of the same run.
+    """A run under one plan. Another plan makes another context of the same run.
 
     Attributes:
         run: The run.
@@ -60,10 +62,10 @@ class RunContext:
         model: The blocks' sizes.
         cache_bytes: Host memory for weights that live on disk.
         device_cache_bytes: Device memory for weights that live below the device.
-        deferred: Updates follow the verdict on all gradients instead of running during backward.
-        speculates: They may be tried before the verdict.
+        deferred: Updates wait for the verdict on all gradients. Otherwise they run during backward.
+        speculates: Deferred updates may speculate.
         may_defer: The host has room for all gradients at once.
-        files: Files for activations that go to the disk; ``None`` where none do.
+        files: Files for activations that go to the disk; ``None`` if none do.
     """
 
     run: Run

@@ -1,6 +1,7 @@
-"""What a plan gives up when a device's memory turns out to be too small: activations first, then state, then weights.
+"""Plans for a device that is too small: activations leave it first, then state, then weights.
 
-Every step takes half of the blocks that can still give something, the first ones first: what they hold is there longest.
+Each of them changes half of the blocks that can still give something. The first blocks go first,
+because their memory is in use longest.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ _Change = Callable[[BlockPlan], BlockPlan]
 
 
 def demotions(plan: Plan, model: ModelShape, *, native: bool) -> Iterator[tuple[Plan, str]]:
-    """Plans that need less of the device than a resolved one, the cheapest first, each with what it changes.
+    """Yields plans that need less device memory, the cheapest first, each with the change in words.
 
     Args:
         plan: The plan in force, resolved.
         model: The blocks.
-        native: State may leave the device: no optimizer updates it there by its own code.
+        native: State may leave the device. No optimizer updates it there by its own code.
     """
 
     def off_device(row: BlockPlan) -> BlockPlan:

@@ -1,14 +1,17 @@
 """The runtime of one model: follows a batch from anchor to anchor.
 
-``begin_step`` picks the schedule of a batch, ``forward_begins`` and ``backward_begins`` are its anchors, and ``handover`` is its
-verdict. ``runtime.step`` walks the schedule between them, ``runtime.handlers`` says what an op does, ``runtime.residency`` knows
-where weights are, and ``runtime.lanes`` runs ops.
+``begin_step`` chooses the schedule of a batch. ``forward_begins`` and ``backward_begins`` are its
+anchors, and ``handover`` is its verdict. ``runtime.step`` walks the schedule between them,
+``runtime.handlers`` does the ops, ``runtime.residency`` knows where weights are, and
+``runtime.lanes`` runs ops.
 
 [Note: Strays]
-A use of a block that the schedule does not foresee is served on demand, and the next batch is expected to use the blocks as this
-one did. On a device with memory of its own it also ends the schedule for the rest of the batch: lanes drain, from then on each use
-brings its weights, and each block's update follows the verdict. Gradients stay on the device, unless the host has those of a batch
-before: sums are made in the order in which autograd makes them, and code that clips or looks sees them whole.
+If a batch uses a block in a way that the schedule does not foresee, the block is served on demand,
+and the next batch is expected to use the blocks like this one. On a device with memory of its own
+this also ends the schedule for the rest of the batch: lanes drain, each use brings its weights, and
+each block's update follows the verdict. Gradients stay on the device, unless the host has gradients
+of an earlier batch. So sums are made in autograd's order, and code that clips or reads gradients
+sees all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, Updates
 from lightning_hetero.runtime.activations.autocast import is_followed
-from lightning_hetero.runtime.anchors import Watcher
+from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.gradient_room import GradientRoom
@@ -45,15 +47,12 @@ from lightning_hetero.store.live.blocks import Block
 class Executor:
     """The runtime of one model, on any device.
 
-    Args:
-        context: The run.
-
     Attributes:
         context: The run, under the plan in force.
         batch: The batch under way.
         residency: Where weights are.
-        speculation: Updates that run before the verdict where they can be taken back.
-        watcher: Who looks on, if anybody does.
+        speculation: Updates that run before the verdict.
+        watcher: Is told of anchors, too.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -68,7 +67,7 @@ class Executor:
         self.watcher: Watcher | None = None
         self._room = GradientRoom(run, self.residency.weights)
         self._schedules = Schedules(context.plan, context.model, context.cache_bytes)
-        self._step: Step | None = None  # no schedule, or none any more
+        self._step: Step | None = None  # None: there is no schedule for the rest of the batch
         self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
         self._seen: list[int] = []
@@ -77,7 +76,7 @@ class Executor:
         self._in_backward_of: Block | None = None
         self._at: Block | None = None  # whose anchor was the last one, in this phase
 
-    # ---- what it is doing ---------------------------------------------------------------------------------------------------
+    # ---- what it is doing ------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -88,11 +87,6 @@ class Executor:
     def model(self) -> ModelShape:
         """The blocks' sizes."""
         return self.context.model
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Host memory for weights that live on disk."""
-        return self.context.cache_bytes
 
     @property
     def may_defer(self) -> bool:
@@ -110,27 +104,22 @@ class Executor:
         return self.batch.armed is not None
 
     @property
-    def watched(self) -> bool:
-        """Observer: whether there is a :attr:`watcher`."""
-        return self.watcher is not None
-
-    @property
     def where(self) -> str:
-        """What compute is at, for errors."""
+        """The place of compute in the step, for errors."""
         phase = "in backward" if self.batch.in_backward else "in forward"
         return phase if self._at is None else f"{phase}, at block {self._at.name!r}"
 
     @property
     def has_begun(self) -> bool:
         """Whether the step under way has made an update that cannot be taken back."""
-        return self.updater.has_begun and not self.speculation.trying  # before the verdict only what is tried runs
+        return self.updater.has_begun and not self.speculation.trying  # these only speculate before the verdict
 
-    # ---- the step -----------------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     def arm(self, binding: OptimizerBinding | None) -> None:
-        """Says that the batch ends in ``binding``'s ``step``: updates may run as soon as a block's gradients are complete.
+        """The batch ends in this optimizer's ``step``: updates may run once gradients are complete.
 
-        ``None``: it has ended, maybe without the ``step``, which a loss scaler skips where gradients overflow.
+        ``None``: the batch has ended, maybe without the ``step``, which a loss scaler may skip.
         """
         if binding is None and not self._handed_over:
             self.speculation.observe(True)
@@ -138,7 +127,7 @@ class Executor:
         self.batch.armed, self._handed_over = binding, binding is None
 
     def begin_step(self, *, training: bool) -> None:
-        """A batch begins: picks the schedule for the order of blocks that the last such batch used."""
+        """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
         last = self._step.schedule if self._step is not None and self._step.is_whole else None
         self.residency.begin_batch(training=training, whole=last is not None)
         self._before |= self.handlers.ends
@@ -170,7 +159,7 @@ class Executor:
         return None if signature is None else self._schedules.lowered(signature, *self.residency.held(last))
 
     def _close_all(self, *, opened: bool) -> None:
-        """Closes what the last batch left open; ``opened``: also updates, which no gradients will come for."""
+        """Closes what the last batch left open; ``opened``: also updates without gradients."""
         self.batch.in_backward = False
         if self.residency.casts.entered:
             self.residency.casts.close()
@@ -178,13 +167,13 @@ class Executor:
         self._held.clear()
         self.speculation.skip()
         for block in self.blocks:
-            while block.uses:  # held, or left open by an exception
+            while block.uses:  # held, or an exception left it open
                 self.residency.shut(block)
         if opened:
             self.updater.cancel_opened(self.blocks)
 
-    def forward_begins(self, block: Block, inputs: Any = ((), {})) -> None:
-        """Observer: submits what the anchor triggers and waits for the block's weights."""
+    def forward_begins(self, block: Block, inputs: Inputs = ((), {})) -> None:
+        """An anchor: submits its ops and waits for the block's weights."""
         if self.batch.in_backward:
             if block is not self._in_backward_of:  # recomputation: autograd has moved on to this block
                 self._close_backward()
@@ -205,7 +194,7 @@ class Executor:
             saved[block.index].enter(*inputs)
 
     def forward_ends(self, block: Block, output: object = None) -> None:
-        """Observer: the use is over."""
+        """The use of the block is over."""
         if self.handlers.saved:
             self.handlers.saved[block.index].leave(output)
         if self.residency.casts.entered:
@@ -215,7 +204,7 @@ class Executor:
         self.residency.shut(block)
 
     def backward_begins(self, block: Block) -> None:
-        """Observer: as ``forward_begins``; also ends the previous block's backward."""
+        """An anchor, as ``forward_begins``. It also ends the previous block's backward."""
         if block is not self._in_backward_of and not block.spec.pinned:
             self._next_backward(block)
         if self.watcher is not None:
@@ -228,7 +217,7 @@ class Executor:
             self._reach(Phase.BACKWARD, block)
             if self._is_last_backward(block):
                 self._room.give_way(block)
-            if self.device is None:  # a ticket holds its gradients until it has been seen to be done
+            if self.device is None:  # a ticket holds its gradients until somebody asks whether it is done
                 self.handlers.look_at_updates()
             self._in_backward_of = block
             self.residency.open(block)
@@ -236,7 +225,7 @@ class Executor:
                 self.hold(block)
 
     def _is_last_backward(self, block: Block) -> bool:
-        """Whether only those of pinned blocks follow."""
+        """Whether only backwards of pinned blocks follow."""
         for index in self._seen:
             if not self.blocks[index].spec.pinned:
                 return index == block.index
@@ -248,9 +237,9 @@ class Executor:
             self.residency.shut(block)
 
     def backward_starts(self, loss: Tensor | None = None) -> None:
-        """Backward, from ``loss``, writes gradients: whatever still reads those of the last step must be over.
+        """Backward, from ``loss``, will write gradients: waits until nothing reads the old ones.
 
-        Gradients of a batch before that a device has shown become ordinary ones of this one.
+        Gradients of an earlier batch that a device has exposed become ordinary gradients.
         """
         self.batch.in_backward, self._at = True, None
         if self.device is not None:
@@ -262,25 +251,25 @@ class Executor:
             self._room.backward_begins(loss)
 
     def backward_ends(self) -> None:
-        """The last block has been left."""
+        """The backward of the last block has ended."""
         self.batch.in_backward = False
         self._close_backward()
         self.recorder.leave()
 
     def check_gradients(self) -> None:
-        """A backward has succeeded: refuses gradients that no update can use, before clipping or a callback meets them.
+        """After backward: refuses gradients that no update can use, before clipping or a callback.
 
-        Gradients on the host of a device are shown to them from here on.
+        From here on clipping and callbacks also see gradients that have left a device.
         """
         for block in self.blocks:
             self.updater.check_gradients(block)
         if self.device is not None:
-            for block in self.blocks:  # their GRAD never came, or came before all gradients had
+            for block in self.blocks:  # if no GRAD ran, or one ran before all gradients were there
                 self.handlers.gather(block)
             self.device.gradients.expose()
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
-        """``optimizer.step()``: hyper-parameters and verdict are known; submits what is left and returns at once."""
+        """``optimizer.step()``: the verdict. Submits the ops that are left and returns at once."""
         self.backward_ends()
         self._handed_over = True
         if self.device is not None:
@@ -295,7 +284,7 @@ class Executor:
         if self.batch.commits:
             self.handlers.commit()
         if self.device is not None:
-            self.device.gradients.expose()  # what is kept, and what another optimizer's step will use
+            self.device.gradients.expose()  # gradients that stay, and those of another optimizer
         self.updater.begin_step()
         self.recorder.end_step()
         if self.batch.serial or (self.updater.waits and self.device is not None):
@@ -305,7 +294,7 @@ class Executor:
             self._wait_updates()
 
     def _update_rest(self, binding: OptimizerBinding) -> None:
-        """Updates what no op could update, or none speaks of."""
+        """Runs updates that no op of the schedule has run."""
         if binding.rule is Rule.WHOLE:
             self.updater.update_whole(binding)
             return
@@ -325,7 +314,7 @@ class Executor:
         self.handlers.updating.clear()
 
     def mirror(self) -> None:
-        """A step that is kept has ended: writes what of it lives in memory to the disk. The engine has all of that on return."""
+        """Ends a kept step: the engine gets the writes of everything that lives in memory."""
         with self.recorder.of_last_step():
             done = set() if self._step is None else self._step.mirror()
             for block in self.blocks:
@@ -334,13 +323,13 @@ class Executor:
         self.handlers.wait_handed()
 
     def commit(self, *, always: bool = False) -> None:
-        """Makes what was written a step; ``always``: even if no block has changed. The engine has it on return."""
+        """Commits the writes; ``always``: even if no block has changed. Hands it to the engine."""
         with self.recorder.of_last_step():
             self.handlers.commit(always=always)
         self.handlers.wait_handed()
 
     def _verdict(self, scale: float) -> None:
-        """What was tried is kept; or it has been taken back, and the step goes on with the schedule that updates it again."""
+        """Keeps speculative updates, or changes to the schedule that repeats discarded ones."""
         if self.speculation.trying:
             self.speculation.keep(scale)
             if self.speculation.redoes and self._step is not None:
@@ -355,14 +344,14 @@ class Executor:
         self.speculation.clip(params, max_norm)
 
     def end_batch(self) -> None:
-        """A batch is over: from here to the next one nobody computes with the weights."""
+        """A batch is over: nothing computes with the weights until the next one."""
         self.residency.end_batch()
 
-    # ---- anchors ------------------------------------------------------------------------------------------------------------
+    # ---- anchors ---------------------------------------------------------------------------------
 
     def _reach(self, phase: Phase, block: Block) -> None:
         """Submits the ops up to this anchor, and waits for what it needs."""
-        if self.device is not None and self.batch.in_backward:  # also where a forward is repeated: the block's backward follows
+        if self.device is not None and self.batch.in_backward:  # a repeated forward comes before its backward
             phase = Phase.BACKWARD
             if block is self._at:
                 return
@@ -384,22 +373,22 @@ class Executor:
             self._step = None
 
     def hold(self, block: Block) -> None:
-        """Keeps the block open for the rest of the batch: a graph that no anchor announces holds its weights.
+        """Keeps the block open for the batch: a graph without an anchor uses its weights.
 
-        Such are a graph of gradients (``create_graph=True``), and one that was built with :meth:`Session.materialized` weights.
+        Examples are ``create_graph=True`` and graphs built inside :meth:`Session.materialized`.
         """
         if block.index not in self._held:
             self._held.add(block.index)
             self.residency.open(block)
 
-    # ---- rest ---------------------------------------------------------------------------------------------------------------
+    # ---- rest ------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Throws away what the batches since the last update have left: gradients, activations, ops under way.
+        """Drops gradients, activations and ops of the batches since the last update.
 
-        Weights and state are those of the last update, which may still be under way and is waited for.
+        Waits for that update. Weights and state are then its results.
         """
-        for _ in range(2):  # the second time raises what has nothing to do with memory
+        for _ in range(2):  # the second time raises errors that are not about memory
             try:
                 self.lanes.drain()
             except (DeviceMemoryError, torch.OutOfMemoryError):
@@ -422,7 +411,7 @@ class Executor:
         self.handlers.forget()
 
     def rest(self) -> None:
-        """Between two batches: no block is in use, nothing is under way, and all that was written is committed."""
+        """Between two batches: leaves no block in use, no op under way, no write uncommitted."""
         self.lanes.drain()
         self._schedules.learn(self._seen, training=self._training)
         self._seen = []
@@ -445,12 +434,12 @@ class Executor:
 
     @contextmanager
     def handed(self, *, whole: bool) -> Iterator[None]:
-        """Between two batches: the engine has all updates so far, and inside only the caller gives it anything.
+        """Between two batches: the engine has all updates. Inside, only the caller uses it.
 
-        Of what is under way only that is waited for which a record names; see [Note: One user of the store].
+        Waits only for ops that a record names; see [Note: One user of the store].
 
         Args:
-            whole: The step is kept: what a device has made is in host memory, or stays where it is until it is lent.
+            whole: The step is kept, so a device's results come to host memory or are lent later.
         """
         for end in self.handlers.updating:
             end.handed()
@@ -464,17 +453,17 @@ class Executor:
         with self.context.run.turn:
             yield
 
-    # ---- begin and end ------------------------------------------------------------------------------------------------------
+    # ---- begin and end ---------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """During a step, blocks that have left take their place on the device again; the schedule that knew it has ended."""
+        """Puts blocks that have left back on the device, during a step. This ends its schedule."""
         if self.device is not None:
             self._step = None
         self.residency.enter()
 
     @contextmanager
     def cleared(self) -> Iterator[None]:
-        """Between two batches: inside, nothing of the model is on the device, and its memory is free for others."""
+        """Between two batches: inside, the model is not on the device, and its memory is free."""
         self.rest()
         num_bytes = self.lanes.memory().capacity_bytes
         self.residency.set_aside(0)
@@ -485,7 +474,7 @@ class Executor:
             self.residency.move_in()
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan, while the executor rests; on host and disk the blocks are where it wants them."""
+        """Changes to another plan, at rest. On host and disk the blocks are in place."""
         self.context = context
         self.residency.install(context)
         self._schedules.adopt(context.plan, context.model, context.cache_bytes)
@@ -496,13 +485,13 @@ class Executor:
         self.residency.move_in()
 
     def relearn(self, model: ModelShape) -> None:
-        """Parameters have joined an optimizer: from the next step on their blocks are updated like others."""
+        """Parameters have joined an optimizer: updates their blocks from the next step on."""
         self.context = replace(self.context, model=model)
         self.residency.install(self.context)
         self._schedules.adopt(self.plan, model, self.context.cache_bytes)
 
     def finish(self) -> None:
-        """The end of training, orderly or not: nothing is left half open."""
+        """Ends training, after an error too: leaves nothing half open."""
         if self.device is not None:
             self.lanes.drain()
         self.batch.in_backward = False
@@ -515,9 +504,9 @@ class Executor:
         self.heap.close()
 
     def stop(self) -> None:
-        """Nothing is submitted any more; the device's memory is free for others if everything has left it."""
+        """Closes the lanes. The device's memory is free if everything has left it."""
         if self.device is not None:
-            for block in self.blocks:  # what a step has kept lies in memory of the lanes
+            for block in self.blocks:  # kept gradients lie in memory of the lanes
                 for param in block.params():
                     if type(param.grad) is HostGradient:
                         param.grad = None
@@ -531,7 +520,7 @@ class Executor:
         self.lanes.close()
 
     def let_go(self) -> None:
-        """The model is another's from now on."""
+        """Forgets the model: it belongs to another owner."""
         self._forget_ops()
         self.residency.doors.forget()
         self.updater.own([])

@@ -1,10 +1,11 @@
-"""Room for gradients before they come, also for those that autograd adds up.
+"""Makes room for gradients before they come, also for gradients that autograd adds up.
 
 [Note: Sums of gradients]
-A parameter that is used more than once, as an embedding that is also the head, has several gradients, which autograd adds up. While
-it does, up to three are there: what has been added before, what is new, and the sum (it adds in place only where nothing else
-refers to the storage). The budget counts one. So before the backward of the last block, which those of pinned blocks follow,
-cached weights go where the others would exceed the budget; they are fetched again as for a smaller cache.
+A parameter that is used more than once, such as an embedding that is also the head, has several
+gradients, which autograd adds up. Then three of them exist for a moment: the old sum, the new
+gradient and the new sum (autograd adds in place only if nothing else refers to the storage). The
+budget counts one. So cached weights are released before the last backward of a block that is not
+pinned, if the other two would exceed the budget. They are fetched again as for a smaller cache.
 Source: PyTorch, torch/csrc/autograd/input_buffer.cpp.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,53 +23,48 @@ from lightning_hetero.store.live.blocks import Block
 
 
 class GradientRoom:
-    """Keeps the process within its budget during forward and backward.
-
-    Args:
-        run: The run.
-        weights: Cached weights, which may have to give way.
-    """
+    """Keeps the process within its budget during forward and backward."""
 
     def __init__(self, run: Run, weights: HostWeights) -> None:
         self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
         self._sum_bytes: int | None = None  # the largest gradient of a pinned block that is a sum; None: not known yet
 
     def forward_begins(self) -> None:
-        """A batch begins."""
+        """Checks the budget as a batch begins."""
         self._heap.forward_begins(self._weights.coming_bytes())
 
     def backward_begins(self, loss: Tensor | None) -> None:
-        """A backward begins; looks, once, at what it is going to add up."""
+        """A backward begins. Finds, once, the gradients that it is going to add up."""
         self._heap.backward_begins()
         if loss is not None and self._sum_bytes is None and self._weights.capacity_bytes:
             self._sum_bytes = largest_sum(loss, (p for b in self._blocks if b.spec.pinned for p in b.params()))
 
     def make_room(self, block: Block) -> None:
-        """The backward of a block begins: free memory that it may not find goes back first."""
+        """The backward of a block begins: gives free memory back if its gradients may not fit."""
         self._heap.check(self._gradients_coming(block))
 
     def give_way(self, block: Block) -> None:
-        """The backward of the last block but for pinned ones begins; see [Note: Sums of gradients]."""
+        """The backward begins after which only pinned blocks follow: [Note: Sums of gradients]."""
         summed = self._sum_bytes or 0
         if summed >= WORTH_IT:
             self._weights.evict(min(2 * summed, self._heap.lacking(self._gradients_coming(block) + summed)), spare=block)
 
     def _gradients_coming(self, block: Block) -> int:
-        """What backward may allocate for gradients until it reaches the next block; those of pinned blocks come at any time."""
+        """Bytes of gradients until the next block; those of pinned blocks come at any time."""
         return sum(b.gradient_bytes for i, b in enumerate(self._weights.model.blocks) if b.pinned or i == block.index)
 
 
 def largest_sum(loss: Tensor, params: Iterable[nn.Parameter]) -> int:
-    """Bytes of the largest gradient of these parameters that the backward from ``loss`` adds up; 0 if it adds up none."""
+    """Bytes of the largest gradient of these parameters that backward adds up; 0 for none."""
     counts = gradients_added(loss)
     return max((p.numel() * p.element_size() for p in params if counts[id(p)] > 1), default=0)
 
 
 def gradients_added(loss: Tensor) -> Counter[int]:
-    """How many gradients the backward from a tensor adds up for each parameter, by its ``id``."""
+    """The number of gradients that backward from a tensor adds up, by the parameter's ``id``."""
     found: Counter[int] = Counter()
-    waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(waiting)  # and kept alive: a node that nobody holds is a new Python object each time
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(waiting)  # it keeps nodes alive: a node without a reference is a new Python object each time
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if (variable := getattr(node, "variable", None)) is not None:

@@ -1,18 +1,20 @@
-"""Gives content to what was made on the meta device: from files, or by the modules' own ``reset_parameters``, one block at a time.
+"""Initializes parameters on the meta device, from files or by ``reset_parameters``.
 
 [Note: Meta initialization]
-As under FSDP, every module that owns parameters or buffers on the meta device must be able to set them itself, children before
-their parents, as constructors do; a model of Hugging Face sets those of its modules with its ``_init_weights``. What is to be set
-holds NaN (integers their smallest value) before, so a ``reset_parameters`` that forgets something is found and not trained on.
+As under FSDP, every module that owns parameters or buffers on the meta device must be able to set
+them itself, children before parents, as constructors do. A Hugging Face model sets those of its
+modules with ``_init_weights``. Before that, tensors hold NaN (integers their smallest value), so a
+``reset_parameters`` that forgets something is found.
+
+A block that is whole in files is only read. If files lack something, a module's
+``reset_parameters`` may set other tensors as well, even in other blocks. So blocks that are in
+files in part are read last, through ``runtime.offloaded_parameter``.
 
 [Note: Adapters on the meta device]
-A layer of PEFT has a child ``base_layer`` and adapters beside it, which it initializes itself: LoRA's second matrix is zero, which
-a module's own ``reset_parameters`` would not know, and DoRA's magnitudes are norms of the base weights. So those are read first.
-Other kinds of adapters are refused by name, unless files have them.
-
-What is in files needs no module to set it: a block that files give as a whole is only read. But where a module sets something
-that files lack, its ``reset_parameters`` may set other things as well, even in other blocks. So blocks that are in files in part
-get that part last, through the door.
+A PEFT layer has a child ``base_layer`` and adapters beside it, which it initializes itself: LoRA's
+second matrix is zero, which ``reset_parameters`` does not know, and DoRA's magnitudes are norms of
+the base weights. So base weights are read first. Other adapters are refused by name, unless files
+have them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,31 +34,28 @@ from lightning_hetero.store.raw_memory import own_memory
 
 
 class Content(Protocol):
-    """Weights in files, by the names that the model's parameters and buffers have inside it."""
+    """Weights in files, by the names of the model's parameters and buffers."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the files have it."""
+        """Whether the files have this tensor."""
 
     def fill(self, name: str, memory: Tensor) -> None:
         """Reads it into a CPU tensor of its shape, converting to the tensor's dtype."""
 
 
-class _Nothing:
+class _Nothing(dict[str, Tensor]):
     """No files."""
 
-    def __contains__(self, name: object) -> bool:
-        return False
-
     def fill(self, name: str, memory: Tensor) -> None:
-        raise AssertionError(name)
+        memory.copy_(self[name])
 
 
 class Initializer:
-    """What sets the parameters and buffers of one model that are on the meta device.
+    """Sets the parameters and buffers of one model that are on the meta device.
 
     Args:
         root: The model.
-        content: Weights in files; they count before everything else.
+        content: Weights in files; they have precedence.
     """
 
     def __init__(self, root: nn.Module, content: Content | None = None) -> None:
@@ -68,10 +67,10 @@ class Initializer:
         self._in_adapters = set(adapters)
 
     def check(self) -> None:
-        """Refuses a model whose modules cannot set what they own on the meta device and no file has.
+        """Refuses a model with tensors on the meta device that no module can set and no file has.
 
         Raises:
-            ConfigError: Names the module and what it owns.
+            ConfigError: Names the module and its tensors.
         """
         for name, module in self._root.named_modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -98,15 +97,7 @@ class Initializer:
                     self._fill(name, buffer)
 
     def read(self, block: Block, names: Collection[str]) -> bool:
-        """Reads a block's parameters if files have all that it lacks.
-
-        Args:
-            block: The block, bound to memory.
-            names: Names of the model's parameters that have no content yet.
-
-        Returns:
-            Whether they have; if not, nothing is read.
-        """
+        """Reads a block's parameters if files have all of them. Returns whether they have."""
         wanted = [n for n in block.spec.params if n in names]
         if not all(n in self._content for n in wanted):
             return False
@@ -132,14 +123,10 @@ class Initializer:
         return True
 
     def set(self, block: Block, names: Collection[str]) -> list[str]:
-        """Sets a block's parameters that were made on the meta device, and the buffers of their modules.
-
-        Args:
-            block: The block, bound to memory.
-            names: Names of the model's parameters that have no content yet.
+        """Sets a block's parameters on the meta device, and the buffers of their modules.
 
         Returns:
-            What files have of them: it is not read yet.
+            Names of parameters that are in files and have not been read yet.
 
         Raises:
             ConfigError: A ``reset_parameters`` leaves something unset.
@@ -168,7 +155,7 @@ class Initializer:
                 self._set(name, module, {})
 
     def fill(self, name: str, param: nn.Parameter) -> None:
-        """Reads one parameter from its file and writes it through the door."""
+        """Reads one parameter from its file."""
         self._fill(name, param)
 
     def _fill(self, name: str, tensor: Tensor) -> None:
@@ -195,7 +182,7 @@ class Initializer:
 
 
 def in_order_of_construction(root: nn.Module, blocks: Iterable[Block]) -> list[Block]:
-    """The blocks, those inside a module before that module's own: what it sets in them stays."""
+    """The blocks, inner ones before their parents: what parents set in them stays."""
     order = {id(module): i for i, (_, module) in enumerate(_children_first(root, "(root)"))}
     return sorted(blocks, key=lambda block: order[id(block.spec.module)])
 
@@ -208,21 +195,21 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def _setters(root: nn.Module) -> dict[int, list[Callable[[], Any]]]:
-    """What sets each module's own parameters and buffers, in the order in which constructors call it."""
-    out: dict[int, list[Callable[[], Any]]] = {}
+def _setters(root: nn.Module) -> dict[int, list[Callable[[], object]]]:
+    """The functions that set each module's own tensors, in the order of constructors."""
+    out: dict[int, list[Callable[[], object]]] = {}
 
-    def visit(module: nn.Module, model: Any) -> None:
+    def visit(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
         if id(module) in out:
             return
-        if hasattr(module, "_no_split_modules") and callable(getattr(module, "_init_weights", None)):
-            model = module  # Hugging Face's PreTrainedModel
+        if hasattr(module, "_no_split_modules") and callable(own := getattr(module, "_init_weights", None)):
+            init = own  # Hugging Face's PreTrainedModel
         setters = [] if (reset := _reset(module)) is None else [reset]
-        if model is not None:
-            setters.append(partial(model._init_weights, module))
+        if init is not None:
+            setters.append(partial(init, module))
         out[id(module)] = setters
         for child in module.children():
-            visit(child, model)
+            visit(child, init)
 
     visit(root, None)
     return out
@@ -242,13 +229,13 @@ def _children_first(top: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]
     return visit(name, top)
 
 
-def _reset(module: nn.Module) -> Any:
+def _reset(module: nn.Module) -> Callable[[], object] | None:
     """``reset_parameters``; torch's attention modules call theirs ``_reset_parameters``."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
 
-def _unset(dtype: torch.dtype) -> Any:
+def _unset(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,14 +1,16 @@
-"""The door: every read and write of weights that are not in memory goes through here.
+"""Parameters whose weights are not in memory: every read and write of them goes through here.
 
 [Note: Two faces of an offloaded tensor]
-``OffloadedParameter`` is the model's own parameter object, seen while its bytes are on another tier or being updated. The
-runtime toggles its ``__class__`` with ``offload`` and ``restore``; identity, address, hooks and autograd state stay.
-``OffloadedTensor`` is what a reader gets: a handle with shape, dtype and strides but no bytes. It stays lazy
-through ``detach`` and views, and reads its ``Source`` when an operator needs values. Writes go through to the source.
+``OffloadedParameter`` is the model's own parameter object while its weights are on another tier or
+being updated. The runtime switches its ``__class__`` with ``offload`` and ``restore``; identity,
+address, hooks and autograd state stay. A reader gets an ``OffloadedTensor``
+(``offloaded_tensor.py``): a handle with shape, dtype and strides but no bytes. It stays lazy
+through ``detach`` and views, and reads its ``Source`` when an operator needs values. Writes go to
+the source.
 
 [Note: No lost gradients]
-A released parameter that requires grad may be read under ``no_grad`` or in ways that build no graph. A read that would
-build one raises: its gradient would reach a stand-in, not the parameter.
+A released parameter that requires grad may be read under ``no_grad`` or in ways that build no
+graph. A read that would build one raises, because its gradient would not reach the parameter.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, Source, c
 
 
 class Residency(enum.Enum):
-    """Where a parameter's bytes are, and who may touch them."""
+    """Where a parameter's weights are."""
 
     RESIDENT = "resident"  #: In its own memory and final: an ordinary parameter.
-    PENDING = "pending"  #: An update is writing them; they are final after ``Record.wait``.
-    RELEASED = "released"  #: On another tier; the memory behind the address reads as garbage.
+    PENDING = "pending"  #: An update is writing them. They are final after ``Record.wait``.
+    RELEASED = "released"  #: On another tier. The memory at the address reads as garbage.
 
 
 class Record(Protocol):
-    """What the runtime knows of one offloaded parameter; kept in ``parameter._hetero`` while it is offloaded."""
+    """One offloaded parameter for the runtime, in ``parameter._hetero`` while it is offloaded."""
 
     @property
     def name(self) -> str:
@@ -47,19 +49,20 @@ class Record(Protocol):
         """Where the bytes are now."""
 
     def wait(self) -> None:
-        """Returns when no update is pending. May change ``state``, and may ``restore`` the parameter."""
+        """Waits until no update is pending. May change ``state`` and ``restore`` the parameter."""
 
     def source(self) -> Source:
-        """The content; equal for equal records, so that tied weights stay one storage in a checkpoint."""
+        """The content; equal for equal records: tied weights stay one storage in a checkpoint."""
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter while its bytes are away or being updated; see [Note: Two faces of an offloaded tensor].
+    """A parameter while its weights are away or being updated.
 
-    Metadata, gradients and hooks never wait and never read. ``detach`` and ``.data`` of a released parameter give a lazy
-    ``OffloadedTensor``; of a pending one they wait, and give its own memory.
-    Everything else waits for a pending update, and on a released parameter reads through, or writes through under
-    ``no_grad``. Never constructed: ``offload`` turns an existing parameter into one.
+    See [Note: Two faces of an offloaded tensor]. Metadata, gradients and hooks never wait and never
+    read. ``detach`` and ``.data`` of a released parameter give a lazy ``OffloadedTensor``. Of a
+    pending one they wait and give its own memory. Everything else waits for a pending update; on a
+    released parameter it reads the source or, under ``no_grad``, writes it. It is never
+    constructed: ``offload`` turns an existing parameter into one.
     """
 
     _hetero: Record
@@ -68,7 +71,7 @@ class OffloadedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Decides for each torch function on the parameter: metadata, lazy handle, write-through or read."""
+        """Decides for a torch function: metadata, lazy handle, write or read."""
         kwargs = kwargs or {}
         if func in METADATA:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
@@ -100,19 +103,19 @@ class OffloadedParameter(nn.Parameter):
 
 
 def offload(parameter: nn.Parameter, record: Record) -> None:
-    """Turns a parameter into an ``OffloadedParameter``, in place. Costs well under a microsecond."""
+    """Turns a parameter into an ``OffloadedParameter``, in place, in under a microsecond."""
     parameter.__class__ = OffloadedParameter
     parameter.__dict__["_hetero"] = record
 
 
 def restore(parameter: nn.Parameter) -> None:
-    """Turns an ``OffloadedParameter`` back into an ordinary parameter that keeps no trace of the door."""
+    """Turns an ``OffloadedParameter`` back into an ordinary parameter."""
     parameter.__class__ = nn.Parameter
     parameter.__dict__.pop("_hetero", None)
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """What ``detach``, ``.data`` and ``state_dict`` give: weights in memory have an alias, once they are final, as in PyTorch."""
+    """``detach``, ``.data``, ``state_dict``: an alias of final weights in memory, or a handle."""
     if isinstance(tensor, OffloadedParameter) and tensor._hetero.state is Residency.PENDING:
         tensor._hetero.wait()
     return _handle(tensor) if isinstance(tensor, OffloadedParameter) else tensor.detach()
@@ -128,17 +131,17 @@ def materialize(tensor: Tensor) -> Tensor:
     """Gives an ordinary tensor.
 
     Args:
-        tensor: Any tensor; an ``OffloadedTensor`` or ``OffloadedParameter`` is read from where it lives.
+        tensor: Any tensor. An ``OffloadedTensor`` or ``OffloadedParameter`` is read from its tier.
 
     Returns:
-        ``tensor`` itself if it is ordinary; else a fresh detached dense CPU tensor, whatever device it reports, with its shape,
-        dtype and, unless it is a view, its strides.
+        ``tensor`` itself if it is ordinary. Otherwise a fresh detached dense CPU tensor with its
+        shape, dtype and, unless it is a view, its strides.
     """
     return contents_of(_handle(tensor) if isinstance(tensor, OffloadedParameter) else tensor)
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:
-    """``parameter.data = value``: writes through, because the parameter's address is permanent."""
+    """``parameter.data = value``: writes the source, because the address is permanent."""
     if not isinstance(parameter, OffloadedParameter):  # an ordinary tensor takes the data of an offloaded one
         parameter.data = materialize(value).to(value.device)
         return
@@ -172,7 +175,7 @@ def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dic
             stand_ins[id(parameter)] = (parameter, _stand_in(parameter, record))
         return stand_ins[id(parameter)][1]
 
-    # tree_map_only would test isinstance(_, OffloadedParameter) before wait(), which may restore the class.
+    # tree_map_only tests the class before wait(), which may restore it.
     plain_args, plain_kwargs = pytree.tree_map_only(OffloadedParameter, enter, (args, kwargs))
     result = torch._C._disabled_torch_function_impl(
         _OVERRIDDEN.get(func, func) if stand_ins else func, types, plain_args, plain_kwargs
@@ -194,7 +197,7 @@ def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dic
 
 
 def _stand_in(parameter: OffloadedParameter, record: Record) -> Any:
-    """What a function sees instead of a released parameter: as a leaf, so that autograd's own rules apply to it."""
+    """The handle in place of a released parameter; a leaf, so that autograd's rules apply to it."""
     needs_grad = parameter.requires_grad and torch.is_grad_enabled()
     stand_in: Any = _handle(parameter, requires_grad=needs_grad)
     if needs_grad:
@@ -213,7 +216,7 @@ def _refuse_gradient(name: str) -> NoReturn:
 
 
 def _metadata_functions() -> frozenset[Any]:
-    """The torch functions that need no values: shapes, flags, gradients, hooks, and ``*_like`` factories."""
+    """Torch functions that need no values: shapes, flags, gradients, hooks, ``*_like``."""
     of_values = {"data", "T", "mT", "H", "mH", "real", "imag"}
     properties = [
         descriptor
@@ -238,7 +241,7 @@ METADATA = _metadata_functions()
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _DETACH = frozenset([Tensor.detach, torch.detach, _GET_DATA])
-# Methods that look below the operators: the C functions would see the handle's empty memory.
+# Methods below the operators, whose C functions would see the handle's empty memory.
 _OVERRIDDEN = {
     getattr(Tensor, name): getattr(OffloadedTensor, name)
     for name in ("numpy", "tolist", "__dlpack__", "apply_", "untyped_storage", "_typed_storage", "data_ptr")

@@ -1,9 +1,9 @@
-"""Handles: tensors without bytes, which read and write where the bytes are.
+"""Handles: tensors without bytes, which read and write their content where it is.
 
 [Note: Devices]
-A handle reports the device where an ordinary tensor would be: its parameter's. Operators run there, on a copy of the content, and
-give their results there. The content itself comes and goes as CPU tensors: a move to the CPU, a copy into another tensor and a
-checkpoint never pass through the device.
+A handle reports the device of its parameter, as an ordinary tensor would. Operators run there, on a
+copy of the content, and give their results there. The content itself comes and goes as CPU tensors:
+a move to the CPU, a copy into another tensor and a checkpoint never use the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 
 
 class Source(Protocol):
-    """Where the bytes of an offloaded tensor are. Hashable; sources that compare equal are one storage (tied weights)."""
+    """An offloaded tensor's content. Hashable; equal sources are one storage (tied weights)."""
 
     @property
     def name(self) -> str:
@@ -37,13 +37,13 @@ class Source(Protocol):
 
     @property
     def address(self) -> int | None:
-        """Where the content lies while it is in memory, the same for all that is one storage; ``None`` if that is not known."""
+        """The content's address while it is in memory, one per storage; ``None`` if unknown."""
 
     def read(self) -> Tensor:
         """Returns a fresh dense CPU tensor with the current content; waits for a pending update."""
 
     def write(self, value: Tensor) -> None:
-        """Stores ``value`` (CPU, this shape and dtype, any strides) and keeps no reference to it."""
+        """Stores ``value`` (CPU, this shape and dtype, any strides); keeps no reference."""
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ class Begins(Protocol):
     """A source that can be read ahead."""
 
     def begin(self) -> Callable[[], Tensor]:
-        """Begins to read the content as it is now; what it returns is called once, waits, and gives what ``read`` gives."""
+        """Begins to read the present content. The result, called once, waits and returns it."""
 
 
 _CPU = torch.device("cpu")
@@ -60,14 +60,15 @@ _CPU = torch.device("cpu")
 class OffloadedTensor(Tensor):
     """A tensor without bytes; see [Note: Two faces of an offloaded tensor] and [Note: Devices].
 
-    Operators see the content of ``source``; in-place operators write it back. ``detach`` and views stay lazy. Pickling
-    and ``copy.deepcopy`` give ordinary tensors, so files written by ``torch.save`` never name this class; they hold CPU tensors.
+    Operators see the content of ``source``; in-place operators write it back. ``detach`` and views
+    stay lazy. Pickling and ``copy.deepcopy`` give ordinary tensors, so files from ``torch.save``
+    hold CPU tensors and never name this class.
 
     Args:
-        source: Where the content is.
+        source: The content.
         stride: Strides in elements; contiguous by default.
         device: The device that it reports and computes on; the CPU by default.
-        requires_grad: Whether autograd treats it as a leaf that needs a gradient.
+        requires_grad: Autograd treats it as a leaf that needs a gradient.
     """
 
     source: Source
@@ -75,17 +76,12 @@ class OffloadedTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        source: Source,
-        *,
-        stride: Sequence[int] | None = None,
-        device: torch.device = _CPU,
-        requires_grad: bool = False,
+        cls, source: Source, *, stride: Sequence[int] | None = None, device: torch.device = _CPU, requires_grad: bool = False
     ) -> Self:
         """Makes a handle; reads nothing."""
         if stride is None:
             stride = torch.empty(source.shape, device="meta").stride()
-        # Always a normal tensor: one made during validation must not break training as an inference tensor.
+        # Never an inference tensor: a handle made during validation must not break training.
         with torch.inference_mode(False):
             self: Self = Tensor._make_wrapper_subclass(
                 cls, source.shape, strides=stride, dtype=source.dtype, device=device, requires_grad=requires_grad
@@ -117,17 +113,17 @@ class OffloadedTensor(Tensor):
         return self
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """Returns a copy in memory, as callers that pass it on to native code expect (``save_pretrained``)."""
+        """Returns a copy in memory, for native code (``save_pretrained``)."""
         return self.clone(memory_format=memory_format)
 
     def data_ptr(self) -> int:
-        """The address of a copy of the content, which is brought into memory for as long as this handle lives.
+        """The address of a copy of the content, in memory for as long as this handle lives.
 
-        Writers of model files read there (``safetensors.torch.save_file``). Tied tensors and views share the copy, as they share
-        a storage. A later call brings the copy up to date.
+        Writers of model files read there (``safetensors.torch.save_file``). Tied tensors and views
+        share the copy, as they share a storage. A later call updates the copy.
 
         Raises:
-            OutOfMemoryBudgetError: It does not fit beside what is in memory already.
+            OutOfMemoryBudgetError: The copy does not fit the budget.
         """
         root, view = _root(self)
         if root._copy is None:
@@ -138,9 +134,10 @@ class OffloadedTensor(Tensor):
         return view(root._copy.content).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """Tells tied tensors apart from others, as writers of model files ask; gives no access to bytes.
+        """The identity of the storage, by which writers of model files find tied tensors.
 
-        It begins where ``data_ptr`` of the whole tensor is, once somebody has asked for that; before, nothing is read.
+        It gives no access to bytes. Its address is ``data_ptr`` of the whole tensor after a call of
+        that. Before, nothing is read.
         """
         root, _ = _root(self)
         copy = root._copy or _COPIES.get((root.source, root.stride()))
@@ -169,7 +166,7 @@ class OffloadedTensor(Tensor):
     __repr__: Any = _describe  # mypy accepts no override of torch's signature
 
 
-# No program can map memory here, so a program that takes the identity for an address stops instead of reading zeros.
+# No program can map memory here. Code that reads at this address stops instead of reading zeros.
 _UNMAPPED = 1 << 62
 
 
@@ -181,7 +178,7 @@ class _AbsentStorage:
         self._nbytes = nbytes
 
     def data_ptr(self) -> int:
-        """Equal for tensors that share a storage, different for others; nothing can be read there."""
+        """The identity of the storage; nothing can be read there."""
         return self._identity
 
     def nbytes(self) -> int:
@@ -192,7 +189,7 @@ class _AbsentStorage:
 
 
 def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """Runs one ATen operator on the contents; writes back what the operator's schema says it mutates."""
+    """Runs one ATen operator on the contents; writes back the arguments that it mutates."""
     kwargs = kwargs or {}
     first = args[0] if args else None
     if isinstance(first, OffloadedTensor):
@@ -209,7 +206,7 @@ def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwar
 
 
 class _ViewSource:
-    """A view of another handle: reads through the view, writes by replacing the viewed part of the whole."""
+    """A view of another handle. It reads and writes through the whole content."""
 
     def __init__(self, root: OffloadedTensor, view: Callable[[Tensor], Tensor], outcome: Tensor) -> None:
         self.name = f"view of {root.source.name}"
@@ -233,26 +230,25 @@ class _ViewSource:
 
 
 class _Copy:
-    """Memory for the content of a handle and of those tied to it; it counts as borrowed while one of them lives."""
+    """Memory for the content of tied handles; it counts as a loan while one of them lives."""
 
     content: Tensor
 
     def __init__(self, root: OffloadedTensor) -> None:
-        source: Any = root.source
-        if (loans := getattr(getattr(source, "store", None), "loans", None)) is not None:
-            loans.take(self, root.numel() * root.element_size(), source.name)
+        if (loans := getattr(getattr(root.source, "store", None), "loans", None)) is not None:
+            loans.take(self, root.numel() * root.element_size(), root.source.name)
         self.content = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype)
 
 
-# Copies whose addresses handles gave away, by what is one storage.
+# Copies whose addresses are in use, by storage.
 _COPIES: weakref.WeakValueDictionary[tuple[Source, tuple[int, ...]], _Copy] = weakref.WeakValueDictionary()
 
-# The living handles of each parameter, by the parameter's fixed address and the handle's id: tensors cannot be compared.
+# Living handles by the parameter's fixed address and the handle's id.
 _HANDLES: dict[int, weakref.WeakValueDictionary[int, OffloadedTensor]] = {}
 
 
 class _Kept:
-    """Content that only handles hold, in memory."""
+    """Content in memory that only handles hold."""
 
     def __init__(self, name: str, content: Tensor) -> None:
         self.name = name
@@ -272,10 +268,10 @@ class _Kept:
 
 
 def keep_content(source: Source) -> None:
-    """Lets the living handles of ``source`` keep its present content, also after ``source`` gets another one.
+    """Lets the living handles of ``source`` keep its present content when ``source`` gets another.
 
-    In PyTorch ``old = p.data; p.data = new`` leaves ``old`` with the old values: the parameter goes to other memory. An
-    offloaded parameter keeps its place, so the handles leave it.
+    In PyTorch ``old = p.data; p.data = new`` leaves ``old`` with the old values, because the
+    parameter changes its memory. An offloaded parameter keeps its memory, so the handles leave it.
     """
     address = source.address
     living = [] if address is None else [h for h in _HANDLES.pop(address, {}).values() if h.source == source]
@@ -311,7 +307,7 @@ def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dic
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on the contents and writes back the mutated ones. Views of one whole share its content."""
+    """Runs an operator on contents and writes mutated ones back. Views share one whole."""
     wholes: dict[Any, tuple[OffloadedTensor, Tensor]] = {}
     contents: dict[int, Tensor] = {}
     moves = func is torch.ops.aten.copy_.default or (func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None)
@@ -364,18 +360,17 @@ def _fitted(value: Tensor, like: OffloadedTensor) -> Tensor:
 
 def _refuse_memory(tensor: OffloadedTensor) -> NoReturn:
     raise OffloadedAccessError(
-        f"{tensor.source.name!r} is offloaded: this handle has no memory or storage of its own. "
-        "Take a copy with .clone() or lightning_hetero.runtime.offloaded_parameter.materialize(tensor)."
+        f"{tensor.source.name!r} is offloaded: this handle has no memory or storage of its own. Take a copy with .clone()."
     )
 
 
 def contents_of(tensor: Tensor) -> Tensor:
-    """What a handle stands for: a fresh detached dense CPU tensor. An ordinary tensor is its own content."""
+    """The content of a handle, as a fresh detached dense CPU tensor. Other tensors are returned."""
     return begin_contents(tensor)() if isinstance(tensor, OffloadedTensor) else tensor
 
 
 def begin_contents(tensor: OffloadedTensor) -> Callable[[], Tensor]:
-    """Begins to read what a handle stands for, where its source can; the result is called once, and gives :func:`contents_of`."""
+    """Begins to read a handle's content; the result, called once, gives :func:`contents_of`."""
     source = tensor.source
     read = source.begin() if isinstance(source, Begins) else source.read
 
@@ -387,7 +382,7 @@ def begin_contents(tensor: OffloadedTensor) -> Callable[[], Tensor]:
 
 
 def with_strides(content: Tensor, stride: Sequence[int]) -> Tensor:
-    """The same values in that memory order: the tensor itself if it has it already."""
+    """The same values in this memory order; the tensor itself if it has it already."""
     if content.stride() == tuple(stride):
         return content
     return torch.empty_strided(content.shape, stride, dtype=content.dtype).copy_(content)

@@ -1,4 +1,4 @@
-"""What a session is given: what the user chose, and how the training loop uses gradients."""
+"""The options of a session: the user's choices, and how the training loop uses gradients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.units import MIB, format_bytes
 
-_PROCESS_BYTES = 64 * MIB  # what torch, its threads, malloc and a planner take beyond what is counted, from the first batch on
-_BATCH_SHARE = 8  # of what is free, this part is for a batch's activations until they are known
+_PROCESS_BYTES = 64 * MIB  # torch, its threads, malloc and a planner, from the first batch on
+_BATCH_SHARE = 8  # this part of the free memory is for activations until they are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What the user may choose; see ``HeteroOffloadStrategy``.
+    """The user's choices; see ``HeteroOffloadStrategy``.
 
     Attributes:
-        plans: What makes the plan: the first one whose plan fits the budget counts.
-        sharers: Processes that share the host's memory alike, where no budget is given.
+        plans: Functions that make a plan. The first plan that fits the budget counts.
+        sharers: Processes that share the host's memory equally, if no budget is given.
     """
 
     plans: tuple[Callable[[ModelShape], Plan], ...]
@@ -44,13 +44,13 @@ class SessionOptions:
     new_run: bool = False  # a store with a kept step at `disk_path` is put aside
     trace: bool = False
     poison: bool = False
-    keep_every: int = 1  # where steps are kept, every so many steps
-    on_patched: Callable[[Tensor], object] = id  # told of values that were copied from a checkpoint
+    keep_every: int = 1  # of the steps that could be kept, keep every N-th
+    on_patched: Callable[[Tensor], object] = id  # called with values that were copied from a checkpoint
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     @property
     def wants_steps(self) -> bool:
-        """Whether every step of a fit is to survive in the store."""
+        """Whether steps of a fit shall survive in the store."""
         return self.disk_path is not None and self.engine.durability != "none"
 
 
@@ -59,14 +59,14 @@ class StepRules:
     """How the training loop uses gradients, which decides when updates may run.
 
     Attributes:
-        deferred: Why updates wait until ``optimizer.step()`` knows all gradients; empty: they run during backward.
+        deferred: Why updates wait until ``optimizer.step()``; empty: they run during backward.
         accumulates: Gradients live through several batches.
         keep_gradients: ``param.grad`` stays after the step.
         waits: ``optimizer.step()`` waits for the updates.
         clip_value: Clip by value at this, during backward.
-        norms: Gradients are clipped by their norm, or may be: a device computes norms as gradients leave it.
-        speculates: Nothing but clipping by norm and loss scaling defers updates, so they may be tried during backward.
-        buckets: Memory in which ranks average gradients, beside all of them.
+        norms: Gradients may be clipped by norm, so a device computes norms as gradients leave it.
+        speculates: Only clipping by norm or loss scaling defers updates, so they may speculate.
+        buckets: Memory in which ranks average gradients, beside the gradients.
     """
 
     deferred: str = ""
@@ -82,17 +82,18 @@ class StepRules:
 def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool = False) -> int:
     """The budget of host memory in bytes.
 
-    It is ``host_memory`` if that is given. Else it is what this run already holds, plus the free memory, less a reserve: without
-    one, a run could fill its control group, and the kernel would kill it. The process gets 64 MiB, and a batch an eighth of the
-    free memory until a profiled batch has shown what it needs.
+    It is ``host_memory`` if that is given. Otherwise it is the memory that this run already holds,
+    plus the free memory, minus a reserve: without one, a run could fill its control group, and the
+    kernel would kill it. The reserve is 64 MiB for the process, and an eighth of the free memory
+    for a batch until one has been profiled.
 
     Args:
         options: The user's choices.
-        present_bytes: What this run already holds of its budget.
+        present_bytes: Bytes of its budget that this run already holds.
         profiled: Activations are known, and plans count them.
 
     Raises:
-        ConfigError: ``host_memory`` is more than the machine, or the process's control group, has.
+        ConfigError: ``host_memory`` exceeds the memory of the machine or of the control group.
     """
     given, most = options.host_memory, total_memory_bytes()
     if given is not None and given > most:

@@ -1,15 +1,14 @@
-"""Whether a plan can run on one model, and what it then means for the runtime: budgets, geometries, rules, room on the disk."""
+"""Resolves a plan for one model: budgets, geometries, rules, disk space. Refuses bad plans."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
-from lightning_hetero.ir.model import BlockProfile, BlockShape, ModelProfile, ModelShape
+from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import (
@@ -37,9 +36,9 @@ from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN_STATE_BYTES = 8  # per element, for optimizers whose state is known only after their first step
+_UNKNOWN_STATE_BYTES = 8  # per element, before the first step of an optimizer shows its state
 
-Owners = Mapping[int, OptimizerBinding]  # each optimized parameter's optimizer, by the parameter's ``id``
+Owners = Mapping[int, OptimizerBinding]  # the optimizer of each parameter, by the parameter's ``id``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +47,19 @@ class Placement:
 
     Attributes:
         plan: The plan, one rule per block.
-        rules: When updates run under it.
+        rules: How gradients are used under it, and when updates run.
         by: The rule of each optimizer, in their order.
         cache_bytes: Host memory for weights that live on disk.
-        device_cache_bytes: Device memory for weights that live below a device with memory of its own.
-        arena_bytes: Device memory that is set aside for weights and state, where it is.
-        staging_bytes: Host memory for state that streams; 0 where nothing is on disk.
-        activation_bytes: What of the budget is for activations; 0 where they are not known.
-        geometries: Of the parts that the engine sees: native updates, and weights on disk.
-        may_defer: The host has room for all gradients at once, whether the rules ask for that or not.
-        swaps_to_disk: Activations go to files of their own.
-        swapped_bytes: What those take, as far as that is known.
-        num_blobs: Blocks of such files.
-        later_bytes: Files that state known only to its optimizer's own code takes from the first step on.
+        device_cache_bytes: Device memory for weights that live below the device.
+        arena_bytes: Device memory that is reserved for weights and state; 0 for none.
+        staging_bytes: Host memory for state that streams; 0 if nothing is on disk.
+        activation_bytes: Activations in the budget; 0 if they are not known.
+        geometries: The parts that the engine sees: native updates, and weights on disk.
+        may_defer: The host has room for all gradients at once.
+        swaps_to_disk: Activations go to files.
+        swapped_bytes: Bytes of these files, as far as they are known.
+        num_blobs: Parts with state that the engine does not know, in files.
+        later_bytes: Bytes of their files, from the first step on.
     """
 
     plan: Plan
@@ -85,7 +84,7 @@ class Placement:
 
 
 class Placer:
-    """Looks at plans for one model under one set of optimizers and rules; changes nothing.
+    """Resolves plans for one model, with one set of optimizers and rules. Changes nothing.
 
     Args:
         name: The model's name.
@@ -93,8 +92,8 @@ class Placer:
         options: The user's choices.
         bindings: The optimizers.
         rules: How gradients are used.
-        profile: What a profiled batch has shown of the blocks; ``None``: activations are unknown, and not counted.
-        kept_every: Every so many steps one is kept on disk; 0: none is.
+        profile: A profiled batch's results; ``None``: activations are unknown and not counted.
+        kept_every: One of so many steps is kept on disk; 0: none is.
     """
 
     def __init__(
@@ -119,23 +118,25 @@ class Placer:
         known = {} if self._profile is None else {b.name: b for b in self._profile.blocks}
         for block in self._blocks:
             trainable = [p for p in block.params() if id(p) in self.owners]
-            state = sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts)
-            rows.append(
-                BlockShape(
-                    name=block.name,
-                    num_params=sum(p.num_elements for p in block.parts),
-                    num_trainable_params=sum(p.numel() for p in trainable),
-                    weight_bytes=sum(p.weight_bytes for p in block.parts),
-                    gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad and self._bindings),
-                    state_bytes=state,
-                    pinned=block.spec.pinned,
-                    **_activations(known.get(block.name)),
-                )
+            sizes = BlockShape(
+                name=block.name,
+                num_params=sum(p.num_elements for p in block.parts),
+                num_trainable_params=sum(p.numel() for p in trainable),
+                weight_bytes=sum(p.weight_bytes for p in block.parts),
+                gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad and self._bindings),
+                state_bytes=sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts),
+                pinned=block.spec.pinned,
             )
+            if (seen := known.get(block.name)) is not None:
+                sizes = replace(
+                    sizes, activation_bytes=seen.activation_bytes, boundary_bytes=seen.boundary_bytes,
+                    transient_bytes=seen.transient_bytes, operators=seen.operators,
+                )  # fmt: skip
+            rows.append(sizes)
         return ModelShape(name=name, blocks=tuple(rows), kept_every=self._kept_every)
 
     def _chunk_bytes(self) -> int:
-        """Large enough for every part once it is trained: a model may be validated first, or unfrozen later."""
+        """Enough for every part with state: a model may be validated first, or unfrozen later."""
         chunks = [64 * 1024]
         for part in [part for block in self._blocks for part in block.parts]:
             trained = len(adam.state_names(part.dtype)) if part.dtype in adam.DTYPES else 0
@@ -147,12 +148,12 @@ class Placer:
         """The first of the plans that the budget allows.
 
         Args:
-            plans: What makes them.
+            plans: Functions that make them.
             present_bytes: Weights and state that are in memory already.
 
         Raises:
-            OutOfMemoryBudgetError: As for :meth:`place`, of the one that needs least.
-            UnsupportedError: None of them runs with these optimizers, of the first one.
+            OutOfMemoryBudgetError: None fits. The error is that of the plan that needs least.
+            UnsupportedError: None runs with these optimizers. The error is that of the first.
         """
         too_large: list[OutOfMemoryBudgetError] = []
         unsupported: list[UnsupportedError] = []
@@ -165,7 +166,7 @@ class Placer:
                 unsupported.append(error)
         if not too_large:
             raise unsupported[0]
-        last = too_large[-1]  # bytes of another tier are no measure of this one's
+        last = too_large[-1]  # bytes of different tiers cannot be compared
         same = [error for error in reversed(too_large) if error.tier == last.tier and error.needed_bytes]
         raise min(same, key=lambda error: error.needed_bytes, default=last)
 
@@ -188,7 +189,7 @@ class Placer:
         rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
         budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
         needs = self.needs(plan, rules)
-        if rules.speculates and least_bytes(needs) > budget:  # copies of weights until the verdict are a luxury
+        if rules.speculates and least_bytes(needs) > budget:  # speculation needs copies of weights until the verdict
             rules = replace(rules, speculates=False)
             needs = self.needs(plan, rules)
         room = cache_sizes_in_budget(
@@ -223,7 +224,7 @@ class Placer:
         )
 
     def fitting(self, plan: Plan) -> Plan:
-        """The plan resolved; weights that have no anchor of their own stay in memory whatever a pattern of the plan says.
+        """The plan, resolved. Weights without an anchor of their own stay in memory in any plan.
 
         Raises:
             ConfigError: The plan does not fit the model.
@@ -259,7 +260,7 @@ class Placer:
                 )
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:
-        """Whether plan "disk" would run with these optimizers, and needs less host memory."""
+        """Whether plan "disk" runs with these optimizers and needs less host memory."""
         everywhere = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
         plan = fitted(
             Plan(name="disk", blocks=(everywhere,)).resolve(b.name for b in self.model.blocks),
@@ -274,28 +275,28 @@ class Placer:
 
     @property
     def _is_tied_to_device(self) -> bool:
-        """Whether an optimizer's own code runs, on a device with memory of its own: nothing of it can be elsewhere."""
+        """Whether an optimizer runs by its own code on a device: all it uses must be there."""
         return self.device_memory is not None and any(binding.capability is not Rule.NATIVE for binding in self._bindings)
 
     def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
-        """An optimizer that the engine does not know runs as it always does, unless something of it lives, or is kept, on disk."""
+        """Without a disk, an optimizer that the engine does not know runs whole."""
         pairs = zip(self._blocks, plan.blocks, strict=True)
         mine = [p for b, p in pairs if any(self.owners.get(id(q)) is binding for q in b.params())]
-        on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # on a device with memory of its own nothing is: checked
+        on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # never on a device with memory of its own: checked
         as_ever = not on_disk and not (self._options.wants_steps and self._options.device is None)
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and as_ever else binding.capability
 
     def _may_speculate(self, plan: Plan, by: Sequence[Rule]) -> bool:
-        """Whether there is an update that can be taken back."""
+        """Whether any update can be taken back."""
         revocable = any(p.revocable for p in placements(plan, self.model, device=self.device_memory is not None))
         return revocable and plan.update_order is UpdateOrder.OVERLAPPED and Rule.NATIVE in by
 
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
-        """What a resolved plan needs, whether there is as much or not; activations where a batch has been profiled.
+        """The memory that a resolved plan needs; with activations once a batch has been profiled.
 
         Args:
             plan: The plan.
-            rules: How gradients are used; ``None``: as the loop does, and nothing is tried before the verdict.
+            rules: How gradients are used; ``None``: as in the loop, without speculation.
         """
         rules = rules or replace(self._rules, speculates=False)
         waits = Updates.REDONE if rules.speculates else Updates.AFTER_VERDICT
@@ -308,13 +309,13 @@ class Placer:
         )  # fmt: skip
 
     def _partitioned(self, plan: Plan, needs: Needs, cache_bytes: int, device_memory: int) -> tuple[int, int]:
-        """Divides a device between memory set aside for weights and state, and torch's allocator.
+        """Divides a device between memory reserved for weights and state, and torch's allocator.
 
         Returns:
-            The bytes of the cache, smaller than ``cache_bytes`` if necessary, and those set aside.
+            The bytes of the cache, at most ``cache_bytes``, and the reserved bytes.
 
         Raises:
-            OutOfMemoryBudgetError: It is too small for both.
+            OutOfMemoryBudgetError: The device is too small for both.
         """
         placed = placements(plan, self.model, device=True)
         native = {block.index for block in self._blocks if any(native_state(part, self.owners) for part in block.parts)}
@@ -322,7 +323,7 @@ class Placer:
         moving = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
         rows = dict(needs.device)
         rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
-        if not rows[Purpose.ACTIVATIONS]:  # then state takes their place at the moment that needs most, but cannot have it
+        if not rows[Purpose.ACTIVATIONS]:  # then state uses their memory at the peak, but cannot be there
             rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
         rows[Purpose.MOVING] = moving
         least = max((*needs.device_caches, 0)) if plan.device_cache_bytes is None else cache_bytes
@@ -333,20 +334,20 @@ class Placer:
                 plan.name, rows, device_memory=device_memory, profiled=self._profile is not None,
                 tied_to_device=self._is_tied_to_device,
             )  # fmt: skip
-        set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # an optimizer's own code makes its state of torch's memory
+        set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # state of other optimizers is in torch's memory
         # First fit leaves gaps between blocks of different sizes.
         spare = min(max((*needs.device_caches, 0)), device_memory - total_bytes(rows) - cache)
         return cache, set_aside + spare
 
     @property
     def device_memory(self) -> int | None:
-        """What the plan may use of a device with memory of its own; ``None``: the device is the host."""
+        """Bytes of a device with memory of its own that plans may use; ``None`` without one."""
         if self._options.device is None:
             return None
         return min(self._options.device.memory_bytes, self._options.device_memory or self._options.device.memory_bytes)
 
     def _check_device(self, plan: Plan) -> None:
-        """Refuses a plan whose device tier exceeds ``device_memory`` where the device is the host."""
+        """Refuses a plan whose device tier exceeds ``device_memory``, if the device is the host."""
         allowed = self._options.device_memory if self.device_memory is None else None
         need = 0
         for block, placed in zip(self.model.blocks, plan.blocks, strict=True):
@@ -359,7 +360,7 @@ class Placer:
             )
 
     def _check_schedule(self, plan: Plan, room: CacheSizes, rules: StepRules) -> None:
-        """Lowers the plan for a step as expected, so that what the lowering refuses is refused before anything is loaded."""
+        """Lowers the plan, so that its refusals come before anything is loaded."""
         on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
         device = None if on_device is None else DeviceRoom(capacity_bytes=on_device)
         waits = (Updates.AFTER_VERDICT, *((Updates.SPECULATIVE, Updates.REDONE) if rules.speculates else ()))
@@ -387,7 +388,7 @@ class Placer:
         return 2 * sum(_state_bytes(part, self.owners) * part.num_elements for part in self._blobs(plan))
 
     def _blobs(self, plan: Plan) -> Iterator[Part]:
-        """Parts whose state, which only their optimizers know, gets files from the first step on."""
+        """Parts with state that the engine does not know, in files from the first step on."""
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             for part in block.parts:
                 if (placed.state is Tier.DISK or self._options.wants_steps) and not native_state(part, self.owners):
@@ -395,23 +396,17 @@ class Placer:
 
 
 def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
-    """What may become of what the block's forward saves."""
+    """The policies for what the block's forward saves."""
     return placed.saved, placed.boundary, *placed.operators.values()
 
 
 def least_bytes(needs: Needs) -> int:
-    """The least host memory that does."""
+    """The least host memory, in bytes."""
     return total_bytes(needs.host) + max(needs.host_caches, default=0)
 
 
-def _activations(profile: BlockProfile | None) -> dict[str, Any]:
-    if profile is None:
-        return {}
-    return {key: getattr(profile, key) for key in ("activation_bytes", "boundary_bytes", "transient_bytes", "operators")}
-
-
 def native_state(part: Part, owners: Owners) -> int:
-    """State arrays that the engine keeps for a part; 0 where it does not update it."""
+    """State arrays that the engine keeps for a part; 0 if it does not update the part."""
     rules = {owners[id(p)].capability for p in part.params if id(p) in owners}
     return len(adam.state_names(part.dtype)) if rules == {Rule.NATIVE} else 0
 
@@ -424,9 +419,9 @@ def _state_bytes(part: Part, owners: Owners) -> int:
 
 
 def check_owners(blocks: Sequence[Block], owners: Owners) -> None:
-    """Refuses parts that several optimizers update, one of them in the engine: it keeps state for whole parts.
+    """Refuses parts that the engine and another optimizer update: the engine's state is per part.
 
-    Parts are cut by optimizer as a fit begins. So this can only be a part that was frozen then.
+    Parts are cut by optimizer as a fit begins, so such a part was frozen then.
 
     Raises:
         UnsupportedError: Names a parameter of each.

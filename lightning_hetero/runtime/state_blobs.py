@@ -1,8 +1,9 @@
-"""Optimizer state that the engine does not know, kept on disk as bytes: whatever tensors the optimizer's own code made.
+"""Optimizer state that the engine does not know, on disk as bytes: the tensors of an optimizer.
 
 [Note: Kept blobs]
-In a run that keeps its steps every part with such state has a blob, also where the plan has the state in memory: the blob is then
-written at the end of every step. What is no tensor of several elements (step counts) travels in the record itself.
+In a run that keeps its steps every part with such state has a blob. If the plan has the state in
+memory, the blob is written at the end of every step. Step counts and other small state are in the
+record itself.
 """
 
 from __future__ import annotations
@@ -39,20 +40,17 @@ class _Entry:
     param: nn.Parameter
     key: str
     shape: torch.Size
-    stride: tuple[int, ...]  # kernels go through state and parameter in the order of their memory
+    stride: tuple[int, ...]  # kernels read state and parameter in memory order
     dtype: torch.dtype
     offset: int
 
 
 class StateBlobs:
-    """One blob for each part and optimizer; it is laid out anew when the state changes shape (the first step does).
-
-    Args:
-        store: The tiers.
+    """One blob for each part and optimizer. A change of the state's shape makes another one.
 
     Attributes:
         kept: See [Note: Kept blobs].
-        retired: Blobs that a record still names, and the next one will not.
+        retired: Blobs that the last record still names and the next one will not.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -81,13 +79,13 @@ class StateBlobs:
             self._write(part, optimizer)
 
     def drop(self, part: Part, optimizer: Optimizer) -> None:
-        """Brings the part's state into memory; its blob is removed unless blobs are kept."""
+        """Brings the part's state into memory, and removes its blob unless blobs are kept."""
         self.load(part, optimizer)
         if not self.kept and (part, optimizer) in self._blobs:
             close_native(self._store, self._blobs.pop((part, optimizer))[0])
 
     def entries(self, part: Part, optimizers: Sequence[Optimizer]) -> tuple[BlobEntry, ...]:
-        """What a record says of the part's blobs."""
+        """The part's blobs as a record names them."""
         found = []
         for number, optimizer in enumerate(optimizers):
             blob, entries = self._blobs.get((part, optimizer), (None, ()))
@@ -97,7 +95,7 @@ class StateBlobs:
         return tuple(found)
 
     def adopt(self, part: Part, entry: BlobEntry, optimizer: Optimizer) -> None:
-        """Opens a blob as a record names it; the optimizer's state becomes lazy tensors of it, those of subclasses in pieces.
+        """Opens a blob that a record names. The optimizer's state becomes lazy tensors of it.
 
         Raises:
             StoreCorruptError: The part has no such parameter.
@@ -119,9 +117,9 @@ class StateBlobs:
             lazy.setdefault(entry.param, {})[entry.key] = OffloadedTensor(source, stride=entry.stride)
         for param, pieces in lazy.items():
             state = optimizer.state[param]
-            for key, value in blockwise.tensors(state).items():  # what has been written
+            for key, value in blockwise.tensors(state).items():  # written before
                 state[key] = mapped(value, key, lambda name, _: pieces.pop(name))  # noqa: B023  # called at once
-            state.update(pieces)  # of a record: there was no state yet
+            state.update(pieces)  # from a record: there was no state yet
 
     def _write(self, part: Part, optimizer: Optimizer) -> None:
         entries, values, offset = [], [], 0
@@ -159,7 +157,7 @@ class StateBlobs:
             dtype=torch.uint8, num_elements=length, arena=Arena(length),
         )  # fmt: skip
         open_native(self._store, blob, geometry)
-        blob.dirty = False  # nothing was ever in its memory: writes go straight to the file
+        blob.dirty = False  # writes go straight to the file
         return blob
 
     def _retire(self, blob: Part) -> None:
@@ -172,7 +170,7 @@ class StateBlobs:
 
 
 def _of_row(param: nn.Parameter, row: BlobRow) -> _Entry:
-    """A record has no strides: state that is as large as its parameter has the parameter's, as ``torch.zeros_like`` makes it."""
+    """A record has no strides. State in its parameter's shape has the parameter's strides."""
     shape = torch.Size(row.shape)
     like = param if shape == param.shape else torch.empty(shape, device="meta")
     return _Entry(param, row.key, shape, torch.empty_like(like, device="meta").stride(), row.dtype, row.offset)

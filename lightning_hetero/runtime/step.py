@@ -1,16 +1,17 @@
 """One training step, from top to bottom: the cursor of a schedule.
 
-At each anchor the step submits the ops up to it, and makes compute wait for the ops that the anchor needs and those of earlier
-steps that it carries (``reach``). Compute follows: autograd runs it, the step only sees where it is.
+At each anchor the step submits the ops up to it. Then compute waits for the ops that the anchor
+needs and, from earlier steps, for the ops that it carries (``reach``). Autograd runs compute; the
+step only sees where compute is.
 
 - ``F:0 … F:n``, the forwards: weights come, and wait for their update of the step before.
-- ``B:n … B:0``, the backwards in reverse order. Each begins once the one before has ended, so its gradients leave and its block
-  is updated meanwhile.
+- ``B:n … B:0``, the backwards in reverse order. While one runs, the gradients of the one before
+  leave and its block is updated.
 - ``V``, the verdict: all gradients are known. ``finish`` submits the updates that are left.
-- The step ends: MIRRORs and the COMMIT follow what no op of the schedule has updated, and where steps are kept also the hooks of
-  the training loop. ``mirrors`` are the ops for that.
+- The step ends: ``mirror`` submits MIRRORs, and a COMMIT follows. Both come after updates that the
+  schedule does not have and, if steps are kept, after the hooks of the training loop.
 
-Edges are all that orders ops: :class:`Step` turns ``after`` and ``carried`` into events, and lanes wait for these.
+Only edges order ops: :class:`Step` turns ``after`` and ``carried`` into events that lanes wait for.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Step:
     """One batch on its way through a schedule.
 
     Args:
-        schedule: The schedule; the batch's verdict may go over to another one that is the same up to there.
+        schedule: The schedule. The verdict may change to another one that is the same until then.
         handlers: Gives ops to their lanes.
         lanes: The lanes.
-        recorder: Is told what compute waits for.
-        before: The latest op of each kind and block, of the steps before.
+        recorder: Is told the ops that compute waits for.
+        before: The latest op of each kind and block, of earlier steps.
         serial: Compute waits for each op to end.
     """
 
@@ -69,7 +70,7 @@ class Step:
         return None
 
     def reach(self, index: int) -> list[Event]:
-        """Compute has come to an anchor, maybe past others. Returns the ends of the ops of this step that it needs."""
+        """Compute has come to an anchor, maybe past others. Returns the ops that it needs."""
         passed = self.schedule.anchors[self._anchor : index + 1]
         self._submit_through(index)
         self._anchor = index + 1
@@ -87,7 +88,7 @@ class Step:
         return needs
 
     def finish(self) -> None:
-        """The verdict: submits all that is left, but for MIRRORs and COMMIT."""
+        """The verdict: submits all ops that are left, except MIRRORs and COMMIT."""
         self._submit_through(len(self.schedule.anchors) - 1)
 
     def mirror(self) -> set[int]:
