@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from support.profiling import COMPUTE, DISK
 
@@ -101,13 +101,74 @@ def test_rounds_end_in_time_but_for_the_first(clock: _Clock) -> None:
     assert len(rounds([[slow]], seconds=99.0, repetitions=5)) == 5
 
 
-def test_other_processes_cpu_time_is_seen() -> None:
-    code = "import time\nwhile time.process_time() < 0.5: pass"
+@dataclass
+class _Cpu:
+    user: float
+    nice: float = 0.0
+    system: float = 0.0
+    idle: float = 0.0
+    iowait: float = 0.0
+    steal: float = 0.0
+    guest: float = 0.0
+
+
+@dataclass
+class _Counters:
+    """The counters of a machine with four CPUs. This process may use CPUs 1 and 2."""
+
+    now_s: float = 100.0
+    own_user_s: float = 7.0
+    cpus: list[_Cpu] = field(default_factory=lambda: [_Cpu(user=50.0 + i) for i in range(4)])
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> _Counters:
+    counters = _Counters()
+    monkeypatch.setattr(timing, "now_s", lambda: counters.now_s)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [replace(cpu) for cpu in counters.cpus])
+    monkeypatch.setattr(os, "times", lambda: SimpleNamespace(user=counters.own_user_s))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    return counters
+
+
+@pytest.mark.parametrize("kind", ["user", "nice", "steal"])
+def test_cpu_time_of_other_processes_is_seen(counters: _Counters, kind: str) -> None:
     neighbours = timing.Neighbours()
-    begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    passed = time.perf_counter() - begin
-    assert neighbours.share() * passed * len(os.sched_getaffinity(0)) >= 0.4
+    counters.now_s += 10
+    setattr(counters.cpus[1], kind, getattr(counters.cpus[1], kind) + 4)
+    setattr(counters.cpus[2], kind, getattr(counters.cpus[2], kind) + 1)
+    assert neighbours.share() == pytest.approx(5 / (10 * 2))
+
+
+def test_own_cpu_time_kernel_time_and_other_cpus_do_not_count(counters: _Counters) -> None:
+    neighbours = timing.Neighbours()
+    counters.now_s += 10
+    counters.cpus[1].user += 6
+    counters.own_user_s += 6
+    for kind in ("system", "idle", "iowait"):
+        setattr(counters.cpus[2], kind, 9.0)
+    counters.cpus[2].user += 2
+    counters.cpus[2].guest += 2  # user time includes it
+    counters.cpus[0].user += 8
+    assert neighbours.share() == pytest.approx(2 / (10 * 2))
+
+
+@pytest.mark.parametrize(("used", "share"), [(25.0, 1.0), (-1.0, 0.0)])
+def test_a_share_is_between_none_and_all(counters: _Counters, used: float, share: float) -> None:
+    neighbours = timing.Neighbours()
+    assert neighbours.share() == 0  # no time has passed
+    counters.now_s += 10
+    counters.cpus[1].user += used
+    assert neighbours.share() == share
+
+
+def test_this_machine_has_the_counters() -> None:
+    every = psutil.cpu_times(percpu=True)
+    assert any(cpu < len(every) for cpu in os.sched_getaffinity(0))
+    for cpu in every:
+        assert min(cpu.user, cpu.nice, cpu.steal) >= 0
+    assert os.times().user > 0
+    assert 0 <= timing.Neighbours().share() <= 1
 
 
 def test_loads_together_get_twice_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
