@@ -21,7 +21,7 @@ from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.activations.names import ParameterAddresses
 from lightning_hetero.runtime.activations.swaps import SwapFiles
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, InlineLanes, Lanes
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, InlineLanes, Lanes, OpEvent
 
 HOPS = {
     "out": (OpKind.SWAP_OUT, Lane.D2H),
@@ -98,7 +98,7 @@ class Driver:
         """Bytes that the last forward of a block has sent out of the device."""
         return self._moved.get(name, 0)
 
-    def hop(self, block: BlockActivations, hop: str, after: Sequence[Event] = ()) -> Event:
+    def hop(self, block: BlockActivations, hop: str, after: Sequence[Event] = ()) -> OpEvent:
         kind, lane = HOPS[hop]
         self._op += 1
         op = Op(id=self._op, kind=kind, block=block.index, lane=lane, at=0, payload=Payload.ACTIVATIONS)
@@ -111,7 +111,7 @@ class Driver:
 
     def num_buffers(self) -> int:
         """Host buffers that exist and are free."""
-        return sum(len(free) for free in self.activations.swapper.buffers._free.values())
+        return sum(len(free) for free in self.activations.saves.swapper.buffers._free.values())
 
     def begin(self) -> None:
         self._used.clear()
@@ -146,8 +146,9 @@ class Driver:
                 return
             block = self.blocks[name]
             self._used.append(block)
-            self._outs.append(self.hop(block, "out"))
-            self._moved[name] = block.moved_bytes
+            out = self.hop(block, "out")
+            self._outs.append(out)
+            self._moved[name] = out.op.num_bytes
             self.hop(block, "write")
 
         return hook

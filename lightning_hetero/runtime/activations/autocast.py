@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
 
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.runtime.activations.names import has_storage, leaves
+from lightning_hetero.runtime.activations.operators import OperatorMode
 from lightning_hetero.runtime.activations.saved import Layout
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef
 from lightning_hetero.store.live.blocks import Block, Part
@@ -51,22 +53,22 @@ class WeightCasts:
 
     Args:
         device_type: As the attribute.
-        weights: Says which weight a tensor lies in, for an owner that asks :meth:`reference` in
+        weights: Says which weight a tensor lies in, for an owner that calls :meth:`reference` in
             hooks on all saved tensors. ``None``: the weights are in host memory, and there are no
             such hooks.
 
     Attributes:
         blocks: The casts of each block that has any, by the block's index.
-        device_type: The type that tensors say where blocks compute.
-        entered: Forwards that are under way.
-        on_made: Told of the storage of each cast.
-        on_saved: Told of the storage of each cast that a forward saves.
+        device_type: The type that tensors report where blocks compute.
+        entered: The blocks whose forwards are under way, and what ends each forward.
+        on_made: Called with the storage of each cast.
+        on_saved: Called with the storage of each cast that a forward saves.
     """
 
     def __init__(self, device_type: str, weights: Callable[[Tensor], WeightRef | None] | None = None) -> None:
         self.blocks: dict[int, BlockCasts] = {}
         self.device_type, self._weights = device_type, weights
-        self.entered: list[_Forward] = []
+        self.entered: list[tuple[Block, ExitStack]] = []
         self.on_made: Callable[[torch.UntypedStorage], object] | None = None
         self.on_saved: Callable[[torch.UntypedStorage], object] | None = None
         self._known: weakref.WeakValueDictionary[int, Cast] = weakref.WeakValueDictionary()  # by storage
@@ -77,19 +79,20 @@ class WeightCasts:
         """A forward of the block begins under autocast; its weights are in place."""
         if not torch.is_grad_enabled() or _is_compiled(block.spec.module):
             return
-        watch = _Watch(self, self._weights or _on_host(block), saves=self._weights is None)
-        watch.__enter__()  # type: ignore[no-untyped-call]
-        self.entered.append(_Forward(block, watch))
+        watch, ends = _Watch(self, self._weights or _on_host(block), saves=self._weights is None), ExitStack()
+        ends.callback(watch.finish)
+        ends.enter_context(watch)
+        self.entered.append((block, ends))
 
     def leave(self, block: Block) -> None:
         """A forward of the block ends, maybe by an exception."""
-        if self.entered and self.entered[-1].block is block:
-            self.entered.pop().end()
+        if self.entered and self.entered[-1][0] is block:
+            self.entered.pop()[1].close()
 
     def close(self) -> None:
-        """No forward is under way: ends what was left open."""
+        """Ends the forwards that were left open."""
         while self.entered:
-            self.entered.pop().end()
+            self.entered.pop()[1].close()
 
     def note(self, source: WeightRef, tensor: Tensor) -> None:
         """A forward has cast a weight."""
@@ -112,7 +115,7 @@ class WeightCasts:
         return cast if cast is not None and cast.is_in(storage) else None
 
     def reference(self, tensor: Tensor) -> CastRef | None:
-        """What autograd saves in place of a tensor in a cast; ``None`` for other tensors."""
+        """Replaces a tensor in a cast, for autograd to save; ``None`` for other tensors."""
         cast = self.cast_of(tensor)
         if cast is None or tensor._version or tensor.is_conj() or tensor.is_neg():
             return None
@@ -123,7 +126,7 @@ class WeightCasts:
     # ---- the end of a use ------------------------------------------------------------------------
 
     def drop(self, block: Block) -> None:
-        """The block is about to be closed: casts of its weights give their memory back."""
+        """A use of the block ends: frees the casts of its weights."""
         if self.blocks[block.index].drop():
             del self.blocks[block.index]
 
@@ -151,7 +154,7 @@ class BlockCasts:
         self._alive.add(cast)
 
     def alive(self) -> list[Cast]:
-        """Those that autograd has saved, and those of the use that is under way."""
+        """The casts that autograd has saved, and those of the use that is under way."""
         return list(self._alive)
 
     def drop(self) -> bool:
@@ -162,7 +165,7 @@ class BlockCasts:
 
 
 class Cast:
-    """One cast of a weight, or of a view of one. What autograd has saved holds it.
+    """One cast of a weight, or of a view of one. Autograd's saved tensors hold it.
 
     Args:
         casts: The model's casts.
@@ -188,7 +191,7 @@ class Cast:
         return self._storage() is storage
 
     def content(self) -> torch.UntypedStorage:
-        """Its storage; what was dropped is made again.
+        """Its storage, made again if it was dropped.
 
         Raises:
             OffloadedAccessError: The weight is not in memory.
@@ -209,7 +212,7 @@ class Cast:
         return storage
 
     def drop(self) -> None:
-        """Gives its memory back, unless the weight is not what it was."""
+        """Gives its memory back, unless the weight has changed since."""
         self.stays |= self.source.param._version != self.source.version
         if not self.stays:
             self._held = None
@@ -222,7 +225,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CastRef:
-    """What autograd has saved in place of a cast.
+    """Stands for a cast among autograd's saved tensors.
 
     Attributes:
         cast: The cast.
@@ -237,29 +240,24 @@ class CastRef:
         return self.layout.over(self.cast.content())
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class _Watch(OperatorMode):
     """Active during a block's forward: sees casts of its weights, and operators that use them.
 
     Args:
         casts: The model's casts.
         weights: Says which weight a tensor lies in.
-        saves: Replaces casts that operators have saved, unless hooks of the user decide what
-            becomes of saved tensors.
+        saves: Replaces casts that operators have saved, unless hooks of the user handle saved
+            tensors.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, casts: WeightCasts, weights: Callable[[Tensor], WeightRef | None], *, saves: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._casts, self._weights, self._saves = casts, weights, saves
-        self._last: object = None  # what the last operator has made, if it got a cast
+        self._last: object = None  # the result of the last operator, if that took a cast
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator."""
         if self._last is not None:
             self.finish()
@@ -273,7 +271,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         return made
 
     def finish(self) -> None:
-        """The last operator's node is in the graph now, and has saved its tensors for backward."""
+        """Replaces the casts that the last operator's node, now in the graph, has saved."""
         last, self._last = self._last, None
         node = next((leaf.grad_fn for leaf in leaves(last) if isinstance(leaf, Tensor)), None)
         for saved, raw in () if node is None else _saved_by(type(node)):
@@ -281,19 +279,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             ref = self._casts.reference(tensor) if isinstance(tensor, Tensor) else None
             if ref is not None:
                 getattr(node, raw).register_hooks(partial(_in_place_of, ref), _view)
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """A forward that is under way, and what looks on."""
-
-    block: Block
-    watch: _Watch
-
-    def end(self) -> None:
-        """It ends."""
-        self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.watch.finish()
 
 
 def is_followed() -> bool:
@@ -316,9 +301,8 @@ def _saved_by(node_type: type) -> tuple[tuple[str, str], ...]:
 
 def _is_half(weight: object, made: object) -> bool:
     """Whether one tensor is a large 16-bit cast of the other on the same device."""
-    if type(weight) not in (Tensor, nn.Parameter) or type(made) is not Tensor:
+    if (type(weight) is not Tensor and type(weight) is not nn.Parameter) or type(made) is not Tensor:
         return False
-    assert isinstance(weight, Tensor)
     plain = made.layout is weight.layout is torch.strided and made.device == weight.device
     return plain and made.dtype in _HALF and weight.dtype not in _HALF and made.nbytes >= SMALL_BYTES
 

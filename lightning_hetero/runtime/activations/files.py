@@ -1,9 +1,9 @@
 """Files of the disk tier for swapped activations, by the native engine.
 
-They are native parts of plain bytes with one slot, in a store of their own: no commit record ever
-names them, so that activations never wait for a commit of weights, nor a commit for them. Their
-weight memory is whatever host memory a transfer lends (``NativePart.bind``), so bytes go between
-that and the disk without a copy.
+They are native parts of plain bytes with one slot, in a store of their own. No commit record names
+them, so activations and commits never wait for each other. Each transfer lends them host memory as
+their weight memory (``NativePart.bind``), so bytes go between that memory and the disk without a
+copy.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class NativeSwapFiles:
 
     Args:
         engine: The engine; its io back end moves the bytes.
-        directory: A private directory that nothing else uses. It is closed, and removed with what
-            is in it.
+        directory: A private directory that nothing else uses. :meth:`close` removes it and its
+            content.
         direct_io: Bypass the page cache.
-        priority: Of the transfers, among those of the engine.
+        priority: The transfers' priority among those of the engine.
 
     Raises:
         UnsupportedError: The file system refuses direct transfers.
@@ -53,7 +53,7 @@ class NativeSwapFiles:
                 user_bytes=0,
             )
             undo.pop_all()
-        self._nowhere = Arena(_PAGE)  # where blocks are bound while nothing is lent to them
+        self._nowhere = Arena(_PAGE)  # files are bound to it until memory is lent to them
         self._lock = threading.Lock()
         self._free = list(range(_MOST_FILES - 1, -1, -1))
         self._open: dict[int, NativePart] = {}

@@ -1,11 +1,11 @@
 """Names of a block's operators, by one rule for profiles and runtime.
 
 [Note: Names of operators]
-An operator is called after the module of the first parameter that it takes (``"attn.c_proj"``); one
-without a parameter, or whose parameter is the block's own, has ATen's name (``"gelu"``), and a
-number where the block has several (``"add.1"``). Numbers count operators that make storages, in the
-order in which they run inside the block's own forwards of one batch: what runs in a block inside
-it, or between two blocks, has no number among them.
+An operator has the name of the module of its first parameter (``"attn.c_proj"``). Without a
+parameter, or with a parameter of the block itself, it has ATen's name (``"gelu"``), and a number if
+the block has several (``"add.1"``). Numbers count operators that make storages, in the order in
+which they run inside the block's own forwards of one batch. Operators of blocks inside it, and
+operators between two blocks, do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OperatorNames:
 
         Args:
             operator: ATen's name, such as ``"addmm"``.
-            param: Name of the first parameter that it takes, in the block's terms; empty if none.
+            param: The name of its first parameter inside the block; empty if it takes none.
             made: It has made a storage; views make none.
         """
         module = param.rpartition(".")[0]
@@ -56,14 +56,13 @@ class ParameterAddresses:
     """Finds the parameter at an address.
 
     Args:
-        params: Parameters that lie where they lie now, with the names of their blocks' terms.
+        params: Parameters at their present addresses, with their names inside the block.
     """
 
     __slots__ = ("_rows", "_starts")
 
     def __init__(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        rows = ((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params if p.numel())
-        self._rows = sorted(rows)
+        self._rows = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params if p.numel())
         self._starts = [start for start, _, _ in self._rows]
 
     def first(self, tensors: Iterable[Tensor]) -> str:
@@ -71,16 +70,16 @@ class ParameterAddresses:
         return next(filter(None, (self.name_at(tensor.data_ptr()) for tensor in tensors)), "")
 
     def name_at(self, address: int) -> str:
-        """The parameter's name inside its block; empty where there is none."""
+        """The name of the parameter at an address; empty if there is none."""
         index = bisect_right(self._starts, address) - 1
-        if index < 0 or address >= self._rows[index][1]:
-            return ""
-        return self._rows[index][2]
+        return self._rows[index][2] if index >= 0 and address < self._rows[index][1] else ""
 
 
 def has_storage(leaf: object, device_type: str) -> TypeGuard[Tensor]:
     """Whether this is a plain dense tensor on a device: no handle, and none of a compiler."""
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == device_type and leaf.layout is torch.strided  # type: ignore[attr-defined]
+    if type(leaf) is not Tensor and type(leaf) is not nn.Parameter:
+        return False
+    return leaf.device.type == device_type and leaf.layout is torch.strided
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -1,17 +1,16 @@
 """Follows a block's operators: which outputs are saved, and which a recomputation can skip.
 
 [Note: Spared operators]
-A recomputation runs the block's forward again. An operator whose outputs backward has anyway,
-because all of them were saved and are kept or swapped, is not repeated: its outputs are taken from
-there (LoHan eq. 7). Never spared are operators that repeat nothing (no tensor comes in, or a view
-goes out), that write in place, and casts, which autocast may or may not have in its cache; nor
-outputs that were changed in place before they were saved. Random operators leave the generators as
-they left them in forward.
+A recomputation runs the block's forward again. If backward has all outputs of an operator, because
+they were saved and are kept or swapped, the operator is not repeated: its outputs are taken from
+there (LoHan eq. 7). Some operators are never spared: those that take no tensor, return a view or
+write in place; casts, because autocast may have them in its cache or not; and those whose outputs
+were changed in place before they were saved. Random operators leave the generators in the state
+that forward left.
 
-Operators are found again by their order. Where it differs from forward's, as after a cache was
-filled, nothing is spared from there on: whatever Python does, what is repeated is right. What
-writes to memory behind ATen's back, as a Triton kernel does, is repeated by Python, on top of the
-same outputs.
+A recomputation finds operators by their order. If the order differs from forward's, as after a
+cache was filled, nothing is spared from there on, so repeated results are always right. Writes that
+ATen does not see, such as those of a Triton kernel, are repeated on top of the same outputs.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.ir.plan import Saved
@@ -35,12 +35,27 @@ _OURS = frozenset({_ATEN.detach.default, _ATEN.alias.default})  # hooks call the
 _NEVER_SPARED = frozenset({_ATEN._to_copy.default})
 
 
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Sees every operator while it is entered. Compiled code stays compiled."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is one operator to us, or none."""
+        return True
+
+
 @dataclass(slots=True)
 class Made:
     """A storage that an operator has made.
 
     Attributes:
-        storage: It, to tell it from a later one at the same address.
+        storage: The storage, to tell it from a later one at the same address.
         operator: The operator's name.
         saved: The first saved tensor in it whose bytes backward has without recomputation.
     """
@@ -75,26 +90,28 @@ class Output:
         saved = None if self.made.saved is None else self.made.saved()
         if saved is None or saved.is_changed() or not saved.covers(self.layout):
             return None
-        return self.layout.over(saved.view().untyped_storage(), saved.shift_bytes())
+        found = saved.view()  # its storage may begin elsewhere than that of forward
+        shift = (int(found.storage_offset()) - saved.layout.offset) * saved.layout.dtype.itemsize
+        return self.layout.over(found.untyped_storage(), shift)
 
 
 @dataclass(slots=True)
 class Record:
     """The operators of one forward in order, and those that a recomputation may skip."""
 
-    order: list[Any] = field(default_factory=list)
+    order: list[OpOverload] = field(default_factory=list)
     spared: dict[int, Ran] = field(default_factory=dict)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class Watch(OperatorMode):
     """Active during a block's forward: names the operators and notes what they make.
 
     Args:
         names: Names the block's operators.
         addresses: Where the block's parameters are.
-        policy: What becomes of what an operator saves, by its name.
+        policy: What becomes of the tensors that an operator saves, by its name.
         device: The device of activations.
-        device_type: The type that tensors there say.
+        device_type: The type that tensors on that device report.
         inside: Whether the block itself runs, not a block in it.
         record: Where operators that may be spared are noted; ``None``: nothing is recomputed.
     """
@@ -110,23 +127,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         inside: Callable[[], bool],
         record: Record | None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names, self._addresses, self._policy, self._inside = names, addresses, policy, inside
         self._device, self._device_type = device, device_type
         self._record = record
         self._made: dict[int, Made] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled: it is one operator to us, or none."""
-        return True
-
     def of(self, storage: torch.UntypedStorage) -> Made | None:
-        """The operator that has made a storage, if it is one of the block."""
+        """The operator of the block that has made a storage, if any."""
         made = self._made.get(storage._cdata)
         return made if made is not None and made.storage() is storage else None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs one operator and notes it."""
         out = func(*args, **(kwargs or {}))
         if func in _OURS or not self._inside():
@@ -154,12 +166,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         storage = leaf.untyped_storage()
         return storage._cdata not in known and self.of(storage) is None
 
-    def _may_spare(self, func: Any, name: str) -> bool:
+    def _may_spare(self, func: OpOverload, name: str) -> bool:
         return self._policy(name) is not Saved.RECOMPUTE and func not in _NEVER_SPARED and not func._schema.is_mutable
 
 
-class Spare(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active while a block's forward is repeated: gives the outputs of operators that are spared.
+class Spare(OperatorMode):
+    """Active while a block's forward is repeated: returns the outputs of operators that are spared.
 
     Args:
         record: The forward's operators.
@@ -167,37 +179,27 @@ class Spare(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, record: Record, *, inside: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._record, self._inside, self._place, self._astray = record, inside, 0, False
-        self.num_spared = 0
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As :class:`Watch`."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Runs one operator, or gives what it has given before."""
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Runs one operator, or returns its outputs of the forward."""
         if self._astray or func in _OURS or not self._inside():
             return func(*args, **(kwargs or {}))
         order = self._record.order
-        casts = self._place < len(order) and order[self._place] in _NEVER_SPARED
-        while casts and order[self._place] is not func:  # autocast has a cached one now
-            self._place += 1
-            casts = self._place < len(order) and order[self._place] in _NEVER_SPARED
+        while self._place < len(order) and order[self._place] is not func and order[self._place] in _NEVER_SPARED:
+            self._place += 1  # autocast has this cast in its cache now
         if self._place >= len(order) or order[self._place] is not func:
             self._astray = func not in _NEVER_SPARED
             return func(*args, **(kwargs or {}))
         ran = self._record.spared.get(self._place)
         self._place += 1
         if ran is not None:
-            tensors = [(leaf, leaf.tensor()) for leaf in leaves(ran.result) if isinstance(leaf, Output)]
-            if all(tensor is not None for _, tensor in tensors):
-                self.num_spared += 1
+            tensors = {id(leaf): leaf.tensor() for leaf in leaves(ran.result) if isinstance(leaf, Output)}
+            if all(tensor is not None for tensor in tensors.values()):
                 if ran.random is not None:
                     ran.random.restore()
-                by_leaf = {id(leaf): tensor for leaf, tensor in tensors}
-                return _replaced(ran.result, lambda leaf: by_leaf.get(id(leaf), leaf))
+                return _replaced(ran.result, lambda leaf: tensors.get(id(leaf), leaf))
         return func(*args, **(kwargs or {}))
 
 
@@ -207,6 +209,6 @@ def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def _is_random(func: Any) -> bool:
+def _is_random(func: OpOverload) -> bool:
     """Operators of other libraries do not say whether they are."""
     return torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"

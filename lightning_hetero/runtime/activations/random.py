@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,25 +27,21 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """The state of the generators now."""
-        own = None if device.type == "cpu" else _module(device).get_rng_state(device)
+        own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), own)
 
     def restore(self) -> None:
         """Sets the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.own is not None:
-            _module(self.device).set_rng_state(self.own, self.device)
+            torch.get_device_module(self.device).set_rng_state(self.own, self.device)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Goes on from this state, and afterwards from where the generators were before."""
+        """Continues from this state, and afterwards from where the generators were before."""
         before = RandomState.now(self.device)
         self.restore()
         try:
             yield
         finally:
             before.restore()
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)

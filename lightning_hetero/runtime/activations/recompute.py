@@ -1,27 +1,25 @@
-"""Running a block's forward once more, for the saved tensors that it has dropped.
+"""Runs a block's forward once more, for the saved tensors that it has dropped.
 
 [Note: Recomputation]
-A use that drops tensors keeps its arguments, which are saved as the plan's ``boundary`` says, the
-state of the random generators and of autocast, and what was in the buffers that its forward
-changes. The first tensor that backward misses runs the module again, on detached arguments and
-under a hook that counts what autograd saves: the n-th saved tensor is what the n-th was in forward.
-When all that are missing have been met the run is broken off. The graph that it has built is thrown
-away; backward goes on in the first one.
+A use that drops tensors keeps its arguments, saved as the plan's ``boundary`` says, the state of
+the random generators and of autocast, and the content of the buffers that its forward changes. The
+first tensor that backward misses runs the module again, on detached arguments. A pack hook counts
+the tensors that autograd saves: the n-th one equals the n-th of forward. The run stops once all
+missing tensors have been met. Its graph is thrown away, and backward goes on in the first graph.
 
-This is torch's non-reentrant checkpointing, written anew with public parts. torch's own has a form
-for hooks (``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which
-``torch.distributed._composable.checkpoint`` uses), but it takes *every* tensor that is saved inside
-it, so nothing there could be kept, swapped, or refer to weights; and its private parameters are
-positional and have changed from release to release.
+This is torch's non-reentrant checkpointing, built from public parts. torch has a form for hooks
+(``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which
+``torch.distributed._composable.checkpoint`` uses), but that drops *every* tensor that is saved
+inside it: none could be kept, swapped, or refer to weights. Its private parameters are positional
+and change from release to release.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,19 +77,24 @@ class Rerun:
     Args:
         name: The block's name, for errors.
         module: The block.
-        args: Positional and keyword arguments of the forward.
-        save: Saves a tensor among them as the plan says.
-        buffers: Those of the block.
+        args: Positional arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+        save: Saves a tensor among the arguments as the plan says.
+        buffers: The block's buffers.
         device: The device.
-        allocated: Told of what comes back (:meth:`Lanes.allocated`).
+        allocated: Called with the storage of each recomputed tensor (:meth:`Lanes.allocated`).
+
+    Attributes:
+        record: The forward's operators.
+        dropped: The tensors that the forward has dropped, by their numbers.
     """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         *,
         save: Callable[[Tensor], Packed],
         buffers: Buffers,
@@ -102,19 +105,19 @@ class Rerun:
         flat, spec = tree_flatten((args, kwargs))
         self._inputs = [(leaf, leaf._version) for leaf in flat if isinstance(leaf, Tensor)]
         saved = [_Argument(save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in flat]
-        self._arguments: tuple[list[Any], TreeSpec] | None = (saved, spec)
+        self._arguments: tuple[list[object], TreeSpec] | None = (saved, spec)
         self._random = RandomState.now(device)
         self._autocast = [_Autocast.now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
-        self._buffers: FoundBuffers | None = buffers.now()
+        self._buffers = buffers.now()
         self.record = Record()
         self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
 
     def copies(self) -> list[torch.UntypedStorage]:
-        """The storages of what was copied for the recomputation."""
-        return [] if self._buffers is None else self._buffers.copies()
+        """The storages of the buffers that were copied for the recomputation."""
+        return self._buffers.copies()
 
     def forward_ended(self) -> None:
-        """Refuses what could not be run again.
+        """Refuses a forward that cannot be run again.
 
         Raises:
             UnsupportedError: Forward has changed its arguments in place, or buffers of which there
@@ -122,28 +125,28 @@ class Rerun:
         """
         inputs, self._inputs = self._inputs, []
         if not self.dropped:
-            self._buffers = None
+            self._buffers.forget()
             return
         if any(leaf._version != version for leaf, version in inputs):
             raise UnsupportedError(
                 f"{self._name} changes its input in place, so it cannot be recomputed from it. Give the block saved='keep' or a "
                 f"swap in the plan, or use the out-of-place operation."
             )
-        assert self._buffers is not None, "a forward ends once"
         self._buffers.forward_ended()
 
-    def run(self, inside: Callable[[], Any]) -> None:
-        """Brings back all tensors that were dropped and that somebody still needs.
+    def run(self, inside: Callable[[], AbstractContextManager[Callable[[], bool]]]) -> None:
+        """Brings back all dropped tensors that somebody still needs.
 
         Args:
-            inside: A context in which the block's own hooks stand aside.
+            inside: A context in which the block's own hooks do nothing; it gives a function that
+                says whether the block itself runs, not a block in it.
 
         Raises:
             RecomputationError: The forward did something else than the first time.
         """
-        pending = {number: tensor for number, tensor in ((n, ref()) for n, ref in self.dropped.items()) if tensor is not None}
-        pending = {number: tensor for number, tensor in pending.items() if tensor.tensor is None}
-        if self._arguments is None or self._buffers is None:
+        alive = {number: ref() for number, ref in self.dropped.items()}
+        pending = {number: saved for number, saved in alive.items() if saved is not None and saved.tensor is None}
+        if self._arguments is None:
             raise RecomputationError(f"{self._name}: what forward had dropped was recomputed already, and has been given up since.")
         leaves, spec = self._arguments
         try:
@@ -164,26 +167,20 @@ class Rerun:
             with suppress(_AllThere):
                 self._module(*args, **kwargs)
         collector.check()
-        self._arguments = self._buffers = None  # all that anybody can still ask for is there
+        self._arguments = None  # every tensor that somebody can still ask for is there
+        self._buffers.forget()
 
 
 class _Collector:
-    """Counts what a recomputation saves, and takes what is missing.
-
-    Args:
-        name: The block's name, for errors.
-        pending: The missing tensors by their number.
-        allocated: Told of what comes back.
-    """
+    """Counts the tensors that a recomputation saves, and takes those that are missing."""
 
     def __init__(self, name: str, pending: dict[int, SavedTensor], allocated: Callable[[torch.UntypedStorage], None]) -> None:
         self._name, self._pending, self._number, self._allocated = name, pending, 0, allocated
 
     def collect(self, tensor: Tensor) -> Tensor:
-        """The pack hook."""
         number, self._number = self._number, self._number + 1
         made_by = maker_of(tensor)
-        tensor = tensor.detach()  # what holds a result must not hold the graph that made it
+        tensor = tensor.detach()  # a saved tensor must not hold the graph that made it
         saved = self._pending.pop(number, None)
         if saved is not None:
             was = f"{tuple(saved.layout.size)} {saved.layout.dtype} of {saved.made_by or 'no node'}"
@@ -197,7 +194,6 @@ class _Collector:
         return tensor
 
     def check(self) -> None:
-        """All that was missing is there."""
         if self._pending:
             raise self._error(f"it saved {self._number} tensors and {len(self._pending)} are still missing")
 
@@ -211,10 +207,10 @@ class _Collector:
 class Buffers:
     """The buffers of a block, as its forwards change them.
 
-    A recomputation finds them as its forward did, and what it does to them is thrown away: every
-    forward counts once. Which ones forward changes in place is learned from the first one, by their
-    version counters; only those are copied from then on, and the running statistics of
-    normalization, whose version counters do not count.
+    A recomputation finds them as its forward did, and its own changes are thrown away: every
+    forward counts once. The first forward shows by version counters which buffers change in place.
+    From then on only those are copied, and the running statistics of normalization, whose version
+    counters do not count.
 
     Args:
         name: The block's name, for errors.
@@ -226,7 +222,7 @@ class Buffers:
         self._module, self._known = module, False
 
     def now(self) -> FoundBuffers:
-        """As a forward finds them that begins now."""
+        """The buffers as a forward that begins now finds them."""
         rows = [
             _Found(owner, key, f"{prefix}.{key}".lstrip("."), buffer)
             for prefix, owner in self._module.named_modules()
@@ -250,8 +246,8 @@ class _Found:
         owner: The module that has it.
         key: Its name there.
         name: Its name in the block.
-        buffer: It; ``None`` where the module has none yet.
-        content: A copy of what was in it.
+        buffer: The buffer; ``None`` if the module has none yet.
+        content: A copy of its content.
         version: Its version counter.
         is_written: It is changed in place.
     """
@@ -269,12 +265,7 @@ class _Found:
 
 
 class FoundBuffers:
-    """The buffers of a block as one forward has found them.
-
-    Args:
-        buffers: Those of the block.
-        rows: What it has found.
-    """
+    """The buffers of a block as one forward has found them."""
 
     def __init__(self, buffers: Buffers, rows: list[_Found]) -> None:
         self._buffers, self._rows = buffers, rows
@@ -283,8 +274,12 @@ class FoundBuffers:
         """The storages of the copies."""
         return [row.content.untyped_storage() for row in self._rows if row.content is not None]
 
+    def forget(self) -> None:
+        """No recomputation needs them any more."""
+        self._rows.clear()
+
     def forward_ended(self) -> None:
-        """Keeps what forward has changed.
+        """Keeps the buffers that forward has changed.
 
         Raises:
             UnsupportedError: It has changed a buffer in place that no forward had changed before,
@@ -295,19 +290,19 @@ class FoundBuffers:
         self._rows = [row for row in self._rows if row.is_written or row.owner._buffers.get(row.key) is not row.buffer]
         for row in self._rows:
             if not row.is_written:
-                row.content = row.buffer  # the forward has put another one in its place
+                row.content = row.buffer  # the forward has put another buffer in its place
                 continue
             self._buffers.changing.add(row.name)
             if row.content is None:
                 raise UnsupportedError(
                     f"{self._buffers.name} changes its buffer {row.name!r} in forward, as its first forward did not, so it cannot "
-                    f"be recomputed: what was in the buffer is lost. Give the block saved='keep' or a swap in the plan."
+                    f"be recomputed: the content of the buffer is lost. Give the block saved='keep' or a swap in the plan."
                 )
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
         """Inside, the block's buffers have the content that the forward found."""
-        known: dict[int, Tensor] = {}  # one that several modules have is one
+        known: dict[int, Tensor] = {}  # several modules may share one buffer
         after = [(row, row.owner._buffers.get(row.key)) for row in self._rows]
         for row in self._rows:
             content = row.content
@@ -319,7 +314,7 @@ class FoundBuffers:
                 row.owner._buffers[row.key] = buffer
 
 
-def _given(leaf: Any) -> Any:
+def _given(leaf: object) -> object:
     if not isinstance(leaf, _Argument):
         return leaf
     tensor = leaf.packed.view().detach()

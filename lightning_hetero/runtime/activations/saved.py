@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
-
-POISON = 0xFF  # bytes that are NaN in every floating dtype
+from lightning_hetero.runtime.lanes.memory import POISON
 
 
 class ChangedInPlaceError(HeteroError):
@@ -21,15 +20,11 @@ class Packed(Protocol):
     """What a pack hook leaves with autograd."""
 
     def view(self) -> Tensor:
-        """The saved tensor, on the device: what the unpack hook gives to autograd."""
+        """The saved tensor, on the device: the unpack hook gives it to autograd."""
 
 
 class Saver(Protocol):
-    """Who has saved a tensor."""
-
-    @property
-    def name(self) -> str:
-        """Its name, for errors."""
+    """A forward that has saved tensors."""
 
     def recompute(self) -> None:
         """Brings back the tensors that it has dropped."""
@@ -54,7 +49,7 @@ class Layout(NamedTuple):
         return tensor.set_(storage, self.offset + shift_bytes // self.dtype.itemsize, self.size, self.stride)
 
     def span(self) -> tuple[int, int]:
-        """First byte in the storage, and the one after the last."""
+        """The first byte in the storage, and the one after the last."""
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) if 0 not in self.size else -1
         return self.offset * self.dtype.itemsize, (self.offset + last + 1) * self.dtype.itemsize
 
@@ -63,41 +58,48 @@ class SavedTensor:
     """One saved tensor, wherever its bytes are. Autograd holds it.
 
     Attributes:
-        use: The forward that saved it.
-        number: Its place among what that forward has saved.
+        use: The forward that saved it, which it keeps alive; ``None`` for an argument of a forward.
+        name: The name of that forward or argument, for errors.
+        number: Its place among the tensors that the forward has saved.
         layout: How it lies in its storage.
         made_by: The autograd node that made it, to tell whether a recomputation met the same
             tensor; empty for leaves.
-        tensor: It, while it is on the device; ``None`` while it is away.
+        tensor: The tensor while it is on the device; ``None`` while it is away.
         version: The version counter of ``tensor`` when it was saved.
-        home: Its storage, where that may leave.
+        home: Its storage, if that may leave the device.
         changed: It was changed in place before it could leave.
     """
 
-    __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "number", "tensor", "use", "version")
+    __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "tensor", "use", "version")
 
-    def __init__(self, use: Saver, number: int, tensor: Tensor, *, held: bool, home: SavedStorage | None = None) -> None:
-        self.use, self.number, self.layout, self.home = use, number, Layout.of(tensor), home
-        self.tensor = tensor if held else None
+    def __init__(
+        self, use: Saver | None, name: str, number: int, tensor: Tensor, *, dropped: bool, home: SavedStorage | None = None
+    ) -> None:
+        self.use, self.name, self.number, self.layout, self.home = use, name, number, Layout.of(tensor), home
+        self.tensor = None if dropped else tensor
         self.version = tensor._version
-        self.made_by = "" if held else maker_of(tensor)
+        self.made_by = maker_of(tensor) if dropped else ""
         self.changed = False
         if home is not None:
             home.tensors.append(weakref.ref(self))
 
     def view(self) -> Tensor:
-        """The saved tensor, on the device: brought back or computed again where it has to be.
+        """The saved tensor, on the device: brought back or computed again if necessary.
 
         Raises:
-            ChangedInPlaceError: It is not what was saved any more.
+            ChangedInPlaceError: It was changed since, as autograd itself would raise.
         """
         if self.tensor is None and not self.changed:
             if self.home is not None:
                 self.fill(self.home.returned(self.layout))
-            else:
+            elif self.use is not None:
                 self.use.recompute()
-        self.check()
-        assert self.tensor is not None, "recomputed"
+        if self.tensor is None or self.is_changed():
+            shape = tuple(self.layout.size)
+            raise ChangedInPlaceError(
+                f"{self.name} saved a tensor {shape} {self.layout.dtype} for backward (its number {self.number}) that was "
+                f"changed by an in-place operation afterwards. Use the out-of-place operation, or clone the tensor before."
+            )
         return self.tensor
 
     def fill(self, tensor: Tensor) -> None:
@@ -105,7 +107,7 @@ class SavedTensor:
         self.tensor, self.version = tensor, tensor._version
 
     def leave(self) -> None:
-        """Its bytes are elsewhere: lets go of them here, unless they are others than were saved."""
+        """Its bytes are elsewhere: releases those on the device, unless they were changed."""
         self.changed |= self.is_changed()
         self.tensor = None
 
@@ -116,23 +118,9 @@ class SavedTensor:
         (begin, end), (first, last) = self.home.moved, layout.span()
         return begin <= first and last <= end
 
-    def shift_bytes(self) -> int:
-        """The offset of its storage's first byte in the storage of :meth:`view`'s tensor."""
-        assert self.tensor is not None, "viewed"
-        return (int(self.tensor.storage_offset()) - self.layout.offset) * self.layout.dtype.itemsize
-
     def is_changed(self) -> bool:
-        """Whether it is not what was saved any more."""
+        """Whether it was changed in place since it was saved."""
         return self.changed or (self.tensor is not None and self.tensor._version != self.version)
-
-    def check(self) -> None:
-        """Refuses what was changed, as autograd does."""
-        if self.is_changed():
-            shape = tuple(self.layout.size)
-            raise ChangedInPlaceError(
-                f"{self.use.name} saved a tensor {shape} {self.layout.dtype} for backward (its number {self.number}) that was "
-                f"changed by an in-place operation afterwards. Use the out-of-place operation, or clone the tensor before."
-            )
 
 
 def maker_of(tensor: Tensor) -> str:
@@ -141,7 +129,7 @@ def maker_of(tensor: Tensor) -> str:
 
 
 class Returning(Protocol):
-    """A swap, for the storages that it has taken along."""
+    """A swap, as the storages that it moves see it."""
 
     def memory(self) -> torch.UntypedStorage:
         """The device memory that holds everything again."""
@@ -153,14 +141,13 @@ class SavedStorage:
     The tensors hold it; it holds what they need to come back.
 
     Attributes:
-        owner: The use whose swap takes it along; ``None``: it stays.
-        shared: Several uses have saved it, so it stays: the later ones need it before the owner's
-            turn comes.
+        owner: A key of the use whose swap moves it; ``None``: it stays.
+        shared: Several uses have saved it. It stays, because the later ones need it first.
         to_disk: It goes to the disk.
         tensors: The saved tensors in it.
-        swap: The swap that took it along.
-        shift_bytes: Where in the swap's device memory its first byte is.
-        moved: The bytes of it that the swap took along: the first, and the one after the last.
+        swap: The swap that moved it.
+        shift_bytes: Where its first byte is in the swap's device memory.
+        moved: The bytes of it that the swap moved: the first, and the one after the last.
         raw: These bytes on the device, on their way out.
     """
 
@@ -178,7 +165,7 @@ class SavedStorage:
         self.raw: Tensor | None = None
 
     def is_for(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is this very storage, not a later one at the same address."""
+        """Whether it describes this very storage, not an earlier one at the same address."""
         return self._storage() is storage
 
     def alive(self) -> list[SavedTensor]:
@@ -191,11 +178,7 @@ class SavedStorage:
         return (min(begin for begin, _ in spans) // 64 * 64, max(end for _, end in spans)) if spans else (0, 0)
 
     def stay(self, other: Tensor) -> None:
-        """The storage stays on the device, because another use has saved it too.
-
-        Args:
-            other: The tensor that the other use saved.
-        """
+        """The storage stays on the device, because another use has saved it too, by ``other``."""
         self.owner, self.shared = None, True
         for tensor in self.alive():
             layout = tensor.layout
@@ -207,11 +190,12 @@ class SavedStorage:
         raw, self.raw = self.raw, None
         for tensor in self.alive():
             tensor.leave()
-        # Nobody but us: the storage's Python object and `raw` are all that refer to it.
+        # If nobody else uses the storage, only its Python object and `raw` refer to it.
         if poison and raw is not None and torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:
             raw.fill_(POISON)
 
     def returned(self, layout: Layout) -> Tensor:
-        """A tensor of it in the memory that the swap brought back; compute comes after that."""
-        assert self.swap is not None, "left"
+        """A tensor of it in the memory that the swap brought back; compute waits for that."""
+        if self.swap is None:
+            raise HeteroError("a saved tensor has left the device without a swap; this is a bug.")
         return layout.over(self.swap.memory(), self.shift_bytes)

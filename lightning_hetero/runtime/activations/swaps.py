@@ -2,12 +2,12 @@
 
 [Note: Hops]
 Each hop moves a use's activations together: from their storages into one host buffer, tensor beside
-tensor at multiples of 64 bytes, and back into one run of device memory by one copy. What goes to
-the disk has a host buffer and a file of its own. Host buffers and files are lent out again from
-step to step, because page-locking memory and allocating files is slow.
+tensor at multiples of 64 bytes, and back into one run of device memory by one copy. Storages that
+go to the disk have a host buffer and a file of their own. Host buffers and files are lent out again
+from step to step, because page-locking memory and allocating files is slow.
 
-Compute's thread submits the hops; their host buffers are taken as they start, when those that they
-take over are free. Device memory to come back to is allocated by compute's thread, so that the
+Compute's thread submits the hops. Each takes its host buffers as it starts, when earlier hops have
+released theirs. Compute's thread also allocates the device memory for the way back, so that the
 allocator of a device with streams knows one stream.
 """
 
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
-from lightning_hetero.runtime.activations.saved import POISON, SavedStorage
-from lightning_hetero.runtime.lanes.base import Event, Lanes, Ticket
+from lightning_hetero.runtime.activations.saved import SavedStorage
+from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent, Ticket
+from lightning_hetero.runtime.lanes.memory import POISON
 from lightning_hetero.units import round_up
 
 _ALIGN = 64
@@ -65,7 +66,7 @@ class SwapFiles(Protocol):
 
 
 class Lease(Generic[_T]):
-    """Something that goes back to its pool when nobody holds the lease any more."""
+    """Something lent. It goes back to its pool when nobody holds the lease any more."""
 
     __slots__ = ("_free", "value")
 
@@ -77,7 +78,7 @@ class Lease(Generic[_T]):
 
 
 class Pool(Generic[_T]):
-    """Things of exact sizes that are lent out again. Thread-safe.
+    """Lends things of exact sizes, again and again. Thread-safe.
 
     Args:
         make: Makes one of a size in bytes.
@@ -105,7 +106,7 @@ class Pool(Generic[_T]):
             self._taken.clear()
 
     def close(self) -> None:
-        """Ends what is free."""
+        """Ends all that are free."""
         self._end(list(self._free))
 
     def _end(self, sizes: Iterable[int]) -> None:
@@ -120,9 +121,9 @@ class Swapper:
 
     Args:
         lanes: The lanes that move bytes.
-        files: Files for what goes to the disk; ``None`` if nothing may.
+        files: Files for swaps to the disk; ``None`` if there are none.
         poison: Fill memory with NaN when it is given up and before bytes arrive in it (tests).
-        made: Told of device memory for what comes back.
+        made: Called with the storage of device memory for the way back.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Swapper:
             self._afterwards.append((event, action))
 
     def settle(self) -> None:
-        """Does what was to be done after events that have passed by now. Thread-safe."""
+        """Calls the functions of :meth:`afterwards` whose events have passed. Thread-safe."""
         with self._lock:
             rows = [(_passed(event), event, action) for event, action in self._afterwards]
             self._afterwards = deque((event, action) for passed, event, action in rows if not passed)
@@ -159,7 +160,7 @@ class Swapper:
         self._leaving.append(weakref.ref(swap))
 
     def sweep(self, waited: Sequence[Event] = ()) -> None:
-        """Lets go of the device memory of what has left. Compute's thread.
+        """Releases the device memory of storages that have left. Compute's thread.
 
         Args:
             waited: Events that compute has been made to wait for.
@@ -184,8 +185,18 @@ class Swapper:
         self.buffers.close()
         self.files.close()
 
+    def lend(self, num_bytes: int) -> Lease[Tensor]:
+        """Host memory for a hop, in the thread of its lane."""
+        if not num_bytes:
+            return _NOTHING
+        self.settle()  # memory of earlier hops may be free now
+        lease = self.buffers.take(round_up(num_bytes, _PAGE))
+        if self.poison:
+            lease.value.fill_(POISON)
+        return lease
+
     def _buffer(self, num_bytes: int) -> Tensor:
-        """Host memory of whole pages: the disk's transfers need them."""
+        """Host memory of whole pages: transfers to the disk need them."""
         buffer = self.lanes.host_buffer(num_bytes)
         if buffer.data_ptr() % _PAGE:
             buffer = self.lanes.host_buffer(num_bytes + _PAGE)
@@ -196,53 +207,46 @@ class Swapper:
 class Swap:
     """The activations of one use on their way; see [Note: Hops].
 
-    The saved storages hold it, and transfers that are under way. Compute's thread calls it.
+    The saved storages hold it, and so do transfers that are under way. Compute's thread calls it.
 
     Args:
         swapper: What all swaps share.
         block: The block's index.
-        storages: What leaves.
+        storages: The storages that leave.
+        op: SWAP_OUT on ``d2h``: copies the storages to host memory.
+        after: Events that the copy waits for.
     """
 
-    def __init__(self, swapper: Swapper, block: int, storages: Sequence[SavedStorage]) -> None:
+    def __init__(self, swapper: Swapper, block: int, storages: Sequence[SavedStorage], op: Op, after: Sequence[Event]) -> None:
         self._swapper, self._lanes, self._block = swapper, swapper.lanes, block
         self._storages = [weakref.ref(storage) for storage in storages]
-        self._host_bytes = self._disk_bytes = 0
-        self._host: Lease[Tensor] | None = None
-        self._outgoing: Lease[Tensor] | None = None  # what goes to the disk, in host memory
-        self._incoming: Lease[Tensor] | None = None  # the same on its way back
+        self._host = _NOTHING  # host memory of what stays on the host
+        self._outgoing = _NOTHING  # host memory of what goes to the disk
+        self._incoming = _NOTHING  # the same on its way back
         self._file: Lease[SwapFile] | None = None
-        self._memory: Tensor | None = None
-        self._out: Event | None = None
-        self._written: Event | None = None
-        self._read: Event | None = None
-        self._in: Event | None = None
+        self._memory: Tensor | None = None  # device memory for the way back
         self._has_left = self._waited = False
-
-    def out(self, op: Op, after: Sequence[Event]) -> Event:
-        """SWAP_OUT on ``d2h``: copies the storages to host memory."""
-        to_host = self._pack(to_disk=False)
-        to_disk = self._pack(to_disk=True)
+        to_host, self._host_bytes = self._pack(to_disk=False)
+        to_disk, self._disk_bytes = self._pack(to_disk=True)
 
         def run(held: list[object]) -> tuple[Ticket, ...]:
-            self._host, self._outgoing = self._take(self._host_bytes), self._take(self._disk_bytes)
+            self._host, self._outgoing = swapper.lend(self._host_bytes), swapper.lend(self._disk_bytes)
             held += [self._host, self._outgoing]
             for lease, rows in ((self._host, to_host), (self._outgoing, to_disk)):
                 for raw, at in rows:
-                    assert lease is not None
                     self._lanes.copy(lease.value[at : at + raw.numel()], raw)
                 rows.clear()
             return ()
 
-        self._out = self._submit(op, self.num_bytes, run, [*after, self._lanes.mark()])
-        self._swapper.leaving(self)
-        return self._out
+        self.out = self._submit(op, self.num_bytes, run, [*after, self._lanes.mark()])
+        self._hops: dict[Lane, OpEvent] = {Lane.D2H: self.out}
+        swapper.leaving(self)
 
     def left(self, waited: Sequence[Event] = ()) -> bool:
-        """Releases device memory once the copy to the host is over; returns whether it has."""
-        if self._has_left or self._out is None or self._comes_back:
+        """Releases device memory once the copy to the host has ended; returns whether it has."""
+        if self._has_left or Lane.DISK_READ in self._hops or Lane.H2D in self._hops:
             return True
-        if self._out not in waited and not _passed(self._out):
+        if self.out not in waited and not _passed(self.out):
             return False
         self._has_left = True
         for storage in self._alive():
@@ -250,47 +254,44 @@ class Swap:
                 storage.leave(poison=self._swapper.poison)
         return True
 
-    def write(self, op: Op, after: Sequence[Event]) -> Event:
-        """SWAP_OUT on ``disk_write``: what goes to the disk leaves host memory."""
-        assert self._out is not None, "hops come in order"
+    def write(self, op: Op, after: Sequence[Event]) -> OpEvent:
+        """SWAP_OUT on ``disk_write``: writes to the disk what goes there."""
 
         def run(held: list[object]) -> tuple[Ticket, ...]:
             outgoing = self._outgoing
-            if outgoing is None:
+            if outgoing is _NOTHING:
                 return ()
-            file = self._swapper.files.take(outgoing.value.numel())
+            self._file = file = self._swapper.files.take(outgoing.value.numel())
             held += [outgoing, file]
-            self._file = file
             return (file.value.write(outgoing.value),)
 
-        self._written = self._submit(op, self._disk_bytes, run, [*after, self._out], self._forget_outgoing)
-        return self._written
+        event = self._submit(op, self._disk_bytes, run, [*after, self.out], self._forget_outgoing)
+        self._hops[Lane.DISK_WRITE] = event
+        return event
 
-    def read(self, op: Op, after: Sequence[Event]) -> Event:
-        """SWAP_IN on ``disk_read``: what went to the disk comes back to host memory."""
-        assert self._written is not None, "hops come in order"
+    def read(self, op: Op, after: Sequence[Event]) -> OpEvent:
+        """SWAP_IN on ``disk_read``: reads back to host memory what went to the disk."""
         needed = self._is_missed  # else it is still on the device, and stays there
 
         def run(held: list[object]) -> tuple[Ticket, ...]:
             file = self._file
             if not needed or file is None:
                 return ()
-            self._incoming = incoming = self._take(self._disk_bytes)
-            assert incoming is not None
+            self._incoming = incoming = self._swapper.lend(self._disk_bytes)
             held += [incoming, file]
             return (file.value.read(incoming.value),)
 
-        self._read = self._submit(op, self._disk_bytes if needed else 0, run, [*after, self._written])
-        return self._read
+        event = self._submit(op, self._disk_bytes if needed else 0, run, [*after, self._hops[Lane.DISK_WRITE]])
+        self._hops[Lane.DISK_READ] = event
+        return event
 
-    def bring(self, op: Op, after: Sequence[Event]) -> Event:
+    def bring(self, op: Op, after: Sequence[Event]) -> OpEvent:
         """SWAP_IN on ``h2d``: everything comes back to the device, unless it never left."""
-        if self._in is not None:
-            return self._in
-        assert self._out is not None, "hops come in order"
-        if self._is_missed and self._written is not None and self._read is None:
-            self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
+        if Lane.H2D in self._hops:
+            return self._hops[Lane.H2D]
         if self._is_missed:
+            if Lane.DISK_WRITE in self._hops and Lane.DISK_READ not in self._hops:
+                self.read(self._demand(Lane.DISK_READ, self._disk_bytes), ())
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
             self._swapper.made(self._memory.untyped_storage())
             self._lanes.allocated(self._memory.untyped_storage())
@@ -301,42 +302,35 @@ class Swap:
         def run(held: list[object]) -> tuple[Ticket, ...]:
             if memory is None:
                 return ()
-            host, staged = self._host, self._incoming or self._outgoing
-            held += [host, staged, memory]
+            staged = self._outgoing if self._incoming is _NOTHING else self._incoming
+            held += [self._host, staged, memory]
             if split:
-                assert host is not None
-                self._lanes.copy(memory[:split], host.value[:split])
+                self._lanes.copy(memory[:split], self._host.value[:split])
             if self._disk_bytes:
-                assert staged is not None
                 self._lanes.copy(memory[split:], staged.value[: self._disk_bytes])
             return ()
 
-        before = [event for event in (self._out, self._written, self._read) if event is not None]
-        num_bytes = 0 if memory is None else self.num_bytes
-        self._in = self._submit(op, num_bytes, run, [*after, *before, self._lanes.mark()], self._forget_host)
-        return self._in
+        before = [*after, *self._hops.values(), self._lanes.mark()]
+        event = self._submit(op, 0 if memory is None else self.num_bytes, run, before, self._forget_host)
+        self._hops[Lane.H2D] = event
+        return event
 
     def memory(self) -> torch.UntypedStorage:
         """The device memory with everything, brought back if necessary. Compute waits for it."""
-        if self._in is None:
+        if Lane.H2D not in self._hops:
             self.bring(self._demand(Lane.H2D, self.num_bytes), ())
-        assert self._in is not None
-        assert self._memory is not None, "had left"
+        assert self._memory is not None, "only a storage that has left asks for it"
         if not self._waited:
-            self._lanes.compute_waits([self._in])
+            self._lanes.compute_waits([self._hops[Lane.H2D]])
             self._waited = True
         return self._memory.untyped_storage()
 
     @property
     def num_bytes(self) -> int:
-        """What moves between device and host."""
+        """Bytes that move between device and host."""
         return self._host_bytes + self._disk_bytes
 
     # ---- details ---------------------------------------------------------------------------------
-
-    @property
-    def _comes_back(self) -> bool:
-        return self._read is not None or self._in is not None
 
     @property
     def _is_missed(self) -> bool:
@@ -346,8 +340,8 @@ class Swap:
     def _alive(self) -> list[SavedStorage]:
         return [storage for storage in (ref() for ref in self._storages) if storage is not None]
 
-    def _pack(self, *, to_disk: bool) -> list[tuple[Tensor, int]]:
-        """Packs leaving storages into one buffer: their device bytes, and their places in it."""
+    def _pack(self, *, to_disk: bool) -> tuple[list[tuple[Tensor, int]], int]:
+        """Packs storages into one buffer: their device bytes, their places in it, and its size."""
         rows: list[tuple[Tensor, int]] = []
         at = 0
         for storage in self._alive():
@@ -357,15 +351,11 @@ class Swap:
             whole = next(tensor.tensor for tensor in storage.alive() if tensor.tensor is not None).untyped_storage()
             raw = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole, begin, (end - begin,), (1,))
             storage.swap, storage.raw, storage.moved = self, raw, (begin, end)
-            # On the device what was on the disk comes back behind the rest.
+            # On the device, bytes from the disk come back behind the others.
             storage.shift_bytes = at - begin + (self._host_bytes if to_disk else 0)
             rows.append((raw, at))
             at = round_up(at + end - begin, _ALIGN)
-        if to_disk:
-            self._disk_bytes = at
-        else:
-            self._host_bytes = at
-        return rows
+        return rows, at
 
     def _submit(
         self,
@@ -374,10 +364,10 @@ class Swap:
         run: Callable[[list[object]], tuple[Ticket, ...]],
         after: Sequence[Event],
         then: Callable[[], object] = lambda: None,
-    ) -> Event:
+    ) -> OpEvent:
         """Submits a hop with the bytes that it moves.
 
-        What its ``run`` puts on the list is not lent to others until the hop is over.
+        Leases that ``run`` puts on its list end no earlier than the hop.
         """
         held: list[object] = [self]
 
@@ -389,26 +379,20 @@ class Swap:
         self._swapper.afterwards(event, over)
         return event
 
-    def _take(self, num_bytes: int) -> Lease[Tensor] | None:
-        """Host memory, in the thread of a lane."""
-        if not num_bytes:
-            return None
-        self._swapper.settle()  # what this hop takes over is free then
-        lease = self._swapper.buffers.take(round_up(num_bytes, _PAGE))
-        if self._swapper.poison:
-            lease.value.fill_(POISON)
-        return lease
-
     def _forget_outgoing(self) -> None:
         if self._file is not None:
-            self._outgoing = None
+            self._outgoing = _NOTHING
 
     def _forget_host(self) -> None:
-        self._host = self._outgoing = self._incoming = self._file = None
+        self._host = self._outgoing = self._incoming = _NOTHING
+        self._file = None
 
     def _demand(self, lane: Lane, num_bytes: int) -> Op:
-        """An op that no schedule has: backward takes another order than forward let expect."""
+        """An op that no schedule has: backward needs the bytes earlier than forward let expect."""
         return Op(id=-1, kind=OpKind.SWAP_IN, block=self._block, lane=lane, at=-1, payload=Payload.ACTIVATIONS, num_bytes=num_bytes)
+
+
+_NOTHING: Lease[Tensor] = Lease(torch.empty(0, dtype=torch.uint8), deque())  # no host memory
 
 
 def _passed(event: Event) -> bool:
@@ -416,7 +400,7 @@ def _passed(event: Event) -> bool:
     try:
         return event.done()
     except Exception:
-        return True  # whoever waits for it gets the error
+        return True  # code that waits for the event gets the error
 
 
 def _no_files(num_bytes: int) -> SwapFile:

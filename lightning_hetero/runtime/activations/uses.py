@@ -1,51 +1,51 @@
 """One forward of a block: what a pack hook does with every tensor that autograd saves in it.
 
 [Note: What is saved]
-A pack hook decides for every tensor that autograd saves while a block's forward runs:
+A pack hook decides about every tensor that autograd saves while a block's forward runs:
 
-- it lies in weight memory: a reference, because that memory is another's before backward comes;
-- it is a 16-bit cast of a weight: a reference ([Note: Casts of weights]);
-- it is a parameter or buffer, small (below 4 KiB), on another device, sparse, or of a tensor class
-  of its own: kept;
-- it lies in an argument of the block: as ``boundary`` says;
-- an operator with a policy of its own has made it: as ``operators`` says;
-- else as ``saved`` says.
+- In weight memory: autograd gets a reference, because that memory is reused before backward.
+- A 16-bit cast of a weight: autograd gets a reference ([Note: Casts of weights]).
+- A parameter or buffer, a tensor below 4 KiB, on another device, sparse, or of a tensor class of
+  its own: it is kept.
+- In an argument of the block: the plan's ``boundary`` decides.
+- Made by an operator with a policy of its own: the plan's ``operators`` decides.
+- Any other: the plan's ``saved`` decides.
 
-*Kept* is what autograd would do. *Dropped* tensors come back by recomputation ([Note:
-Recomputation]), *swapped* ones leave by storage, so a storage moves once however often it was saved
-([Note: Hops]). A storage that several uses of blocks save stays on the device: the later one needs
-it in backward before the earlier one brings it back. What a block returns is left to the block that
-takes it as its argument. In-place changes are found when backward asks for a tensor, as autograd
-finds them; a swapped one that changed after it had left is given back as it was saved.
+*Kept* means what autograd would do. *Dropped* tensors come back by recomputation ([Note:
+Recomputation]). *Swapped* tensors leave by storage, so a storage moves once, however often it was
+saved ([Note: Hops]). A storage that several uses of blocks save stays on the device, because the
+later use needs it before the earlier one brings it back. The output of a block belongs to the block
+that takes it as its argument. Backward finds in-place changes when it asks for a tensor, as
+autograd does. A swapped tensor that changes after it has left comes back as it was saved.
 
-What autograd holds keeps alive what it needs, and nothing else does: a graph that is thrown away
-takes its host memory along.
+Only autograd's saved tensors keep alive what they need. If a graph is thrown away, its host memory
+is freed too.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.ir.plan import Saved
+from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.runtime.activations.names import has_storage
+from lightning_hetero.runtime.activations.autocast import WeightCasts
+from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
-from lightning_hetero.runtime.activations.recompute import Rerun
+from lightning_hetero.runtime.activations.recompute import Buffers, Rerun
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
-from lightning_hetero.runtime.activations.swaps import Swap
-from lightning_hetero.runtime.lanes.base import Event
-
-if TYPE_CHECKING:
-    from lightning_hetero.runtime.activations.block import BlockActivations
+from lightning_hetero.runtime.activations.swaps import Swap, SwapFiles, Swapper
+from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent
 
 SMALL_BYTES = 4096
 """Smaller storages stay where they are: moving them costs more than they take."""
@@ -53,17 +53,132 @@ SMALL_BYTES = 4096
 _SWAPPED = frozenset({Saved.SWAP_HOST, Saved.SWAP_DISK})
 
 
+class SavedWatcher(Protocol):
+    """Observes what happens to the tensors that forwards save."""
+
+    def recomputing(self, block: int) -> AbstractContextManager[None]:
+        """A context in which a block's forward runs once more."""
+
+    def leaves(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was saved will leave the device."""
+
+    def set_aside(self, storage: torch.UntypedStorage) -> None:
+        """The runtime made a storage: for a swap that comes back, or for a recomputation."""
+
+
+class ModelSaves:
+    """What the uses of all blocks share.
+
+    Args:
+        lanes: The lanes that move bytes.
+        weights: Returns what autograd saves for a tensor in weight memory; ``None`` for others.
+        casts: 16-bit casts of weights; ``None`` if nothing follows them.
+        files: Files for swaps to the disk; ``None`` if there are none.
+        poison: Fill memory with NaN when it is given up (tests).
+
+    Attributes:
+        watcher: The observer, if there is one.
+        running: The forwards that are under way, the innermost one last; with ``None``, its saved
+            tensors are autograd's own.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        *,
+        weights: Callable[[Tensor], Packed | None],
+        casts: WeightCasts | None,
+        files: SwapFiles | None,
+        poison: bool,
+    ) -> None:
+        self.lanes, self.weights, self.casts = lanes, weights, casts
+        self.swapper = Swapper(lanes, files, poison=poison, made=self.set_aside)
+        self.watcher: SavedWatcher | None = None
+        self.running: list[tuple[BlockSaves, Use | Inner | None]] = []
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+
+    def set_aside(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made for the runtime."""
+        if self.watcher is not None:
+            self.watcher.set_aside(storage)
+
+    def known(self, storage: torch.UntypedStorage) -> SavedStorage | None:
+        """What is known of a storage that a forward of this batch has saved."""
+        ref = self.storages.get(storage._cdata)
+        saved = None if ref is None else ref()
+        return saved if saved is not None and saved.is_for(storage) else None
+
+    def note(self, storage: torch.UntypedStorage) -> SavedStorage:
+        """Remembers a storage that may leave."""
+        saved = SavedStorage(storage)
+        self.storages[storage._cdata] = weakref.ref(saved)
+        return saved
+
+
+class BlockSaves:
+    """What the uses of one block share.
+
+    Args:
+        name: The block's name, for errors.
+        module: The block.
+        index: Its place among the blocks, as ops name it.
+        rules: Its row of the resolved plan.
+        device_type: The type that tensors on the device report.
+
+    Attributes:
+        operators: The policies of operators that differ from ``rules.saved``.
+        recomputes: Some of its saved tensors are dropped.
+        names: Names its operators in this batch.
+        buffers: The module's buffers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, index: int, rules: BlockPlan, device_type: str) -> None:
+        self.name, self.module, self.index, self.rules = name, module, index, rules
+        self.operators = {operator: policy for operator, policy in rules.operators.items() if policy is not rules.saved}
+        self.recomputes = Saved.RECOMPUTE in (rules.saved, *self.operators.values())
+        self.names = OperatorNames()
+        self.buffers = Buffers(name, module)
+        self.unmet = set(self.operators)
+        self._device_type = device_type
+        self._params = list(module.named_parameters())
+        self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
+
+    def begin_batch(self, *, saved: bool) -> None:
+        """A batch begins; ``saved``: the last one has followed a forward of the block."""
+        if self.unmet and saved:
+            missing, self.unmet = sorted(self.unmet), set()
+            warnings.warn(
+                f"{self.name}: the plan has rules for operators of which its forward saves nothing: {', '.join(missing)}. They "
+                f"have no effect; make the plan anew for this model and batch.",
+                stacklevel=2,
+            )
+        self.names = OperatorNames()
+
+    def policy(self, operator: str) -> Saved:
+        """What becomes of the tensors that an operator saves."""
+        return self.operators.get(operator, self.rules.saved)
+
+    def fixed(self) -> set[int]:
+        """The storages of parameters and buffers as they are now."""
+        tensors = [param for _, param in self._params] + [getattr(module, name) for module, name in self._buffers]
+        return {t.untyped_storage()._cdata for t in tensors if has_storage(t, self._device_type)}
+
+    def addresses(self) -> ParameterAddresses:
+        """Where the parameters are now."""
+        return ParameterAddresses((name, param) for name, param in self._params if has_storage(param, self._device_type))
+
+
 class Use:
     """One forward of a block, and what it has saved. The tensors that it saved hold it.
 
     Args:
-        block: The block.
+        model: What the uses of all blocks share.
+        block: What the uses of this block share.
     """
 
-    def __init__(self, block: BlockActivations) -> None:
-        self.block, self.name = block, block.name
-        self._owner = block.owner
-        self._device_type = block.owner.lanes.device_type
+    def __init__(self, model: ModelSaves, block: BlockSaves) -> None:
+        self._model, self._block = model, block
+        self._device_type = model.lanes.device_type
         self._key = object()  # what owned storages name: they must not keep the use alive
         self._number = 0
         self._inputs: set[int] = set()
@@ -71,58 +186,47 @@ class Use:
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._swap: weakref.ref[Swap] | None = None
         self._rerun: Rerun | None = None
-        self._hooks: saved_tensors_hooks | None = None
+        self._hooks = ExitStack()
         self._watch: Watch | None = None
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The forward begins."""
-        block = self.block
-        hooks = saved_tensors_hooks(self.pack, _view)
+        model, block, lanes = self._model, self._block, self._model.lanes
         try:
-            hooks.__enter__()
+            self._hooks.enter_context(saved_tensors_hooks(self.pack, _view))
         except RuntimeError as error:
             raise UnsupportedError(
-                f"{self.name}: activations cannot be followed here: {error}. Blocks that run under torch.func need saved='keep' "
+                f"{block.name}: activations cannot be followed here: {error}. Blocks that run under torch.func need saved='keep' "
                 f"and weights on 'device' in the plan."
             ) from error
-        self._hooks = hooks
         self._fixed = block.fixed()
         tensors = (leaf for leaf in _tensors((args, kwargs)) if has_storage(leaf, self._device_type))
         self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
-        lanes = self._owner.lanes
         if block.recomputes:
             self._rerun = Rerun(
-                self.name, block.module, args, kwargs, save=self._save_input, buffers=block.buffers, device=lanes.device,
+                block.name, block.module, args, kwargs, save=self._save_input, buffers=block.buffers, device=lanes.device,
                 allocated=lanes.allocated,
             )  # fmt: skip
             for storage in self._rerun.copies():
-                self._owner.set_aside(storage)
+                model.set_aside(storage)
         if block.operators:
             self._watch = Watch(
-                names=block.names,
-                addresses=block.addresses(),
-                policy=block.policy,
-                device=self._owner.lanes.device,
-                device_type=self._device_type,
-                inside=self._is_inside,
+                names=block.names, addresses=block.addresses(), policy=block.policy, device=lanes.device,
+                device_type=self._device_type, inside=self._is_inside,
                 record=None if self._rerun is None else self._rerun.record,
-            )
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            )  # fmt: skip
+            self._hooks.enter_context(self._watch)
 
     def end(self) -> None:
         """The forward has ended."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+        self._watch = None
+        self._hooks.close()
 
-    def returned(self, output: Any) -> None:
-        """What the block returns is its successor's to swap."""
+    def returned(self, output: object) -> None:
+        """The block's output is its successor's to swap."""
         for leaf in _tensors(output):
             if has_storage(leaf, self._device_type):
-                known = self._owner.known(leaf.untyped_storage())
+                known = self._model.known(leaf.untyped_storage())
                 if known is not None and known.owner is self._key:
                     known.owner = None
         if self._rerun is not None:
@@ -133,26 +237,26 @@ class Use:
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook; see [Note: What is saved]."""
         number, self._number = self._number, self._number + 1
-        casts = self._owner.casts
+        casts = self._model.casts
         cast = casts.reference(tensor) if casts is not None and casts.entered else None
-        return cast or self._owner.weights(tensor) or self._save(tensor, number)
+        return cast or self._model.weights(tensor) or self._save(tensor, number)
 
     def recompute(self) -> None:
-        """Brings back what was dropped."""
-        assert self._rerun is not None, "dropped"
-        watcher = self._owner.watcher
-        with nullcontext() if watcher is None else watcher.recomputing(self.block.index):
-            self._rerun.run(self._rerunning)
+        """Brings back the tensors that were dropped."""
+        watcher = self._model.watcher
+        if self._rerun is not None:
+            with nullcontext() if watcher is None else watcher.recomputing(self._block.index):
+                self._rerun.run(self._rerunning)
 
     def _save_input(self, tensor: Tensor) -> Packed:
-        return self._owner.weights(tensor) or self._save(tensor, None)
+        return self._model.weights(tensor) or self._save(tensor, None)
 
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
-        """Saves a tensor for autograd, or an argument of the use (``number=None``)."""
+        """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor)
-        storage = tensor.untyped_storage()
-        known = self._owner.known(storage)
+        model, block, storage = self._model, self._block, tensor.untyped_storage()
+        known = model.known(storage)
         if known is not None and known.owner is not None and known.owner is not self._key:
             known.stay(tensor)
         key = storage._cdata
@@ -160,75 +264,69 @@ class Use:
         if key in self._fixed or storage.nbytes() < SMALL_BYTES:
             policy = Saved.KEEP
         elif key in self._inputs:
-            policy = self.block.rules.boundary
+            policy = block.rules.boundary
         else:
-            policy = self.block.rules.saved if made is None else self.block.policy(made.operator)
+            policy = block.rules.saved if made is None else block.policy(made.operator)
         if made is not None:
-            self.block.met(made.operator)
-        if policy is Saved.RECOMPUTE:
-            assert self._rerun is not None
-            assert number is not None
-            saved = SavedTensor(self, number, tensor, held=False)
+            block.unmet.discard(made.operator)
+        if policy is Saved.RECOMPUTE and self._rerun is not None and number is not None:
+            saved = SavedTensor(self, block.name, number, tensor, dropped=True)
             self._rerun.dropped[number] = weakref.ref(saved)
             return saved
         home = None
         if policy in _SWAPPED and (known is None or not known.shared):
-            home = known or self._owner.note(storage)
+            home = known or model.note(storage)
             if home.owner is None:
                 home.owner, home.to_disk = self._key, policy is Saved.SWAP_DISK
-                if self._owner.watcher is not None:
-                    self._owner.watcher.leaves(storage)
+                if model.watcher is not None:
+                    model.watcher.leaves(storage)
                 self._storages.append(weakref.ref(home))
         if key not in self._fixed:
-            self._owner.lanes.allocated(storage)
-        use = self if number is not None else _Arguments(f"the input of {self.name}")
-        saved = SavedTensor(use, number or 0, tensor.detach(), held=True, home=home)
+            model.lanes.allocated(storage)
+        if number is None:
+            saved = SavedTensor(None, f"the input of {block.name}", 0, tensor.detach(), dropped=False, home=home)
+        else:
+            saved = SavedTensor(self, block.name, number, tensor.detach(), dropped=False, home=home)
         if made is not None and made.saved is None and saved.version == 0:
             made.saved = weakref.ref(saved)
         return saved
 
     # ---- swaps -----------------------------------------------------------------------------------
 
-    def hop(self, op: Op, after: Sequence[Event]) -> Event | None:
-        """Submits one hop of what leaves; ``None`` if nothing does."""
+    def hop(self, op: Op, after: Sequence[Event]) -> OpEvent | None:
+        """Submits one hop of the storages that leave; ``None`` if none does."""
         if (op.kind, op.lane) == (OpKind.SWAP_OUT, Lane.D2H):
             leaving = [s for s in (ref() for ref in self._storages) if s is not None and s.owner is self._key]
             if not leaving:
                 return None
-            swap = Swap(self._owner.swapper, self.block.index, leaving)
+            swap = Swap(self._model.swapper, self._block.index, leaving, op, after)
             self._swap = weakref.ref(swap)
-            return swap.out(op, after)
+            return swap.out
         found = None if self._swap is None else self._swap()
         if found is None:
             return None
         move = {Lane.DISK_WRITE: found.write, Lane.DISK_READ: found.read, Lane.H2D: found.bring}[op.lane]
         return move(op, after)
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that have been sent out of the device."""
-        swap = None if self._swap is None else self._swap()
-        return 0 if swap is None else swap.num_bytes
-
     # ---- details ---------------------------------------------------------------------------------
 
     def _is_inside(self) -> bool:
-        return self._owner.stack[-1][1] is self
+        return self._model.running[-1][1] is self
 
     @contextmanager
     def _rerunning(self) -> Iterator[Callable[[], bool]]:
-        """The block's own hooks stand aside, and those of blocks in it save nothing."""
-        rerunning = Rerunning(self.block)
-        stack, depth = self._owner.stack, len(self._owner.stack)
-        stack.append((self.block, rerunning))
+        """The block's own hooks do nothing, and blocks in it save nothing."""
+        rerunning = Rerunning(self._block)
+        running, depth = self._model.running, len(self._model.running)
+        running.append((self._block, rerunning))
         try:
-            yield lambda: stack[-1][1] in (rerunning, rerunning.own)
+            yield lambda: running[-1][1] in (rerunning, rerunning.own)
         finally:
-            del stack[depth:]
+            del running[depth:]
 
 
 class _Kept:
-    """A saved tensor that stays whatever the plan says: one without ordinary memory."""
+    """A saved tensor that stays, whatever the plan says, because it has no ordinary memory."""
 
     __slots__ = ("_tensor",)
 
@@ -236,54 +334,43 @@ class _Kept:
         self._tensor = tensor.detach()
 
     def view(self) -> Tensor:
-        """It."""
+        """The tensor."""
         return self._tensor
 
 
-class _Arguments:
-    """Who saves the arguments that a forward is run again with."""
+class Inner:
+    """A forward inside a recomputation. Its saved tensors are thrown away with the graph.
 
-    __slots__ = ("name",)
+    Args:
+        saves: It is the forward that is repeated, whose saved tensors the recomputation counts.
+    """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, *, saves: bool) -> None:
+        self._hooks = nullcontext() if saves else saved_tensors_hooks(_detached, _itself)
 
-    def recompute(self) -> None:
-        """Arguments are never dropped."""
-        raise AssertionError(self.name)
-
-
-class Aside:
-    """A forward inside a recomputation: what it saves is thrown away with the graph."""
-
-    def __init__(self, *, own: bool) -> None:
-        self._hooks = None if own else saved_tensors_hooks(_detached, _itself)
-
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """It begins."""
-        if self._hooks is not None:
-            self._hooks.__enter__()
+    def begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """The forward begins."""
+        self._hooks.__enter__()
 
     def end(self) -> None:
-        """It ends."""
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
+        """The forward ends."""
+        self._hooks.__exit__(None, None, None)
 
 
-class Rerunning(Aside):
+class Rerunning(Inner):
     """A recomputation that is under way."""
 
-    def __init__(self, block: BlockActivations) -> None:
-        super().__init__(own=True)
+    def __init__(self, block: BlockSaves) -> None:
+        super().__init__(saves=True)
         self._block = block
-        self.own: Aside | None = None
+        self.own: Inner | None = None
 
-    def forward_of(self, block: BlockActivations) -> Aside:
-        """The forward of a block begins inside: the first one is that of the block itself."""
-        aside = Aside(own=self.own is None and block is self._block)
+    def forward_of(self, block: BlockSaves) -> Inner:
+        """A block's forward begins inside. The first of the block itself is the repeated one."""
         if self.own is None and block is self._block:
-            self.own = aside
-        return aside
+            self.own = Inner(saves=True)
+            return self.own
+        return Inner(saves=False)
 
 
 def _view(packed: Packed) -> Tensor:
@@ -298,7 +385,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: object) -> Iterator[Tensor]:
     """The tensors in arguments or results, in containers and dataclasses too."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
