@@ -203,7 +203,7 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
 
 def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake: FakeCuda) -> None:
     taken = lanes.memory().take(512, "weights")
-    with pytest.raises(AssertionError, match="gives it back before"):
+    with pytest.raises(AssertionError, match="has been given back"):
         lanes.resize(4096)
     lanes.memory().give(taken)
     lanes.resize(4096)

@@ -1,16 +1,18 @@
 """Gradients that leave a device for host memory, where updates on the CPU take them.
 
 [Note: Gradients on the host]
-GRAD takes ``param.grad`` of a block; from then on the gradient lies in host memory of the lanes, one buffer per part, in its own
-dtype and in the parameter's memory order. What the next micro-batch adds is added there, in the same order and with the same
-rounding as autograd adds on the device. An update that has taken a gradient gives its memory back once it is READY, and the next
-block's takes it over, so no step allocates any.
+GRAD takes ``param.grad`` of a block. From then on the gradient lies in host memory of the lanes, in
+one buffer per part, in its own dtype and in the parameter's memory order. The gradients of the next
+micro-batch are added there, in the same order and with the same rounding as autograd would add them
+on the device. An update gives the memory of its gradients back once it is READY, and the next block
+takes it, so no step allocates any.
 
-Whoever looks at gradients between backward and the update (clipping, a loss scaler, a callback) finds a :class:`HostGradient` as
-``param.grad``. What torch's own code does to all gradients runs on it without bringing gradients back to the device, and gives
-the same bits: their norms were computed on the device as they left, by the function that ``clip_grad_norm_`` uses. A norm of
-gradients that were added up on the host, or changed there, is computed there; on an accelerator its last bits can differ from
-those of the device's reduction.
+Between backward and the update, code that reads gradients (clipping, a loss scaler, a callback)
+finds a :class:`HostGradient` as ``param.grad``. torch's own functions for all gradients run on it
+without bringing gradients back to the device, and give the same bits: the device computed the norms
+as the gradients left, by the function that ``clip_grad_norm_`` uses. The host computes the norm of
+gradients that were added up or changed there. On an accelerator its last bits can differ from those
+of the device's reduction.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from lightning_hetero.store.live.blocks import Block, Part
 class BufferPool:
     """Host memory by exact size, used again and again. Thread-safe.
 
-    It grows only while every buffer of a size is in use, so it holds as many as ever were at once: what the schedule lets wait.
+    It holds as many buffers of a size as were ever in use at once, which the schedule bounds.
 
     Args:
         make: Makes a flat uint8 tensor of this many bytes.
 
     Attributes:
-        num_bytes: All buffers that were made.
+        num_bytes: The size of all buffers that were made.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
@@ -62,7 +64,7 @@ class BufferPool:
             self._free[buffer.numel()].append(buffer)
 
     def clear(self) -> None:
-        """Frees what is not in use."""
+        """Frees the buffers that are not in use."""
         with self._lock:
             self.num_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
             self._free.clear()
@@ -76,7 +78,8 @@ class HostGradients:
 
     Args:
         lanes: The device.
-        norm_type: Order of the norms that are computed on the device as gradients leave it; ``None``: none are.
+        norm_type: Order of the norms that the device computes as gradients leave it; ``None``: it
+            computes none.
 
     Attributes:
         pool: The memory.
@@ -88,18 +91,19 @@ class HostGradients:
         self._lanes = lanes
         self._held: dict[int, Held] = {}  # by the parameter's id
         self._buffers: dict[tuple[Part, torch.dtype], Buffer] = {}
-        self._leaving: list[Buffer] = []  # of updates that were not READY yet when last looked at
+        self._leaving: list[Buffer] = []  # of updates that were not READY when last polled
         self._sent: dict[int, Event] = {}  # by the block's index: its last GRAD
         self._lock = Lock()
 
-    # ---- GRAD ---------------------------------------------------------------------------------------------------------------
+    # ---- GRAD ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take(self, block: Block) -> Callable[[], list[Ticket]]:
-        """GRAD: takes the gradients that the block's backward has left, and leaves ``param.grad = None``.
+        """GRAD: takes the gradients of the block's backward, and leaves ``param.grad = None``.
 
         Returns:
-            The run for lane ``d2h``; its op waits for a mark, and for the update whose memory it takes over.
+            The run for lane ``d2h``. Its op waits for a mark, and for the update whose memory it
+            takes.
 
         Raises:
             UnsupportedError: A gradient is not dense; names the parameter.
@@ -112,7 +116,7 @@ class HostGradients:
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
             for index, param in enumerate(part.params):
                 grad = param.grad
-                if type(grad) is HostGradient:  # a backward that nobody has announced has added to it there
+                if type(grad) is HostGradient:  # a backward outside the schedule has added to it there
                     continue
                 if grad is not None and grad.numel():  # without elements it stays where clipping counts it
                     param.grad = None
@@ -121,12 +125,13 @@ class HostGradients:
         return partial(self._receive, arrivals)
 
     def sent(self, block: Block, event: Event) -> None:
-        """The event of the block's GRAD, or of the update that reads its gradients: whoever looks at these waits for it."""
+        """The block's GRAD, or the update that reads its gradients; other readers wait for it."""
         self._sent[block.index] = event
 
     def _take_part(self, part: Part, rows: list[tuple[int, Tensor]]) -> _Arrivals:
         norms: Sequence[Tensor | None] = [None] * len(rows)
-        if self.norm_type is not None:  # of the gradients as autograd left them: another memory order may add in another order
+        # Norms are taken before the copy, because another memory order may add in another order.
+        if self.norm_type is not None:
             norms = torch._foreach_norm([grad for _, grad in rows], self.norm_type)
         arrivals = []
         for (index, grad), norm in zip(rows, norms, strict=True):
@@ -151,7 +156,7 @@ class HostGradients:
                     self._lanes.copy(run_of(part, held.index, held.buffer.memory.view(dtype)), grad)
             if more:
                 self._add(part, dtype, more)
-        arrivals.clear()  # the gradients on the device are the copies' now
+        arrivals.clear()  # the copies keep the gradients on the device now
         return []
 
     def _buffer(self, part: Part, dtype: torch.dtype) -> Buffer:
@@ -163,7 +168,7 @@ class HostGradients:
         return buffer
 
     def _add(self, part: Part, dtype: torch.dtype, rows: _Arrivals) -> None:
-        """Adds another micro-batch's gradients, through one more buffer for as long as that takes."""
+        """Adds another micro-batch's gradients, through one more buffer."""
         passing = self.pool.take(part.num_elements * dtype.itemsize)
         values = [run_of(part, held.index, passing.view(dtype)) for held, _ in rows]
         for value, (_, grad) in zip(values, rows, strict=True):
@@ -174,7 +179,7 @@ class HostGradients:
             run_of(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)
         self.pool.give(passing)
 
-    # ---- the update ---------------------------------------------------------------------------------------------------------
+    # ---- the update ------------------------------------------------------------------------------
 
     def __contains__(self, param: object) -> bool:
         """Whether the parameter's gradient has left the device, or is leaving."""
@@ -189,9 +194,9 @@ class HostGradients:
         return None if held is None else held.value()
 
     def claim(self, params: Iterable[nn.Parameter], *, keep: bool = False) -> Claim:
-        """An update is issued for these gradients: they are its own from now on, whether their GRAD has ended or not.
+        """An update is issued for these gradients, which belong to it even before GRAD has ended.
 
-        ``keep``: they can be looked at after the update too, until they are dropped.
+        ``keep``: they can be read after the update too, until they are dropped.
         """
         held = [h for p in params if (h := self._held.get(id(p))) is not None]
         for one in held:
@@ -228,7 +233,7 @@ class HostGradients:
             self._leaving.append(buffer)
 
     def _drop(self, held: Held) -> None:
-        """Forgets one gradient; an update that has claimed it has its memory until it is through."""
+        """Forgets one gradient. An update that has claimed it keeps its memory."""
         if held.buffer is None and not held.claimed:
             self.wait(held.part.block)
         del self._held[id(held.param)]
@@ -248,10 +253,10 @@ class HostGradients:
         for buffer in free:
             self.pool.give(buffer.memory)
 
-    # ---- whoever looks at gradients -----------------------------------------------------------------------------------------
+    # ---- readers outside the schedule ------------------------------------------------------------
 
     def expose(self) -> None:
-        """Backward has ended, or a verdict: ``param.grad`` shows what is on the host, to clipping, scalers and callbacks."""
+        """After backward or a verdict: ``param.grad`` shows the gradients on the host."""
         for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
             if held.param.grad is None:
                 held.param.grad = HostGradient(
@@ -261,9 +266,10 @@ class HostGradients:
 
     @torch.no_grad()
     def conceal(self) -> None:
-        """As a backward begins, and before the updates of a verdict: undoes :meth:`expose`, and follows what was done meanwhile.
+        """Before a backward and before the updates of a verdict: undoes :meth:`expose`.
 
-        A gradient that was dropped (``zero_grad``) is dropped here; one that was replaced is copied.
+        A gradient that was dropped meanwhile (``zero_grad``) is dropped here too; one that was
+        replaced is copied.
 
         Raises:
             UnsupportedError: A gradient was replaced by one that is not dense.
@@ -280,7 +286,7 @@ class HostGradients:
                 held.norm = None
 
     def arriving(self, block: Block) -> tuple[Event, ...]:
-        """What :meth:`wait` waits for."""
+        """The events that :meth:`wait` waits for."""
         event = self._sent.get(block.index)
         return () if event is None else (event,)
 
@@ -290,7 +296,7 @@ class HostGradients:
             event.wait()
 
     def drop(self) -> None:
-        """Forgets all gradients: a step was given up. The lanes are drained."""
+        """Forgets all gradients of a step that was given up. The lanes are drained."""
         self._held.clear()
         with self._lock:
             self._leaving += self._buffers.values()
@@ -310,15 +316,15 @@ class Claim:
         return id(param) in self._held
 
     def gradient(self, param: nn.Parameter) -> Tensor:
-        """The parameter's gradient in host memory, once its GRAD has ended: dense, and in the parameter's memory order."""
+        """The parameter's gradient, as :meth:`HostGradients.gradient`."""
         return self._held[id(param)].value()
 
     def used(self, ticket: Ticket | None) -> None:
-        """The update has been handed the gradients: their memory is free once ``ticket`` is READY; ``None``: it is now."""
+        """The update has the gradients: their memory is free once ``ticket``, if any, is READY."""
         self._gradients._used(self._held.values(), ticket)
 
     def give_up(self) -> None:
-        """The update will not come, if it has not yet; gradients that can be looked at after it stay until they are dropped."""
+        """The update will not come, unless it has; kept gradients stay until they are dropped."""
         self._gradients._give_up(self._held.values())
 
 
@@ -340,7 +346,7 @@ def check_dense(name: str, grad: Tensor) -> None:
 
 
 def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """A gradient as a flat run in the parameter's memory order; autograd gives it that order almost always."""
+    """A gradient as a flat run in the parameter's memory order, which it almost always has."""
     if grad.stride() != param.stride():
         grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
     return grad.as_strided((grad.numel(),), (1,))

@@ -1,4 +1,7 @@
-"""One gradient in host memory, and what stands for it as ``param.grad``; [Note: Gradients on the host] is in ``gradients``."""
+"""One gradient in host memory, and the tensor that represents it as ``param.grad``.
+
+See [Note: Gradients on the host] in ``gradients``.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ class Buffer:
     """One part's gradients of one dtype.
 
     Attributes:
-        memory: Where they are.
-        holds: How many of them.
-        readers: Updates that may still read it.
+        memory: Their memory.
+        holds: Their number.
+        readers: Updates that may still read them.
     """
 
     memory: Tensor
@@ -38,11 +41,11 @@ class Held:
         part: The part that holds the parameter.
         index: The parameter's position in it.
         dtype: The gradient's dtype.
-        norm: Its order and its norm, computed on the device; none once the gradient has changed.
-        buffer: The memory; none until the gradient arrives.
+        norm: Its order and its norm, computed on the device; ``None`` once the gradient changes.
+        buffer: Its memory; ``None`` until the gradient arrives.
         exposed: ``param.grad`` has shown it since the last backward.
-        claimed: An update that keeps it has been issued, and not yet been handed it.
-        dropped: It has been forgotten meanwhile: its memory is that update's.
+        claimed: An update that keeps it has been issued, but does not have it yet.
+        dropped: It was dropped meanwhile, so that its memory belongs to that update.
     """
 
     part: Part
@@ -80,7 +83,7 @@ class GradientSource:
 
     @property
     def address(self) -> None:
-        """None: it may not have arrived yet."""
+        """``None``: it may not have arrived yet."""
 
     def live(self) -> Tensor:
         """The host memory itself, once the gradient is there."""
@@ -100,7 +103,8 @@ class GradientSource:
 class HostGradient(OffloadedTensor):
     """``param.grad`` while the gradient is in host memory; see [Note: Gradients on the host].
 
-    It reports the parameter's device. Clipping and loss scaling run in host memory; other operators see a copy on the device.
+    It reports the parameter's device. Clipping and loss scaling run in host memory; other operators
+    see a copy on the device.
     """
 
     source: GradientSource
@@ -134,7 +138,7 @@ class HostGradient(OffloadedTensor):
 
 @cache
 def _host_functions() -> frozenset[Any]:
-    """In-place functions that clipping by norm and by value, averaging and ``zero_grad`` use, of one gradient and of many."""
+    """In-place functions of clipping, averaging and ``zero_grad``, for one and for many."""
     aten = torch.ops.aten
     of_one = [aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default, aten.clamp_.default]
     of_many = [aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar]
@@ -143,7 +147,7 @@ def _host_functions() -> frozenset[Any]:
 
 
 def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
-    """The norm that the device computed, or one of what is in host memory, on the device."""
+    """The norm that the device computed, or that of the gradient in host memory."""
     known = gradient.source.held.norm
     if known is not None and known[0] == float(order):
         return known[1].clone()
@@ -152,7 +156,7 @@ def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """``GradScaler``'s one pass over all gradients: multiplies them, and says in ``found_inf`` whether one was not finite."""
+    """``GradScaler``'s pass: scales gradients, and sets ``found_inf`` if one is not finite."""
     here = [g.source for g in gradients if isinstance(g, HostGradient)]
     others = [g for g in gradients if not isinstance(g, HostGradient)]
     if others:

@@ -1,8 +1,9 @@
-"""What stands for weights that autograd saves while their memory may become another's.
+"""References to weights, which autograd saves because the weights' memory may be reused.
 
 [Note: Saved weights]
-What autograd saves of a parameter, or of a view of it such as ``weight.t()``, points into memory that is another's before backward
-needs it. A hook on saved tensors asks :meth:`BoundWeights.reference` and keeps a :class:`WeightRef` instead.
+Autograd saves parameters and views of them, such as ``weight.t()``. Their memory may hold other
+weights before backward needs them. So a hook on saved tensors calls :meth:`BoundWeights.reference`
+and saves a :class:`WeightRef` instead.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class BoundWeights:
     """The memory to which parameters are bound, by address.
 
     Args:
-        device: Where it is.
-        memory: Gives the bytes from a parameter's first one on, in the memory that its part is bound to; raises
-            ``OffloadedAccessError`` if it is bound to none.
+        device: The device of the memory.
+        memory: Returns the bytes from a parameter's first one on, in the memory that its part is
+            bound to; raises ``OffloadedAccessError`` if there is none.
     """
 
     def __init__(self, device: torch.device, memory: Callable[[Part, int], Tensor]) -> None:
@@ -35,11 +36,11 @@ class BoundWeights:
         insort(self._rows, (memory.data_ptr(), memory.numel(), part), key=lambda row: row[0])
 
     def remove(self, part: Part) -> None:
-        """The part's memory may become another's."""
+        """The part's memory may be reused."""
         self._rows = [row for row in self._rows if row[2] is not part]
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
-        """What stands for a tensor that lies in bound memory; ``None`` for others. See [Note: Saved weights]."""
+        """A reference to a tensor in bound memory, see [Note: Saved weights]; else ``None``."""
         if tensor.layout is not torch.strided or tensor.device != self._device or not self._rows or not tensor.numel():
             return None
         try:
@@ -64,11 +65,11 @@ class WeightRef:
     """A view of a parameter that autograd saved, without its memory.
 
     Attributes:
-        memory: Gives the bytes from a parameter's first one on, in the memory that its part is bound to by then.
+        memory: As for :class:`BoundWeights`.
         part: The part that holds the parameter.
         index: The parameter's position in it.
         dtype: The view's dtype.
-        offset: The view's first element, in elements of ``dtype`` from the begin of the parameter.
+        offset: The view's first element, in elements of ``dtype`` from the start of the parameter.
         size: The view's shape.
         stride: Its strides in elements.
         conjugate: It is conjugated lazily.
@@ -97,7 +98,7 @@ class WeightRef:
 
         Raises:
             OffloadedAccessError: The block's weights are not on the device.
-            RuntimeError: The parameter was changed in place since it was saved, as autograd itself would raise.
+            RuntimeError: The parameter was changed in place since, as autograd itself would raise.
         """
         if self.param._version != self.version:
             raise RuntimeError(
@@ -112,7 +113,7 @@ class WeightRef:
 
 
 def absent(part: Part, index: int, device: torch.device) -> str:
-    """What to say where weights are needed that are not on the device."""
+    """The message for weights that are needed and not on the device."""
     return (
         f"the weights of {part.names[index]!r} are not on {device}, and backward needs them while their block is closed. A graph "
         f"that is used outside its block's backward has to be used within `with strategy.materialize(...)`."

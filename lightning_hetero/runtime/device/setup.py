@@ -15,12 +15,13 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
     """The lanes of one device.
 
     Args:
-        device: The device; ``None`` where it is the host.
-        arena_bytes: Device memory that is set aside for weights and state, where it is.
+        device: The device; ``None`` for the host.
+        arena_bytes: Device memory that is reserved for weights and state, if the device is
+            partitioned.
         poison: Fill memory that is free or not yet filled with NaN (tests).
 
     Raises:
-        OutOfMemoryBudgetError: The device has less free than was to be set aside.
+        OutOfMemoryBudgetError: The device has less free.
     """
     if device is None:
         return EngineLanes()
@@ -34,7 +35,7 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
 
 
 def side_of(device: Device | None, lanes: Lanes, store: TierStore, rules: StepRules) -> DeviceSide | None:
-    """What the runtime keeps on a device with memory of its own; ``None`` where the device is the host.
+    """What the runtime keeps on a device with memory of its own; ``None`` for the host.
 
     Args:
         device: The device.

@@ -1,15 +1,17 @@
-"""Updates on a device with memory of its own, by torch's fused Adam and AdamW, and the state that they need there.
+"""Updates on a device with memory of its own, by torch's fused Adam and AdamW, and their state.
 
 [Note: Bits of device updates]
-Source of the rule: torch.optim.Adam/AdamW(fused=True). With 16-bit weights it acts on fp32 masters (``optim/reference.py``). On
-tensors in CPU memory the results are those of the native kernels bit by bit, for gradients that are multiplied by a factor too.
-On an accelerator torch's kernel is another one: one step from equal weights and state gives weights within one unit in the last
-place, and moments within two (``tests/gpu/test_device_updates.py``); over several steps such differences can grow.
+Source of the rule: torch.optim.Adam/AdamW(fused=True). With 16-bit weights it acts on fp32 masters
+(``optim/reference.py``). On tensors in CPU memory the results have the bits of the native kernels,
+also for gradients with a factor. On an accelerator torch has another kernel: one step from equal
+weights and state gives weights within one unit in the last place, and moments within two
+(``tests/gpu/test_device_updates.py``). Over several steps such differences can grow.
 
 [Note: State on the device]
-State of tier DEVICE has its place there for ever. State of tier HOST is in the engine's memory between steps; SWAP_IN takes device
-memory and brings it, SWAP_OUT writes it back and gives the memory up (Deep Optimizer States, section 4.3: prefetch and flush on
-lanes of their own, beside the update). Either way the device has all arrays of a part in one run, with the part's layout.
+State of tier DEVICE stays on the device. State of tier HOST is in the engine's memory between
+steps: SWAP_IN takes device memory and copies the state there, SWAP_OUT writes it back and frees
+that memory (Deep Optimizer States, section 4.3: prefetch and flush on lanes of their own, beside
+the update). In both cases all arrays of a part are one run on the device, with the part's layout.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from lightning_hetero.store.raw_memory import tensor_at
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
 
-# fp32 copies of gradients are made for so many elements at a time: a multiple of 16, so that torch's vector loop and its
-# scalar tail see the elements they would see in one call.
+# fp32 copies of gradients have at most this many elements: a multiple of 16, so that torch's vector
+# loop and its scalar tail get the same elements as in one call.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -48,7 +50,7 @@ class _State:
     Attributes:
         memory: One run of bytes.
         arrays: The fp32 arrays in it, flat, with the part's layout.
-        kept: It stays for ever.
+        kept: It stays there.
     """
 
     memory: Tensor
@@ -62,7 +64,7 @@ class DeviceUpdates:
     Args:
         lanes: The device.
         weights: The weights there.
-        store: The engine, in whose memory the state is otherwise.
+        store: The engine, whose memory has the state otherwise.
     """
 
     def __init__(self, lanes: Lanes, weights: DeviceWeights, store: TierStore) -> None:
@@ -70,10 +72,10 @@ class DeviceUpdates:
         self._states: dict[Part, _State] = {}
         self._returning: dict[Part, Event] = {}  # the last SWAP_OUT of borrowed state
 
-    # ---- a session's begin and end ------------------------------------------------------------------------------------------
+    # ---- a session's begin and end ---------------------------------------------------------------
 
     def keep(self, part: Part) -> None:
-        """The part's state lives on the device: it moves there from the engine's memory, whose pages go back to the system.
+        """Moves the part's state to the device to stay; the system gets the engine's pages back.
 
         Raises:
             DeviceMemoryError: The device is too small for it.
@@ -84,13 +86,13 @@ class DeviceUpdates:
         self.drop(part)
 
     def borrow(self, part: Part) -> None:
-        """The part's state lives on the host and is updated on the device."""
+        """The part's state stays on the host, and the device updates it."""
         self._store.barrier(part)
         self._lanes.page_lock(_host_run(part))
         part.state_home = self
 
     def withdraw(self, part: Part) -> None:
-        """Undoes :meth:`keep` and :meth:`borrow`: the state is in the engine's memory. Nothing of the part is under way."""
+        """Undoes :meth:`keep` and :meth:`borrow`. Nothing of the part is under way."""
         self._wait(part)
         self._give_back(part)
         self._lanes.page_unlock(_host_run(part))
@@ -98,14 +100,14 @@ class DeviceUpdates:
 
     @torch.no_grad()
     def lend(self, part: Part) -> bool:
-        """The engine's memory gets the part's state if that lives on the device, where it stays; returns whether it does.
+        """Copies state that lives on the device to the engine's memory; returns whether it did.
 
         Nothing of the part is under way. :meth:`drop` gives the memory back.
         """
         state = self._states.get(part)
         if state is None or part.state_home is not self:
             return False
-        if len(state.arrays) > len(adam.MOMENTS) and part.master_versions != versions(part):  # as the next update would do
+        if len(state.arrays) > len(adam.MOMENTS) and part.master_versions != versions(part):  # as before the next update
             state.arrays[0].copy_(self._weights.newest_flat(part))
             part.master_versions = versions(part)
         for host, array in zip(_host(part), state.arrays, strict=True):
@@ -113,33 +115,33 @@ class DeviceUpdates:
         return state.kept
 
     def drop(self, part: Part) -> None:
-        """The system gets the pages back that the engine has for state that lives on the device."""
+        """Gives the engine's pages for the part's state back to the system."""
         for ticket in writes_of(part):
             ticket.wait()
         for array in range(part.require_native().geometry.num_state):
             part.require_native().drop_state(array)
 
-    # ---- ops ----------------------------------------------------------------------------------------------------------------
+    # ---- ops -------------------------------------------------------------------------------------
 
     def swap_in(self, block: Block) -> list[Ticket]:
-        """SWAP_IN state (run on ``h2d``): takes device memory and brings the block's state from the host.
+        """SWAP_IN state (run on ``h2d``): copies the block's state to new device memory.
 
         Raises:
             DeviceMemoryError: There is no room.
         """
         for part in self._borrowers(block):
-            if part not in self._states:  # else a step that ended without its updates has left it here
+            if part not in self._states:  # else it is here since a step that ended without updates
                 self._bring(part, self._take(part, kept=False))
         return []
 
     def swap_out(self, block: Block) -> list[Ticket]:
-        """SWAP_OUT state (run on ``d2h``, after a mark behind the UPDATE): writes the state back and gives its memory up."""
+        """SWAP_OUT state (run on ``d2h``, after a mark behind the UPDATE): writes it back."""
         for part in self._borrowers(block):
             self._give_back(part)
         return []
 
     def give_back(self) -> None:
-        """Writes all borrowed state back: a step has ended without its updates. The lanes are drained."""
+        """Writes all borrowed state back, after a step without updates. The lanes are drained."""
         for part in [part for part, state in self._states.items() if not state.kept]:
             self._give_back(part)
 
@@ -151,17 +153,18 @@ class DeviceUpdates:
             self._lanes.memory().give(state.memory)
 
     def returning(self, block: Block, event: Event) -> None:
-        """The event of the block's SWAP_OUT: whoever reads its state waits for it."""
+        """The block's SWAP_OUT: readers of its state wait for it."""
         for part in self._borrowers(block):
             self._returning[part] = event
 
     @torch.no_grad()
     def update(self, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
-        """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): gives one step of a part to compute.
+        """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): updates a part.
 
         Args:
             part: The part; its weights and its state are on the device.
-            rows: What to update: position in the part, its numbers, its gradient in the parameter's memory order.
+            rows: The parameters to update: position in the part, its hyperparameters, its gradient
+                in the parameter's memory order.
             scale: Multiplies gradients in fp32 first.
 
         Raises:
@@ -173,7 +176,7 @@ class DeviceUpdates:
             master = weights
         else:
             master, *arrays = arrays
-            if part.master_versions != versions(part):  # written to around the updates: the weights are the master again
+            if part.master_versions != versions(part):  # user code wrote weights: they are the master
                 master.copy_(weights)
         pieces = [(hyper, part.offsets[i], grad.as_strided((grad.numel(),), (1,))) for i, hyper, grad in rows]
         for hyper, same in groupby(sorted(pieces, key=lambda piece: piece[0]), key=lambda piece: piece[0]):
@@ -182,7 +185,7 @@ class DeviceUpdates:
         if master is not weights:
             _copy_runs(weights, master, ((start, grad.numel()) for _, start, grad in pieces))
         part.stepped, part.fresh = True, False
-        # A graph that still holds these weights would read new values: autograd shall say so instead.
+        # Autograd raises if a graph still needs the old weights.
         torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
         part.master_versions = versions(part)
         self._weights.updated(part)
@@ -193,24 +196,24 @@ class DeviceUpdates:
             grads = list(torch._foreach_mul(grads, scale))
         params, exp_avgs, exp_avg_sqs = ([array[start : start + g.numel()] for start, g in chunk] for array in arrays)
         fused: Any = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
-        step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # filled there: nothing is copied
+        step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # needs no copy
         fused(
             params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(chunk), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
             weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=bool(hyper.flags & _native.MAXIMIZE),
         )  # fmt: skip
 
     def master(self, part: Part) -> Tensor:
-        """The part's fp32 master on the device, flat; of fp32 weights the weights themselves."""
+        """The part's fp32 master on the device, flat; fp32 weights are their own master."""
         arrays = self._arrays(part)
         return self._weights.flat(part) if len(arrays) == len(adam.MOMENTS) else arrays[0]
 
-    # ---- whoever looks at the state (``StateHome``) --------------------------------------------------------------
+    # ---- readers and writers of the state (``StateHome``) ----------------------------------------
 
     def read(self, part: Part, array: int, index: int) -> Tensor:
         """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
         self._wait(part)
         run = self._run(part, array, index)
-        if adam.state_names(part.dtype)[array] == adam.MASTER and part.master_versions != versions(part):  # as for the next update
+        if adam.state_names(part.dtype)[array] == adam.MASTER and part.master_versions != versions(part):  # as in update
             run = self._weights.newest_flat(part)[part.offsets[index] : part.offsets[index] + run.numel()]
         return torch.empty(run.shape, dtype=torch.float32).copy_(run)
 
@@ -221,7 +224,7 @@ class DeviceUpdates:
             self._run(part, array, index).copy_(values)
         part.stepped, part.fresh = True, False
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _take(self, part: Part, *, kept: bool) -> _State:
         if part in self._states:
@@ -240,7 +243,7 @@ class DeviceUpdates:
     def _borrowers(self, block: Block) -> Iterator[Part]:
         """The block's parts whose state comes and goes."""
         for part in block.parts:
-            state = self._states.get(part)  # once: a SWAP_OUT that is under way takes it away
+            state = self._states.get(part)  # once, because a SWAP_OUT under way may remove it
             if part.state_home is self and (state is None or not state.kept):
                 yield part
 
@@ -276,7 +279,7 @@ def _host_run(part: Part) -> Tensor:
 
 
 def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:
-    """Runs (first element, gradient) as they go into one call: all whose gradient is used as it is, others a chunk at a time."""
+    """Runs (first element, gradient) for each call: fp32 gradients whole, others in chunks."""
     chunk: list[tuple[int, Tensor]] = []
     left = _CHUNK_ELEMENTS
     for start, grad in runs:

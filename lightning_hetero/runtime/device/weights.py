@@ -1,13 +1,14 @@
-"""Device memory of weights: where copies of them are, and which one is the newest.
+"""Device memory of weights: where copies are, and which one is the newest.
 
 [Note: Copies of weights]
-A part's weights have a fixed place in host memory (``Part.memory``), where updates on the CPU write them. On the device they are
-one run of memory with the same layout, for ever or from UPLOAD to RELEASE. ``param.data`` is a view of that run while the block is
-open. Afterwards it still points there, into memory that others may use: the door keeps readers away from it, as on the host.
+A part's weights have a fixed place in host memory (``Part.memory``), where updates on the CPU write
+them. On the device they are one run of memory with the same layout, permanently or from UPLOAD to
+RELEASE. ``param.data`` is a view of that run while the block is open. Afterwards it still points
+there, although the memory may be reused. The parameter is a handle then, which keeps readers away.
 
-The two places agree but for moments in between. The device has newer weights (*changed*) after an update on the device, and after
-user code wrote to an open parameter, which the parameters' version counters tell. The host has newer ones (the copy is *outdated*)
-after an update on the CPU, and after a write through the door.
+Usually both places agree. The device has newer weights (*changed*) after an update on the device,
+and after user code wrote to an open parameter, as version counters show. The host has newer ones
+(the copy is *outdated*) after an update on the CPU, and after a write through a handle.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class _Copy:
     Attributes:
         memory: The run, as bytes.
         views: The parameters as they lie there.
-        kept: It stays for ever.
+        kept: It stays there.
         versions: The parameters' version counters when host and device agreed last.
-        newer: An update on the device has changed it, or it is all there is.
+        newer: An update on the device has changed it, or there is no other copy.
         outdated: The host has newer weights.
-        written: Because of a write through the door, of which no schedule knows.
+        written: They were written through a handle, outside any schedule.
         bound: The parameters are views of it.
     """
 
@@ -66,10 +67,10 @@ class DeviceWeights:
         self._copies: dict[Part, _Copy] = {}
         self._bound = BoundWeights(lanes.device, self.bytes_from)
 
-    # ---- a session's begin and end ------------------------------------------------------------------------------------------
+    # ---- a session's begin and end ---------------------------------------------------------------
 
     def adopt(self, block: Block) -> None:
-        """The block's weights live below the device: parameters become its tensors, without content until :meth:`bind`."""
+        """The block's weights live below the device: :meth:`bind` gives its parameters content."""
         memory = self._lanes.memory()
         for part in block.parts:
             if not block.weights_on_disk:
@@ -79,11 +80,12 @@ class DeviceWeights:
             memory.give(run)
 
     def bind_resident(self, block: Block, *, host_copy: bool) -> None:
-        """The block's weights live on the device: they move there from host memory, for ever.
+        """Moves the block's weights from host memory to the device, to stay.
 
         Args:
             block: The block.
-            host_copy: The host keeps a copy, which updates on the CPU write; else its pages are given back to the system.
+            host_copy: The host keeps a copy, which updates on the CPU write; else its pages go back
+                to the system.
 
         Raises:
             DeviceMemoryError: The device is too small for them.
@@ -101,9 +103,9 @@ class DeviceWeights:
                 part.arena.drop()
 
     def withdraw(self, block: Block) -> None:
-        """Undoes :meth:`adopt` and :meth:`bind_resident`: the newest weights are in host memory, and the parameters views of it.
+        """Undoes :meth:`adopt` and :meth:`bind_resident`: parameters are views of host memory.
 
-        Nothing of the block is under way. Weights on disk stay there.
+        It has the newest weights. Nothing of the block is under way. Weights on disk stay there.
         """
         for part in block.parts:
             self._reclaim(part)
@@ -116,17 +118,18 @@ class DeviceWeights:
             self._lanes.page_unlock(_host(part))  # its next plan may give the pages back
             _assign(part, [part.memory(i) for i in range(len(part.params))])
 
-    # ---- ops ----------------------------------------------------------------------------------------------------------------
+    # ---- ops -------------------------------------------------------------------------------------
 
     def upload(self, block: Block, source: Callable[[Part], Tensor] | None = None) -> list[Ticket]:
-        """UPLOAD weights (run on ``h2d``, after the FETCH or the UPDATE that made them): brings them to the device.
+        """UPLOAD weights (run on ``h2d``, after their FETCH or UPDATE): copies them to the device.
 
-        Weights that live there, or that are there already, are renewed in their place; for others memory is taken.
+        Weights that are there already are renewed in their place; for others memory is taken.
 
         Args:
             block: The block.
-            source: Where a part's weights come from, flat; host memory by default. With ``DeviceUpdates.master``, on lane
-                ``compute``, 16-bit weights of which only the fp32 master lives on the device are cast on use (AutoHete).
+            source: Returns a part's weights, flat; host memory by default. With
+                ``DeviceUpdates.master``, on lane ``compute``, 16-bit weights are cast on use from
+                the fp32 master, which alone lives on the device (AutoHete).
 
         Raises:
             DeviceMemoryError: There is no room.
@@ -134,22 +137,22 @@ class DeviceWeights:
         for part in block.parts:
             known = self._copies.get(part)
             if known is not None and source is None and self._changed(part, known):
-                continue  # user code has written to weights that live there since the update that this follows
+                continue  # user code has written to the device's weights since the update
             copy = known or self._take(part, kept=False)
             self._lanes.copy(_flat(part, copy.memory), (source or _host)(part))
             self._agree(part, copy)
         return []
 
     def free(self, block: Block) -> list[Ticket]:
-        """RELEASE weights (run on ``h2d``, after a mark behind the last use): gives the memory back."""
+        """RELEASE weights (run on ``h2d``, after a mark behind the last use): frees the memory."""
         for part in block.parts:
             self._free(part)
         return []
 
     def download(self, block: Block) -> list[Ticket]:
-        """SWAP_OUT weights (run on ``d2h``, after a mark behind the UPDATE): what the device changed gets to host memory.
+        """SWAP_OUT weights (run on ``d2h``, after a mark behind the UPDATE): copies to the host.
 
-        Also what user code changed, before a RELEASE or an update on the CPU: see :meth:`changed`.
+        Before a RELEASE or an update on the CPU, it copies changes of user code: :meth:`changed`.
         """
         for part in block.parts:
             if self.lend(part):
@@ -158,23 +161,23 @@ class DeviceWeights:
         return []
 
     def lend(self, part: Part) -> bool:
-        """Host memory gets what the device has of the part if that is newer, which it stays; returns whether it was."""
+        """Copies the part to host memory if the device's weights are newer; returns whether."""
         copy = self._copies.get(part)
         if copy is None or not self._changed(part, copy):
             return False
-        for ticket in writes_of(part):  # they read that memory
+        for ticket in writes_of(part):  # they read host memory
             ticket.wait()
         self._lanes.copy(_host(part), _flat(part, copy.memory))
         return True
 
-    # ---- between ops --------------------------------------------------------------------------------------------------------
+    # ---- between ops -----------------------------------------------------------------------------
 
     def holds(self, block: Block) -> bool:
         """Whether the block's weights are on the device, or on their way."""
         return all(part in self._copies for part in block.parts)
 
     def bind(self, block: Block) -> None:
-        """Makes the parameters views of the block's device memory; compute waits for its UPLOAD before.
+        """Makes the parameters views of the block's device memory; compute has waited for it.
 
         Raises:
             OffloadedAccessError: The weights are not on the device.
@@ -186,7 +189,7 @@ class DeviceWeights:
                     f"the weights of {block.name!r} are not on {self._lanes.device}: the block was used without an UPLOAD before "
                     f"it. Read them inside their own block's forward, or within `with strategy.materialize(...)`."
                 )
-            if copy.written:  # through the door since the UPLOAD; what an UPDATE writes comes by the next UPLOAD
+            if copy.written:  # since the UPLOAD; the next UPLOAD brings the results of an UPDATE
                 if not block.resident:
                     raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
                 self._lanes.copy(_flat(part, copy.memory), _host(part))
@@ -194,7 +197,7 @@ class DeviceWeights:
             self._bind(part, copy)
 
     def unbind(self, block: Block) -> None:
-        """The parameters' memory may become another's: from here to the next :meth:`bind` only the door may touch them."""
+        """The parameters' memory may be reused: until the next :meth:`bind` they are handles."""
         for part in block.parts:
             copy = self._copies.get(part)
             if copy is not None and not copy.kept:
@@ -206,14 +209,14 @@ class DeviceWeights:
         return any(copy.outdated for copy in self._copies_of(block))
 
     def is_written(self, block: Block) -> bool:
-        """Whether the host has newer weights that came through the door."""
+        """Whether the host has newer weights that were written through a handle."""
         return any(copy.written for copy in self._copies_of(block))
 
     def changed(self, block: Block) -> bool:
         """Whether the device has newer weights than the host.
 
-        If so, :meth:`download` comes before a RELEASE and before an update on the CPU. Weights that were moved with
-        ``param.data = ...`` are brought back into the device memory first.
+        If so, :meth:`download` comes before a RELEASE and before an update on the CPU. Weights that
+        were moved with ``param.data = ...`` are copied back into the device memory first.
         """
         for part in block.parts:
             self._reclaim(part)
@@ -221,13 +224,13 @@ class DeviceWeights:
         return any(copy is not None and self._changed(part, copy) for part, copy in pairs)
 
     def outdate(self, part: Part) -> None:
-        """An update on the CPU has been handed the part: what the device holds of its weights is old."""
+        """An update on the CPU has the part: the device's weights are old."""
         copy = self._copies.get(part)
         if copy is not None:
             copy.outdated, copy.newer, copy.versions = True, False, versions(part)
 
     def updated(self, part: Part) -> None:
-        """An update on the device has been given to compute: the device has newer weights than the host."""
+        """Compute has an update on the device: the device has newer weights than the host."""
         copy = self._copies[part]
         copy.newer, copy.outdated, copy.versions = True, False, versions(part)
 
@@ -242,17 +245,17 @@ class DeviceWeights:
             raise OffloadedAccessError(absent(part, 0, self._lanes.device))
         return _flat(part, copy.memory)
 
-    # ---- reads and writes from outside a schedule (``runtime.tensor_sources.DeviceCopies``) ---------------------------------
+    # ---- handles (``runtime.tensor_sources.DeviceCopies``) --------------------------------------
 
     def newest(self, part: Part, index: int) -> Tensor | None:
-        """A fresh CPU tensor with a parameter's weights, if the device has newer ones than the host; else ``None``."""
+        """A fresh CPU tensor with a parameter's weights if the device's are newer; or ``None``."""
         copy = self._copies.get(part)
         if copy is None or not self._changed(part, copy):
             return None
         return torch.empty_strided(copy.views[index].shape, copy.views[index].stride(), dtype=part.dtype).copy_(copy.views[index])
 
     def written(self, part: Part, index: int) -> None:
-        """The host has got new weights of a parameter: weights that live on the device are renewed, other copies are outdated."""
+        """The host has new weights of a parameter: renews kept weights, outdates other copies."""
         copy = self._copies.get(part)
         if copy is None:
             return
@@ -261,10 +264,10 @@ class DeviceWeights:
         else:
             copy.outdated = copy.written = True
 
-    # ---- saved tensors ------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
-        """What stands for a tensor that autograd saves, if it lies in the memory of open weights; else ``None``."""
+        """A reference to a tensor in the memory of open weights; else ``None``."""
         return self._bound.reference(tensor)
 
     def newest_flat(self, part: Part) -> Tensor:
@@ -273,7 +276,7 @@ class DeviceWeights:
         return _host(part) if copy is None or copy.outdated else _flat(part, copy.memory)
 
     def bytes_from(self, part: Part, index: int) -> Tensor:
-        """The bytes from a parameter's first one on, in the device memory that its part is bound to now.
+        """The bytes from a parameter's first one on, in the bound device memory.
 
         Raises:
             OffloadedAccessError: The weights are not on the device.
@@ -283,10 +286,10 @@ class DeviceWeights:
             raise OffloadedAccessError(absent(part, index, self._lanes.device))
         return copy.memory[part.offsets[index] * part.dtype.itemsize :]
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------
 
     def _copies_of(self, block: Block) -> list[_Copy]:
-        """The block's copies as they are now: a RELEASE that is under way may take them away any moment."""
+        """The block's copies now; a RELEASE under way may remove them at any moment."""
         copies = (self._copies.get(part) for part in block.parts)
         return [copy for copy in copies if copy is not None]
 
@@ -344,7 +347,7 @@ def _host(part: Part) -> Tensor:
 
 
 def _views(part: Part, memory: Tensor) -> list[Tensor]:
-    """The part's parameters in a run of memory, each with a storage of its own size: ``torch.save`` writes whole storages."""
+    """The part's parameters in a run, each with its own storage, as ``torch.save`` needs."""
     flat = _flat(part, memory)
     runs = (flat[start : start + param.numel()] for start, param in zip(part.offsets, part.params, strict=True))
     with torch.inference_mode(False):  # a block that is bound during validation is trained later
@@ -352,6 +355,6 @@ def _views(part: Part, memory: Tensor) -> list[Tensor]:
 
 
 def _assign(part: Part, views: Iterable[Tensor]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # past the door
+    with torch._C.DisableTorchFunctionSubclass():  # a handle would not allow it
         for param, view in zip(part.params, views, strict=True):
             param.data = view

@@ -1,7 +1,8 @@
 """Lanes: in-order queues that run the ops of a schedule beside compute.
 
-``base`` says what they are. ``engine`` gives ops to the native engine where the device is the host; ``emulated`` is a device made
-of CPU memory, ``cuda`` one with streams. ``inline`` runs every op at once, for tests.
+``base`` defines them. ``engine`` gives ops to the native engine if the device is the host.
+``emulated`` is a device made of CPU memory, ``cuda`` one with streams. ``inline`` runs every op at
+once, for tests.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
-"""What runs the ops of a schedule beside compute: in-order lanes, the events they pass, and the device's memory.
+"""What runs the ops of a schedule beside compute: in-order lanes, their events, device memory.
 
 [Note: Lanes]
-Each lane is an in-order queue with a worker thread. ``compute`` is the thread that calls: what autograd does there, and ops of
-lane ``compute`` as they are submitted. An op *starts* once every event in ``after`` has passed and the ``run`` of the op before
-it on its lane has returned; so ``run`` must not wait for ops that are submitted later. It *ends* when ``run`` has returned,
-what ``run`` gave to the device is done, and the native tickets that ``run`` returned have got far enough (:func:`passed_at`).
-A lane does not wait for the tickets of one op before it starts the next: the native engine has its own queues.
+Each lane is an in-order queue with a worker thread. ``compute`` is the thread that calls: it runs
+autograd, and ops of lane ``compute`` as they are submitted. An op *starts* once every event in
+``after`` has passed and the ``run`` of the op before it on its lane has returned. So ``run`` must
+not wait for ops that are submitted later. An op *ends* when ``run`` has returned, the device has
+done what ``run`` gave to it, and the native tickets that ``run`` returned have got far enough
+(:func:`passed_at`). A lane starts the next op without waiting for the tickets of the last one,
+because the native engine has its own queues.
 
 [Note: Streams]
-On a device with streams an op of ``h2d`` or ``d2h`` starts *on the stream*: its ``run`` is called on the host as soon as what
-it waits for has been issued, and the stream does the waiting. What ``run`` does through the device, :meth:`Lanes.copy`,
-:meth:`DeviceMemory.take` and :meth:`DeviceMemory.give` follows the stream's order. What ``run`` does on the host with the
-*content* of host memory does not; it belongs on a host lane (``cpu``, ``disk_read``, ``disk_write``), which waits on the host.
-The reverse holds too: ``compute`` is a stream, so what reads or gives up memory after compute waits for :meth:`Lanes.mark`.
+On a device with streams an op of ``h2d`` or ``d2h`` starts *on the stream*: the host calls ``run``
+as soon as the events before it have been issued, and the stream waits for them. Work that ``run``
+does through the device, :meth:`Lanes.copy`, :meth:`DeviceMemory.take` and :meth:`DeviceMemory.give`
+follows the stream's order. Work on the *content* of host memory does not: it belongs on a host lane
+(``cpu``, ``disk_read``, ``disk_write``), which waits on the host. ``compute`` is a stream too, so
+an op that reads or frees memory after compute waits for :meth:`Lanes.mark`.
 
 [Note: Errors in lanes]
-An op that raises makes its event raise, and whatever waits for that event: ops that depend on it do not run, and raise the
-same. :meth:`Lanes.submit` itself raises none of this. :meth:`Lanes.drain` raises the first error since the last drain.
+If an op raises, its event raises the same error, and so does whatever waits for that event: ops
+that depend on it do not run. :meth:`Lanes.submit` itself raises none of this. :meth:`Lanes.drain`
+raises the first error since the last drain.
 """
 
 from __future__ import annotations
@@ -34,16 +38,17 @@ from lightning_hetero.ir.schedule import Op, OpKind, Payload
 _PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
 
 
-# When it was, in seconds of the package's clock, which is the engine's too; None as long as that is
-# not known.
+# Returns a time in seconds of the package's clock, which is the engine's too; ``None`` until it is
+# known.
 Moment = Callable[[], float | None]
 
 
 def passed_at(op: Op) -> int:
-    """How far the native tickets of an op have to be: READY where its result is in memory then, else DONE; 0 if they do not matter.
+    """How far the native tickets of an op have to be: READY or DONE; 0 if they do not matter.
 
-    A FETCH or an UPDATE has passed once the weights are there. The write-back that belongs to the UPDATE is the STORE, whose
-    tickets are the UPDATE's. A FETCH of state opens an update, whose tickets wait for gradients: nothing may wait for them.
+    A FETCH or an UPDATE has passed once the weights are in memory (READY). The write-back of an
+    UPDATE is the STORE, whose tickets are the UPDATE's. A FETCH of state opens an update, whose
+    tickets wait for gradients: nothing may wait for them.
     """
     if (op.kind, op.payload) == (OpKind.FETCH, Payload.STATE):
         return 0
@@ -64,10 +69,10 @@ class Event(Protocol):
     """A moment that a lane passes. Thread-safe."""
 
     def done(self) -> bool:
-        """Whether it has passed; never waits. Raises what the op raised."""
+        """Whether it has passed; never waits. Raises the op's error."""
 
     def wait(self) -> None:
-        """Blocks the calling host thread until it has passed. Raises what the op raised."""
+        """Blocks the calling host thread until it has passed. Raises the op's error."""
 
 
 class All:
@@ -95,7 +100,7 @@ class OpEvent(Event, Protocol):
 
     @property
     def after(self) -> Sequence[Event]:
-        """What the op waits for; only until it has run."""
+        """The events that the op waits for; only until it has run."""
 
     @property
     def submitted_s(self) -> float:
@@ -103,23 +108,23 @@ class OpEvent(Event, Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What the op raised."""
+        """The error of the op, if it has failed."""
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
-        """The native tickets that ``run`` returned, where somebody observes the lanes."""
+        """The native tickets that ``run`` returned, if the lanes have an observer."""
 
     def handed(self) -> None:
-        """Blocks the calling host thread until ``run`` has returned. Raises what the op raised."""
+        """Blocks the calling host thread until ``run`` has returned. Raises the op's error."""
 
     def settled(self) -> bool:
-        """Whether it has ended or failed; never waits, and raises nothing of the op."""
+        """Whether it has ended or failed; never waits, and does not raise the op's error."""
 
     def times(self) -> tuple[float, float] | None:
-        """When the op started and ended, in seconds of ``now_s``; ``None`` before its end, or where it is not known.
+        """When the op started and ended, in seconds of ``now_s``; ``None`` if that is not known.
 
-        Native tickets know more of what runs in the engine: the end is then when ``run`` returned. On streams times are known
-        only of ops that were submitted while ``timed`` was set.
+        If the engine does the work, the end is when ``run`` returned, and native tickets know more.
+        On streams, times are known only of ops that were submitted while ``timed`` was set.
         """
 
 
@@ -128,64 +133,68 @@ class Device(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where parameters and activations live."""
+        """The torch device of parameters and activations."""
 
     @property
     def partitioned(self) -> bool:
-        """Whether memory for ops is set aside as the lanes are opened; else they share all of it with what torch allocates."""
+        """Whether the lanes reserve memory for ops; else ops and torch share all of it."""
 
     @property
     def memory_bytes(self) -> int:
-        """What plans may use of its memory."""
+        """The part of its memory that plans may use."""
 
 
 class DeviceMemory(Protocol):
-    """The memory of a device that ops take and give back: one run of addresses of fixed capacity. Thread-safe.
+    """The memory of a device that ops take and give back: one run of addresses. Thread-safe.
 
-    First fit over address ranges; neighbours that are free are one. Under poison memory is filled with ``0xFF``, which is NaN in
-    every floating dtype, when it is taken and when it is given back. On a device with streams both happen in the order of the
-    stream that is current (see [Note: Streams]), and memory that another stream gave back is waited for by the taker's stream.
+    First fit over address ranges; free neighbours are merged. Under poison, memory is filled with
+    ``0xFF``, which is NaN in every floating dtype, when it is taken and when it is given back. On a
+    device with streams both happen in the order of the current stream (see [Note: Streams]), and
+    the taker's stream waits for the stream that gave the memory back.
     """
 
     @property
     def capacity_bytes(self) -> int:
-        """What it holds at most."""
+        """Its size."""
 
     @property
     def used_bytes(self) -> int:
-        """What is taken now, in whole units of 512 bytes."""
+        """Bytes that are taken now, in units of 512."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was taken at any time."""
+        """The most bytes that were taken at any time."""
 
     def take(self, num_bytes: int, what: str) -> Tensor:
         """Takes memory: uint8, flat, aligned to 512 bytes.
 
         Args:
             num_bytes: Length of the tensor; at least 0.
-            what: What it is for, for the error.
+            what: Its purpose, for the error.
 
         Raises:
             DeviceMemoryError: There is no gap of that size.
         """
 
     def give(self, memory: Tensor) -> None:
-        """Gives back what :meth:`take` returned."""
+        """Gives back memory of :meth:`take`."""
 
 
 class Lanes(Protocol):
-    """Runs ops, each lane in the order of submission. One thread at a time submits and computes; the rest is thread-safe.
+    """Runs ops, each lane in the order of submission.
 
-    After :meth:`close`, and only then, nothing runs any more; it is to be called whatever happens.
+    One thread at a time submits and computes; the other methods are thread-safe. Nothing runs after
+    :meth:`close`, which has to be called whatever happens.
 
     Attributes:
-        device: Where parameters and activations live.
-        device_type: The type of device that tensors there say.
-        timed: Whether events know their times on streams too, where that costs something. May be set between two ops.
-        counts: Whether what torch allocates on the device has to be reported (:meth:`allocated`).
-        behind: Inside ``run``: native tickets of ops before, which the engine waits for and the lane has not waited for.
-        observer: Told of every op as it is submitted.
+        device: The torch device of parameters and activations.
+        device_type: The type that tensors on it report.
+        timed: Whether events know their times on streams too, which costs something. May be set
+            between two ops.
+        counts: Whether storages that torch allocates have to be reported (:meth:`allocated`).
+        behind: Inside ``run``: native tickets of earlier ops. The engine waits for them; the lane
+            has not.
+        observer: Called with every op as it is submitted.
     """
 
     device: torch.device
@@ -200,8 +209,10 @@ class Lanes(Protocol):
 
         Args:
             op: The op.
-            run: Does it, in the lane's thread, with the lane's stream current and without gradients; may return native tickets.
-            after: Events of these lanes that the op waits for. An op that works on what compute made waits for a mark.
+            run: Does it, in the lane's thread, with the lane's stream current and without
+                gradients; may return native tickets.
+            after: Events of these lanes that the op waits for. An op that works on results of
+                compute waits for a mark.
 
         Returns:
             The end of the op.
@@ -211,83 +222,88 @@ class Lanes(Protocol):
         """
 
     def mark(self) -> Event:
-        """Compute has come this far: passes once all that compute was given so far is done."""
+        """Passes once compute has done everything that it was given so far."""
 
     def now(self, name: str = "") -> Moment:
-        """The moment that compute has come to, for the trace; profilers of the device show it under ``name`` if there is one."""
+        """The moment that compute has come to, for the trace; device profilers show the name."""
 
     def compute_waits(self, events: Sequence[Event]) -> None:
-        """What compute is given from now on comes after these events; blocks the host only as far as needed.
+        """Compute waits for these events; blocks the host only as far as needed.
 
         Raises:
-            BaseException: What an op raised whose event is among them.
+            BaseException: The error of an op whose event is among them.
         """
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Moves and converts ``source`` to ``target``, of the same shape; between host and device at the lane's bandwidth.
+        """Moves and converts ``source`` to ``target``, of the same shape, at the lane's bandwidth.
 
-        Inside ``run`` it is part of the op. Both tensors are kept alive until it is done. Outside of any op it is done, with all
-        that compute was given before, when the call returns.
+        Inside ``run`` it is part of the op, and both tensors live until it is done. Outside of any
+        op, it is done when the call returns, and so is everything that compute was given before.
         """
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory of exactly this size: uint8, flat, page-locked where that speeds copies; freed with its last view."""
+        """Host memory of this size: uint8, flat, page-locked if that speeds copies.
+
+        It is freed with its last view.
+        """
 
     def page_lock(self, memory: Tensor) -> None:
-        """Page-locks host memory that exists, where that speeds copies; until :meth:`close`.
+        """Page-locks existing host memory, if that speeds copies, until :meth:`close`.
 
-        The memory must stay mapped that long, and its pages must not be given back to the system.
+        The memory must stay mapped, and its pages must not go back to the system.
         """
 
     def page_unlock(self, memory: Tensor) -> None:
-        """Undoes :meth:`page_lock`, before the memory's pages may be given back; no copy of it is under way."""
+        """Undoes :meth:`page_lock`, so that the pages may go back; no copy is under way."""
 
     def catch_up(self) -> None:
-        """Inside ``run``: the host waits until the lane has done what it was given, to work on the content of host memory."""
+        """Inside ``run``: the host waits for the lane, to work on the content of host memory."""
 
     def memory(self) -> DeviceMemory:
         """The device's memory."""
 
     def resize(self, num_bytes: int) -> None:
-        """Sets other memory aside for ops, where it is set aside; nothing of it is taken, and the lanes are at rest.
+        """Reserves another amount of memory for ops, if the device is partitioned.
+
+        The lanes are at rest, and nothing of their memory is taken.
 
         Raises:
-            OutOfMemoryBudgetError: The device has not so much free.
+            OutOfMemoryBudgetError: The device has less free.
         """
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
-        """A storage that torch has allocated on the device outlives its operator: it counts as used until it is freed.
+        """Counts a storage of torch that outlives its operator, until it is freed.
 
-        An emulated device counts what it is told; others have an allocator that does.
+        Only for an emulated device; others have an allocator that counts.
 
         Raises:
-            DeviceMemoryError: It does not fit beside what is used.
+            DeviceMemoryError: It does not fit beside the memory in use.
         """
 
     def settle(self) -> None:
-        """The host waits until compute has done what it was given, where compute is not the host's."""
+        """The host waits for compute, if compute does not run on the host."""
 
     def peak_bytes(self) -> int:
-        """The most of the device's memory that ops and torch have used at any time."""
+        """The most device memory that ops and torch have used at any time."""
 
     def allocated_bytes(self) -> int:
-        """What torch has allocated on the device beside the lanes, where it counts that; else 0."""
+        """Device memory that torch has allocated beside the lanes; 0 if that is not counted."""
 
     def take_peak_bytes(self) -> int:
-        """The most that torch has had allocated beside the lanes since the last call; 0 where it does not count that."""
+        """The peak of :meth:`allocated_bytes` since the last call."""
 
     def spare_bytes(self) -> int | None:
-        """What torch can still be given on the device, however it is cut; ``None`` where ops and torch share its memory."""
+        """What torch can still allocate, in any pieces; ``None`` without a partitioned device."""
 
     def drain(self) -> None:
-        """Waits for all that was submitted; compute is at rest until it next waits or marks.
+        """Waits for all ops; compute is at rest until it next waits or marks.
 
         Raises:
             BaseException: The first error since the last drain.
         """
 
     def close(self) -> None:
-        """Ends the lanes: what has not started never will, and raises so; idempotent, waits a bounded time.
+        """Ends the lanes: ops that have not started fail. Idempotent; waits a bounded time.
 
         Raises:
             HeteroError: An op did not return in time; names it. Its thread is a daemon.

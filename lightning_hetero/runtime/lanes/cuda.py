@@ -1,15 +1,17 @@
-"""Lanes of a CUDA or ROCm device: a stream for each direction of copies, and events between streams.
+"""Lanes of a CUDA or ROCm device: a stream for each direction of copies, and events.
 
 [Note: Streams and the host]
-``h2d`` and ``d2h`` have a stream and a thread each. The thread waits on the host until what an op waits for has been *issued*,
-lets its stream wait for it, calls ``run``, which gives work to the stream, and records the op's end there. Compute's stream is
-the calling thread's current one. Nothing here synchronizes the device; only host lanes, which use what copies bring, wait for
-events on the host, asleep (``blocking=True``, which ``torch.Event`` does not have).
+``h2d`` and ``d2h`` have a stream and a thread each. The thread waits on the host until the events
+before an op have been *issued*, and lets its stream wait for them. Then it calls ``run``, which
+gives work to the stream, and records the op's end there. Compute's stream is the calling thread's
+current one. Nothing here synchronizes the device. Only host lanes, which use the results of copies,
+wait for events on the host, asleep (``blocking=True``, which ``torch.Event`` does not have).
 
 [Note: Lifetimes on streams]
-What a copy reads and writes lives until the stream has passed the op. Device memory of torch's allocator belongs to compute's
-stream, so it may go as soon as compute waits for the op, which is when the schedule counts on it; ``record_stream`` would free it
-at a time that nobody knows. Everything else goes when the lane's thread sees that the op has ended.
+The source and the target of a copy live until the stream has passed the op. Device memory of
+torch's allocator belongs to compute's stream, so it may be freed as soon as compute waits for the
+op, and the schedule counts on that; ``record_stream`` would free it at an unknown time. Other
+memory is freed when the lane's thread sees that the op has ended.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from lightning_hetero.runtime.lanes.queue import QueuedLanes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
 
-_TIDY_S = 0.005  # how late memory of an op that has ended may be freed while its lane has nothing else to do
-_PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it looks into
+_TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
+_PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
 
 
 def _available_bytes() -> int:
@@ -52,11 +54,12 @@ class CudaLanes(QueuedLanes):
 
     Args:
         device: The device, such as ``"cuda"`` or ``"cuda:1"``.
-        memory_bytes: Device memory for what ops take.
+        memory_bytes: Device memory for ops.
         poison: Fill memory with NaN when it is taken and when it is given back (tests).
-        staging_bytes: Device memory for each direction, in which the device converts between dtypes.
-        host_room: How many bytes of host memory are free for this process, within its control groups.
-        cuda: ``torch.cuda``, or what stands in for it in tests.
+        staging_bytes: Device memory for each direction, where the device converts between dtypes.
+        host_room: Returns the bytes of host memory that are free for this process, within its
+            control groups.
+        cuda: ``torch.cuda``, or its replacement in tests.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class CudaLanes(QueuedLanes):
     def _follow_allocator(self) -> None:
         allocated = self._record(self._compute_stream())
         for stream in self._streams.values():
-            stream.wait_event(allocated)  # compute -> copies: what the allocator gave may still be in use there
+            stream.wait_event(allocated)  # compute -> copies: compute may still use this memory
 
     @property
     def timed(self) -> bool:
@@ -105,7 +108,7 @@ class CudaLanes(QueuedLanes):
             self._origin = origin, now_s()
         self._timed = timed
 
-    # ---- waits ------------------------------------------------------------------------------------------------------------
+    # ---- waits -----------------------------------------------------------------------------------
 
     def mark(self) -> Event:
         """Where compute's stream is."""
@@ -123,15 +126,16 @@ class CudaLanes(QueuedLanes):
         return seconds
 
     def compute_waits(self, events: Sequence[Event]) -> None:
-        """Compute's stream waits; the host waits until what it waits for has been issued."""
+        """Compute's stream waits; the host waits until the events have been issued."""
         stream = self._compute_stream()
         for event in events:
             self._order(stream, event)
             if isinstance(event, QueuedOp):
-                event.keep = [t for t in event.keep if t.is_cpu]  # d2h -> compute: torch may use the rest again from here on
+                # d2h -> compute: torch may reuse the device memory from here on
+                event.keep = [t for t in event.keep if t.is_cpu]
 
     def _order(self, stream: Any, event: Event) -> None:
-        """What the stream is given from now on comes after the event."""
+        """The stream waits for the event before all later work."""
         if isinstance(event, QueuedOp):
             event.issued()
         if not isinstance(event, QueuedOp | _Mark):
@@ -147,7 +151,7 @@ class CudaLanes(QueuedLanes):
         event.record(stream)
         return event
 
-    # ---- ops --------------------------------------------------------------------------------------------------------------
+    # ---- ops -------------------------------------------------------------------------------------
 
     def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
         lane = queued.op.lane
@@ -203,7 +207,7 @@ class CudaLanes(QueuedLanes):
             holding.popleft().keep.clear()
         return _TIDY_S if holding else None
 
-    # ---- memory -----------------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts, on the current stream; the device converts."""
@@ -251,19 +255,19 @@ class CudaLanes(QueuedLanes):
         self._locker.unlock(memory)
 
     def catch_up(self) -> None:
-        """The host waits until the current stream has done what it was given."""
+        """The host waits for the current stream."""
         self._record(self._cuda.current_stream(self.device)).synchronize()
 
     def resize(self, num_bytes: int) -> None:
-        """Gives the memory for ops back to the device, and sets aside other."""
-        assert not self._memory.used_bytes, "whoever has taken memory gives it back before"
+        """Gives the memory for ops back to the device, and takes another amount."""
+        assert not self._memory.used_bytes, "all memory has been given back"
         if num_bytes == self._memory.capacity_bytes:
             return
         self._peak_bytes = self.peak_bytes()
         _forget_peak(self.device)
-        for stream in self._streams.values():  # they may still write, by copies that nobody waits for
+        for stream in self._streams.values():  # copies that nothing waits for may still write
             stream.synchronize()
-        self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # the old memory goes first
+        self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # frees the old memory first
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
         self._memory = _set_aside(num_bytes, self.device, poison=self._poison, cuda=self._cuda)
@@ -274,9 +278,10 @@ class CudaLanes(QueuedLanes):
         self.mark().wait()
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator has given out since the lanes were opened, the memory for ops included.
+        """The peak of torch's allocator since the lanes were opened, the memory for ops included.
 
-        What is given out while nothing is set aside, or once they are closed, is for others and does not count.
+        Allocations while nothing is set aside, or after :meth:`close`, belong to others and do not
+        count.
         """
         if not self._memory.capacity_bytes or self._failures.closing.is_set():
             return self._peak_bytes
@@ -307,7 +312,7 @@ class CudaLanes(QueuedLanes):
         return None if self.device.type == "cpu" else spare_bytes(self.device)
 
     def _forget_error(self) -> None:
-        # torch asks for the last error after every launch, whoever made it; the binding of cudart has nothing to clear it with.
+        # torch checks the last error after every launch; torch's cudart has no call to clear it.
         with suppress(RuntimeError):
             self._scratch.fill_(0)
 
@@ -315,7 +320,7 @@ class CudaLanes(QueuedLanes):
         """Ends the lanes; waits for the copies that the streams were given."""
         self._peak_bytes = self.peak_bytes()
         super().close()
-        with suppress(RuntimeError):  # a device that has failed copies nothing any more
+        with suppress(RuntimeError):  # a device that has failed copies nothing more
             for stream in self._streams.values():
                 stream.synchronize()
         for holding in self._holding.values():
@@ -379,4 +384,4 @@ def _passed(queued: QueuedOp) -> bool:
     try:
         return queued.moment is None or queued.moment.query()
     except RuntimeError:
-        return True  # a device that has failed copies nothing any more; whoever waits for the op hears of it
+        return True  # a device that has failed copies nothing more; waiting for the op raises

@@ -1,11 +1,12 @@
 """A CUDA or ROCm device as plans see it: what of its memory they may use.
 
 [Note: Memory of a GPU]
-What is free is asked for once the process's context is there, with the libraries that matrix products need, and counts what torch
-keeps of memory that it has given out before. Of that, or of ``device_memory`` where it is less, a part is left alone: staging
-memory of the lanes, workspaces of libraries, and what is lost between tensors in torch's allocator. The rest is for plans: weights
-and optimizer state have one run of it, set aside at once (``Lanes.memory``), and torch's allocator the other, for activations and
-gradients. So a step makes no room by moving either.
+Free memory is measured once the process's context exists, with the libraries that matrix products
+need. It includes unused memory in torch's cache. A part of it, or of ``device_memory`` if that is
+less, is left alone: staging memory of the lanes, workspaces of libraries, and gaps between tensors
+in torch's allocator. The rest is for plans: one run for weights and optimizer state, reserved at
+once (``Lanes.memory``), and the other for activations and gradients, by torch's allocator. So a
+step moves neither to make room for the other.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.units import KIB, MIB, format_bytes
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
-_STAGING_SHARE = 256  # of the memory each direction takes at most this part to convert in
-_LOST_SHARE = 32  # and this part is lost between tensors, or in workspaces
+_STAGING_SHARE = 256  # each direction takes at most this part of the memory to convert in
+_LOST_SHARE = 32  # and this part is lost in gaps and workspaces
 _GAPS = "inactive_split_bytes"  # in torch's statistics
 
 
@@ -30,8 +31,8 @@ class CudaDevice:
 
     Attributes:
         device: Which one.
-        usable_bytes: What this process may take of its memory from now on.
-        cuda: ``torch.cuda``, or what stands in for it in tests.
+        usable_bytes: Memory that this process may take from now on.
+        cuda: ``torch.cuda``, or its replacement in tests.
     """
 
     device: torch.device
@@ -40,11 +41,11 @@ class CudaDevice:
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
-        """Looks at a device.
+        """Measures a device.
 
         Args:
-            device: It; the current one of this process.
-            budget_bytes: Most that may be used; ``None``: what is free.
+            device: The device; the current one of this process.
+            budget_bytes: Most bytes that may be used; ``None``: all that are free.
 
         Raises:
             OutOfMemoryBudgetError: Hardly anything is free.
@@ -62,11 +63,11 @@ class CudaDevice:
         return found
 
     def without(self, num_bytes: int, what: str) -> Self:
-        """The device with so much of its memory left to somebody else.
+        """The device with a part of its memory left to another use.
 
         Args:
             num_bytes: How much.
-            what: What for.
+            what: The other use, for the error.
 
         Raises:
             OutOfMemoryBudgetError: Hardly anything would be left.
@@ -83,25 +84,25 @@ class CudaDevice:
 
     @property
     def staging_bytes(self) -> int:
-        """What the lanes convert in, for each direction."""
+        """Memory in which the lanes convert, for each direction."""
         return max(_LEAST_STAGING, min(_MOST_STAGING, self.usable_bytes // _STAGING_SHARE))
 
     @property
     def memory_bytes(self) -> int:
-        """What plans may use: all but what is left alone."""
+        """Memory for plans; see [Note: Memory of a GPU]."""
         return self.usable_bytes - 2 * self.staging_bytes - self.usable_bytes // _LOST_SHARE
 
     @property
     def partitioned(self) -> bool:
-        """Yes: torch's allocator knows nothing of what ops take."""
+        """Yes: torch's allocator does not know the memory of ops."""
         return True
 
 
 def spare_bytes(device: torch.device) -> int:
-    """What torch's allocator can still give out of a device's memory, however it is cut.
+    """What torch's allocator can still give out of a device's memory, in any pieces.
 
-    That is what is free there and what the allocator keeps in whole pieces, at most this process's share. Gaps between tensors
-    that are in use do not count.
+    That is the free memory and the allocator's unused whole pieces, at most this process's share.
+    Gaps between tensors in use do not count.
 
     Args:
         device: A CUDA or ROCm device.
@@ -114,7 +115,7 @@ def spare_bytes(device: torch.device) -> int:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Makes the process's context, and loads what matrix products need: both take memory that is not torch's."""
+    """Makes the context and loads libraries, because torch does not count their memory."""
     for dtype in (torch.float32, torch.bfloat16):
         ones = torch.ones(16, 16, dtype=dtype, device=device)
         torch.mm(ones, ones)

@@ -1,16 +1,18 @@
 """A device made of CPU memory: its own arena, and copy lanes of set bandwidth and latency.
 
 [Note: Emulated time]
-A copy really happens, and then the lane sleeps until the op has taken the time that the link would: latency and bytes over
-bandwidth, counted from when the op started. A lane that wakes a little late starts its next op where the last one should have
-ended, so lateness does not add up. Compute runs at the host's speed; at each mark and wait the calling thread sleeps so long
-that compute has taken ``compute_slowdown`` times as long. Updates take their time as copies do; with a set rate those on the CPU
-run one after the other, as the schedule issues them.
+A copy really happens, and then the lane sleeps until the op has taken the link's time: latency plus
+bytes over bandwidth, from the start of the op. A lane that wakes a little late starts its next op
+where the last one should have ended, so lateness does not add up. Compute runs at the host's speed.
+At each mark and wait the calling thread sleeps until compute has taken ``compute_slowdown`` times
+as long. Updates take their time as copies do. With a set rate, updates on the CPU run one after the
+other, as the schedule issues them.
 
 [Note: Hazards]
-Under poison a copy behaves as the slowest and the fastest transfer at once: what it reads is what lies there when it starts,
-its target is NaN until it ends, and elements that somebody changes meanwhile arrive as NaN. So a copy that starts before its
-source is there, a reader that does not wait for it, and memory that is reused too early all show as wrong results.
+Under poison a copy behaves as the slowest and the fastest transfer at once. It reads its source as
+it starts, its target is NaN until it ends, and elements that change meanwhile arrive as NaN. So a
+copy that starts before its source is complete, a reader that does not wait for it, and memory that
+is reused too early all show as wrong results.
 """
 
 from __future__ import annotations
@@ -40,20 +42,24 @@ _DELAY_S = 2e-3  # the longest random delay
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """A device with memory of its own, made of CPU memory, such as ``EmulatedDevice("64MiB", h2d_bytes_per_s=12e9)``.
+    """A device with memory of its own, made of CPU memory.
+
+    An example is ``EmulatedDevice("64MiB", h2d_bytes_per_s=12e9)``.
 
     Attributes:
         memory: Its size, such as ``"64MiB"``, or bytes.
-        h2d_bytes_per_s: Bandwidth of copies to the device; ``None``: as fast as memory is.
-        h2d_pageable_bytes_per_s: The same for weights whose host memory is not page-locked, as that of weights on disk; at most
-            ``h2d_bytes_per_s``; ``None``: the same.
+        h2d_bytes_per_s: Bandwidth of copies to the device; ``None``: the speed of memory.
+        h2d_pageable_bytes_per_s: The same for weights whose host memory is not page-locked, such as
+            weights on disk; at most ``h2d_bytes_per_s``; ``None``: the same.
         d2h_bytes_per_s: Bandwidth of copies from the device.
-        latency_s: What every op of a copy lane takes beside its bytes.
-        compute_slowdown: How many times as long as on the host compute takes; at least 1.
-        cpu_update_bytes_per_s: Bytes of optimizer state in memory that the CPU beside the device updates in a second at most.
-        device_update_bytes_per_s: The same of the device.
-        disk_bytes_per_s: What the disk beside it reads in a second at most, and what it writes at the same time.
-        seed: Not ``None``: every op is delayed at random before it starts, the same op by the same time in every run.
+        latency_s: Time that every op of a copy lane takes in addition.
+        compute_slowdown: Time of compute as a multiple of the host's; at least 1.
+        cpu_update_bytes_per_s: Most bytes of optimizer state in memory that the CPU updates in a
+            second.
+        device_update_bytes_per_s: The same for updates on the device.
+        disk_bytes_per_s: Most bytes that the disk reads in a second, and writes at the same time.
+        seed: Delays every op at random before it starts, by the same time in every run; ``None``:
+            no delays.
 
     Raises:
         ConfigError: A value is out of range.
@@ -111,7 +117,8 @@ class EmulatedLanes(QueuedLanes):
 
     Args:
         emulated: The device.
-        poison: Fill memory with NaN when it is taken and when it is given back, and let hazards of copies show (tests).
+        poison: Fill memory with NaN when it is taken and when it is given back, and show hazards
+            of copies (tests).
     """
 
     def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
@@ -123,7 +130,7 @@ class EmulatedLanes(QueuedLanes):
         self._seed = emulated.seed
         self._compute = _SlowCompute(emulated.compute_slowdown)
         rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
-        sleep = self._failures.closing.wait  # nobody waits for a link that is closed
+        sleep = self._failures.closing.wait  # ends as the lanes close
         self._links = {lane: _Link(rate, emulated.latency_s, sleep) for lane, rate in rates.items()}
         pageable = emulated.h2d_pageable_bytes_per_s
         self._pageable_s_per_byte = None if pageable is None else 1 / pageable
@@ -183,7 +190,7 @@ class EmulatedLanes(QueuedLanes):
         return tickets
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
-        """Torch's memory is the host's, so that what it allocates is counted against the device's."""
+        """Counts a storage of torch, which is in host memory, against the device's memory."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._allocated:
             return
@@ -196,7 +203,7 @@ class EmulatedLanes(QueuedLanes):
         self._allocated[key] = weakref.ref(storage, freed)
 
     def page_lock(self, memory: Tensor) -> None:
-        """Copies of weights from there take the link's own rate."""
+        """Copies of weights from there have the link's own rate."""
         self._locked.add(memory.data_ptr())
 
     def page_unlock(self, memory: Tensor) -> None:
@@ -204,7 +211,7 @@ class EmulatedLanes(QueuedLanes):
         self._locked.discard(memory.data_ptr())
 
     def _s_per_byte(self, op: Op, source: Tensor) -> float | None:
-        """What the op's copy takes; ``None``: what its link does. Buffers of gradients and activations are page-locked."""
+        """The op's rate if it is not its link's: only weights lie in pageable memory."""
         return self._pageable_s_per_byte if op.kind is OpKind.UPLOAD and source.data_ptr() not in self._locked else None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -227,12 +234,12 @@ class EmulatedLanes(QueuedLanes):
 
 
 class _Link:
-    """What time the ops of one lane take.
+    """The time that the ops of one lane take.
 
     Args:
         bytes_per_s: Bandwidth; ``None``: no limit.
-        latency_s: What an op that moves bytes takes beside them.
-        sleep: Sleeps for so many seconds.
+        latency_s: Additional time of an op that moves bytes.
+        sleep: Sleeps for this many seconds.
     """
 
     def __init__(self, bytes_per_s: float | None, latency_s: float, sleep: Callable[[float], object]) -> None:
@@ -242,7 +249,7 @@ class _Link:
         self._free_s = 0.0  # where the op is, on the link's clock
 
     def begin(self, queued_s: float | None) -> float:
-        """An op starts: now, or where the one before ended, if it has waited for nothing but that since ``queued_s``."""
+        """An op starts: now, or as the last one ended, if it waited only for that."""
         now = now_s()
         follows = queued_s is not None and queued_s <= self._free_s and now - self._free_s < _LATE_S
         self._free_s = self._free_s if follows else now
@@ -250,7 +257,7 @@ class _Link:
         return self._free_s
 
     def carry(self, num_bytes: int, s_per_byte: float | None = None) -> None:
-        """The op moves bytes, at the link's bandwidth or in so many seconds each; returns when they are there."""
+        """The op moves bytes, at the link's bandwidth or another rate; returns as they arrive."""
         each_s = self._s_per_byte if s_per_byte is None else s_per_byte
         self._free_s += num_bytes * each_s + (0.0 if self._used else self._latency_s)
         self._used = True
@@ -259,7 +266,7 @@ class _Link:
             self._sleep(rest)
 
     def end(self) -> None:
-        """The op has ended; what it did beside the link took its time, too."""
+        """The op has ended; its work beside the link took its time, too."""
         now = now_s()
         if now - self._free_s >= _LATE_S:
             self._free_s = now
@@ -268,7 +275,7 @@ class _Link:
 class _SlowCompute:
     """Makes the calling thread's compute take ``factor`` times as long.
 
-    Time in which the process used no processor is no compute: a data loader that waits, a person at a prompt.
+    Time in which the process used no processor is not compute: a data loader that waits, a prompt.
     """
 
     def __init__(self, factor: float) -> None:
@@ -289,7 +296,7 @@ class _SlowCompute:
 
 
 def _spoil(memory: Tensor, where: Tensor | None = None) -> None:
-    """Makes elements NaN; of integers what ``0xFF`` in every byte is."""
+    """Makes elements NaN; integers get ``0xFF`` in every byte."""
     dtype = memory.dtype
     if dtype.is_floating_point or dtype.is_complex:
         nothing: float | int | bool = float("nan")

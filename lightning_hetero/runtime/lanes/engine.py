@@ -1,8 +1,9 @@
-"""Lanes where the device is the host: the native engine's threads do the work, and its tickets are the events.
+"""Lanes for the host as device: the native engine does the work, and its tickets are the events.
 
 [Note: The engine waits]
-An op's ``run`` is called as the op is submitted, in the calling thread, and does not wait there. :attr:`EngineLanes.behind` holds
-the tickets of the ops that it follows. ``run`` passes them on, and the engine starts the task once they are done.
+An op's ``run`` is called as the op is submitted, in the calling thread, and does not wait there.
+:attr:`EngineLanes.behind` holds the tickets of the ops that it follows. ``run`` passes them on, and
+the engine starts the task once they are done.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class EngineOp:
 
     Args:
         op: The op.
-        after: What it waits for.
+        after: The events that it waits for.
 
     Attributes:
-        tickets: What ``run`` returned.
-        behind: The tickets that an op after this one waits for: its own, or those that it waits for itself if it has none.
-            A FETCH of state has none of its own for others: its ticket waits for gradients.
-        error: What ``run`` raised.
+        tickets: The tickets that ``run`` returned.
+        behind: The tickets that a later op waits for: its own, or those before it if it has none. A
+            FETCH of state has none for others, because its ticket waits for gradients.
+        error: The error of ``run``.
         submitted_s: When it was submitted, in seconds of ``now_s``.
     """
 
@@ -49,7 +50,7 @@ class EngineOp:
         self._passed_at = passed_at(op)
 
     def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
-        """``run`` has returned ``tickets``; it had these ``behind`` it."""
+        """``run`` has returned ``tickets``; it followed those ``behind``."""
         self.tickets, self._ended_s = tuple(tickets), now_s()
         own = [ticket for ticket in self.tickets if isinstance(ticket, NativeTicket)] if self._passed_at else []
         self.behind = own or behind
@@ -61,7 +62,7 @@ class EngineOp:
         failures.note(error)
 
     def handed(self) -> None:
-        """Raises what ``run`` raised."""
+        """Raises the error of ``run``."""
         if self.error is not None:
             raise self.error
 
@@ -79,7 +80,7 @@ class EngineOp:
         return all([ticket.poll() >= self._passed_at for ticket in self.tickets])  # noqa: C419  # one call, not one each
 
     def settled(self) -> bool:
-        """Whether the op has ended or failed; raises what a ticket raises."""
+        """Whether the op has ended or failed; raises the error of a ticket."""
         return self.error is not None or self.done()
 
     def times(self) -> tuple[float, float] | None:
@@ -90,7 +91,7 @@ class EngineOp:
 class EngineLanes(InlineLanes):
     """Gives ops to the native engine as they are submitted; see [Note: The engine waits].
 
-    What an op follows without a ticket of the engine is waited for before ``run`` is called.
+    Events without a ticket of the engine are waited for before ``run`` is called.
     """
 
     def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:
@@ -144,7 +145,7 @@ class EngineLanes(InlineLanes):
 
 
 def _tickets_of(events: Sequence[Event]) -> Sequence[NativeTicket]:
-    """The tickets by which the engine knows these events; waits for an event that it does not know."""
+    """The engine's tickets of these events; waits for an event that has none."""
     found: list[NativeTicket] = []
     waiting = list(events)
     while waiting:

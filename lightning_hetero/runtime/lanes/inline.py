@@ -13,7 +13,7 @@ class InlineLanes(QueuedLanes):
     """Runs ops when they are submitted; nothing overlaps but what the native engine does.
 
     Args:
-        memory_bytes: Memory that ops may take as if the device had its own; the host as a device has none.
+        memory_bytes: Memory that ops may take, as if the device had its own; 0 for the host.
         poison: Fill memory with NaN when it is taken and when it is given back (tests).
     """
 

@@ -1,4 +1,4 @@
-"""One run of device memory from which ops take and to which they give: first fit over addresses."""
+"""One run of device memory that ops take from and give back to: first fit over addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = 0xFF  # NaN in every floating dtype
 
 @dataclass(slots=True)
 class _Gap:
-    """Free addresses, and for each stream that gave some of them back when it did: (order, what a taker waits for)."""
+    """Free addresses, and by stream when it gave some back: (order, moment to wait for)."""
 
     start: int
     end: int
@@ -29,13 +29,13 @@ class _Gap:
 
 
 class Arena:
-    """Gives out pieces of one buffer; see :class:`~lightning_hetero.runtime.lanes.base.DeviceMemory`.
+    """Gives out pieces of one buffer; see :class:`~lightning_hetero.runtime.lanes.DeviceMemory`.
 
-    Where memory is given back in the order of a stream, a subclass says what marks that moment (:meth:`_given`) and how the next
-    taker waits for it (:meth:`_wait`).
+    If memory is given back in the order of a stream, a subclass marks that moment (:meth:`_given`),
+    and the next taker waits for it (:meth:`_wait`).
 
     Args:
-        capacity_bytes: What it holds at most; at least 0.
+        capacity_bytes: Its size; at least 0.
         device: Where the buffer is.
         poison: Fill memory with NaN when it is taken and when it is given back (tests).
     """
@@ -53,7 +53,8 @@ class Arena:
         self._order = 0
         self._lock = threading.Lock()
         self._reserved_bytes = 0
-        self._unreserved: deque[int] = deque()  # whoever frees memory may hold the lock: the garbage collector runs anywhere
+        # A deque, because the garbage collector may free memory in a thread that holds the lock.
+        self._unreserved: deque[int] = deque()
 
     def take(self, num_bytes: int, what: str) -> Tensor:
         """Takes memory; see :meth:`DeviceMemory.take`."""
@@ -65,7 +66,7 @@ class Arena:
             if gap is None or size > self._free_bytes():
                 raise self._error(num_bytes, what, in_one_piece=True)
             self._wait(gap.given)
-            # `.data`: views share their base's version counter, and what is written here is nobody else's business.
+            # `.data` has a version counter of its own; a view would share that of the buffer.
             memory = self._buffer[gap.start : gap.start + num_bytes].data
             self._taken[gap.start] = gap.start + size
             gap.start += size
@@ -78,7 +79,7 @@ class Arena:
         return memory
 
     def reserve(self, num_bytes: int, what: str) -> None:
-        """Counts memory that somebody else has, anywhere in it.
+        """Counts memory that something else uses, at no address of its own.
 
         Raises:
             DeviceMemoryError: There is less free.
@@ -93,8 +94,7 @@ class Arena:
         """Undoes :meth:`reserve`; may be called from a destructor."""
         self._unreserved.append(num_bytes)
 
-    def _note_peak(self) -> None:
-        """To be called while nothing is unreserved that is known to be free: right after :meth:`_free_bytes`."""
+    def _note_peak(self) -> None:  # right after _free_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + self._reserved_bytes)
 
     def _free_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Arena:
         self._gaps.insert(place, gap)
 
     def _given(self) -> Iterable[tuple[Hashable, Any]]:
-        """The stream that gives memory back now, and the moment; empty where giving is over when the call is."""
+        """The stream that gives memory back now, and the moment; empty without streams."""
         return ()
 
     def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
@@ -135,7 +135,7 @@ class Arena:
 
     def _error(self, num_bytes: int, what: str, *, in_one_piece: bool) -> DeviceMemoryError:
         free = self._free_bytes()
-        # Reserved bytes lie nowhere in particular, so a gap may seem larger than what is free.
+        # Reserved bytes have no addresses, so a gap may seem larger than the free bytes.
         largest = min(free, max((g.end - g.start for g in self._gaps), default=0))
         gap = f", the largest gap is {format_bytes(largest)}" if in_one_piece else ""
         return DeviceMemoryError(
@@ -149,7 +149,7 @@ class Arena:
 
 
 def _merged(low: _Gap, high: _Gap) -> _Gap:
-    """One gap of two neighbours. What a stream gave back later comes after what it gave back before."""
+    """One gap of two neighbours. Of each stream the later moment counts."""
     given = dict(low.given)
     for stream, moment in high.given.items():
         given[stream] = max(moment, given.get(stream, moment), key=lambda m: m[0])

@@ -1,4 +1,4 @@
-"""An op on its way through its lane: when it has ended, and what became of an error."""
+"""An op on its way through its lane: when it has ended, and its error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class StreamEvent(Protocol):
-    """What is used of ``torch.cuda.Event`` here."""
+    """The part of ``torch.cuda.Event`` that is used here."""
 
     def query(self) -> bool:
         """Whether the stream has passed it."""
@@ -40,7 +40,7 @@ class Failures:
         self.first: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
-        """Remembers the first error. That an op was interrupted, or no longer ran because the lanes close, is none."""
+        """Remembers the first error, but no interruption and none of lanes that close."""
         if self.first is None and not self.closing.is_set() and not isinstance(error, KeyboardInterrupt):
             self.first = error
 
@@ -51,18 +51,18 @@ class QueuedOp:
     Args:
         op: The op.
         run: Does it.
-        after: What it waits for.
+        after: The events that it waits for.
         number: Its place in the order of submission.
         failures: Where its error is noted.
 
     Attributes:
         moment: Where on its stream the op ends; ``None`` if it ends on the host.
         stream_times: Its start and end as the stream knows them.
-        keep: What must live until the stream is through with it.
+        keep: Tensors that must live until the stream has passed the op.
         submitted_s: When it was submitted, in seconds of ``now_s``.
         started_s: When it started; 0 before.
         is_observed: Whether its tickets are kept, in :attr:`tickets`.
-        tickets: What ``run`` returned.
+        tickets: The tickets that ``run`` returned.
     """
 
     __slots__ = (
@@ -102,10 +102,10 @@ class QueuedOp:
         self._traceback: TracebackType | None = None
         self._failures = failures
 
-    # ---- for the lane -----------------------------------------------------------------------------------------------------
+    # ---- for the lane ----------------------------------------------------------------------------
 
     def perform(self, work: Callable[[QueuedOp], Iterable[Ticket]]) -> None:
-        """Does the op by ``work``, which waits and runs; what it raises, but for Ctrl-C, becomes the op's error."""
+        """Does the op by ``work``, whose error becomes the op's; Ctrl-C is raised as well."""
         try:
             self._check_open()
             self._tickets = tuple(work(self))
@@ -120,7 +120,7 @@ class QueuedOp:
             del self.run, self.after  # they may hold large things
             self._returned.set()
 
-    # ---- for those who wait -----------------------------------------------------------------------------------------------
+    # ---- for those who wait ----------------------------------------------------------------------
 
     def handed(self) -> None:
         """Blocks until ``run`` has returned."""
@@ -130,7 +130,7 @@ class QueuedOp:
         self._check()
 
     def issued(self) -> None:
-        """Blocks until ``run`` has returned and its tickets have passed; what it gave to a stream may be under way."""
+        """Blocks until ``run`` has returned and its tickets have passed; streams may still work."""
         self.handed()
         what = passed_at(self.op)
         for ticket in self._tickets if what else ():
@@ -175,33 +175,33 @@ class QueuedOp:
             return None if self.stream_times is None else self.stream_times()
         return self.started_s, self._ended_s
 
-    # ---- errors -----------------------------------------------------------------------------------------------------------
+    # ---- errors ----------------------------------------------------------------------------------
 
     @property
     def error(self) -> BaseException | None:
-        """What the op raised, or an op that it depends on."""
+        """The error of the op, or of an op that it depends on."""
         return self._error
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> BaseException:
+        """The op's error from now on: this one, if there was none before."""
         if self._error is None:
-            traceback.clear_frames(error.__traceback__)  # they hold tensors, and what follows an error may need the memory
+            traceback.clear_frames(error.__traceback__)  # they hold tensors whose memory may be needed
             self._error, self._traceback = error, error.__traceback__
             self._failures.note(error)
+        return self._error
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # else every raise would lengthen the traceback
+            raise self._error.with_traceback(self._traceback)  # which every raise would lengthen
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
-        """What a ticket or a stream raises is the op's error, from then on."""
+        """Makes the error of a ticket or a stream the op's own."""
         try:
             return call()
         except TimeoutError:
             raise
         except Exception as error:
-            self._fail(error)
-            assert self._error is not None
-            raise self._error from None
+            raise self._fail(error) from None
 
     def passes(self, ticket: Ticket, what: int) -> None:
         """Blocks until one of its tickets has come so far."""

@@ -1,14 +1,16 @@
 """Page-locked host memory of exact size, as far as the machine allows it.
 
 [Note: Page-locked memory]
-Copies between a GPU and pageable memory go through a buffer of the driver, which is slower and holds up the thread. ``torch``
-rounds its own page-locked memory up to powers of two, which is too much for gradients of gigabytes; so memory is mapped by its
-size and registered with the driver. Registration brings all pages in at once: beyond what a control group has left the kernel
-would end the process, so there the memory stays pageable. NVIDIA's driver does not count against ``RLIMIT_MEMLOCK``, others
-may: the limit is named when registration is refused.
+Copies between a GPU and pageable memory go through a buffer of the driver, which is slower and
+blocks the thread. ``torch`` rounds its own page-locked memory up to powers of two, which is too
+much for gradients of gigabytes. So memory is mapped by its size and registered with the driver.
+Registration brings in all pages at once. If a control group has less memory left, the kernel would
+end the process, so there the memory stays pageable. NVIDIA's driver does not count against
+``RLIMIT_MEMLOCK``, but others may: the message of a refusal names the limit.
 
-A child of fork, as a worker of a data loader is one, gets none of it. The kernel would copy page-locked pages for each child as it
-forks, or give the parent new ones at its next write, of which the device does not know.
+A child of fork, such as a worker of a data loader, gets none of this memory. The kernel would copy
+page-locked pages for each child, or give the parent new pages at its next write, and the device
+would not know of them.
 """
 
 from __future__ import annotations
@@ -43,14 +45,15 @@ class _Pages(mmap.mmap):
 
 
 class PageLocker:
-    """Maps and registers host memory; what it cannot register stays pageable, which is logged once per reason.
+    """Maps and registers host memory. Thread-safe.
 
-    Thread-safe. Memory must not be freed before the last copy from it or to it is done.
+    Memory that cannot be registered stays pageable, which is logged once per reason. Memory must
+    not be freed before the last copy from it or to it is done.
 
     Args:
         cudart: ``torch.cuda.cudart()``.
-        forget_error: Clears the driver's last error, which torch would else take for that of the next kernel.
-        room: How many bytes of host memory are free for this process now.
+        forget_error: Clears the driver's last error; else torch attributes it to the next kernel.
+        room: Returns the bytes of host memory that are free for this process now.
     """
 
     def __init__(self, cudart: Any, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
@@ -85,13 +88,13 @@ class PageLocker:
             _advise(address, memory.nbytes, mmap.MADV_DONTFORK)
 
     def unlock(self, memory: Tensor) -> None:
-        """Unregisters what :meth:`lock` registered."""
+        """Unregisters memory of :meth:`lock`."""
         address = memory.data_ptr()
         if address in self._locked:
             self._unlock(address, self._locked.pop(address))
 
     def close(self) -> None:
-        """Unregisters what :meth:`lock` registered."""
+        """Unregisters all memory of :meth:`lock`."""
         while self._locked:
             self._unlock(*self._locked.popitem())
 
@@ -124,6 +127,6 @@ class PageLocker:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """``madvise`` for the pages of memory that begins with one: those are its own. Pages that are others' too stay as they are."""
+    """``madvise`` for memory that begins with a page; other memory may share its pages."""
     if address % mmap.PAGESIZE == 0:
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(round_up(num_bytes, mmap.PAGESIZE)), advice)

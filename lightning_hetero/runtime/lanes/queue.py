@@ -33,8 +33,8 @@ class Queue:
 
     Args:
         lane: Which one.
-        work: Waits for what an op waits for, runs it, and returns its tickets.
-        tidy: Called between two ops; returns after how many seconds it wants to be called again without one, if at all.
+        work: Waits for the events before an op, runs it, and returns its tickets.
+        tidy: Called between two ops; returns after how many idle seconds to call it again, if ever.
     """
 
     def __init__(self, lane: Lane, work: Callable[[QueuedOp], Iterable[Ticket]], tidy: Callable[[Lane], float | None]) -> None:
@@ -50,7 +50,7 @@ class Queue:
         self._waiting.put(op)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the thread; false if it has not ended in time. A thread does not wait for itself."""
+        """Waits for the thread, unless it is the caller; false if it has not ended in time."""
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive() or self._thread is threading.current_thread()
@@ -66,7 +66,7 @@ class Queue:
             self.current = op.op
             op.perform(self._work)
             self.current = None
-            del op  # what it holds shall not live until the next one comes
+            del op  # else it lives until the next one comes
 
 
 class Passed:
@@ -83,7 +83,8 @@ class Passed:
 class QueuedLanes:
     """Lanes with a queue each; see :class:`~lightning_hetero.runtime.lanes.base.Lanes`.
 
-    As it is, its device is the host: compute runs in the calling thread and has done what it was given, and copies are the host's.
+    Here the device is the host: compute runs in the calling thread and has always done its work.
+    Subclasses are devices.
 
     Args:
         device: Where parameters and activations live.
@@ -106,7 +107,7 @@ class QueuedLanes:
         self._local = threading.local()  # .op: the op whose `run` this thread is in
         self._lock = threading.Lock()  # nothing is queued behind the end
 
-    # ---- ops --------------------------------------------------------------------------------------------------------------
+    # ---- ops -------------------------------------------------------------------------------------
 
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
         """Queues an op; see :meth:`Lanes.submit`."""
@@ -152,13 +153,13 @@ class QueuedLanes:
         return self._queues[lane]
 
     def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
-        """Waits for what the op waits for and runs it, in its lane's thread; ops of ``compute`` in the calling thread."""
+        """Waits for the events before the op and runs it, in its lane's thread."""
         for event in queued.after:
             event.wait()
         return self._run(queued)
 
     def _run(self, queued: QueuedOp) -> Iterable[Ticket]:
-        """Runs the op, so that :meth:`copy` knows which one it is part of."""
+        """Runs the op; :meth:`copy` finds it as the current one."""
         outer, self._local.op = self._current(), queued
         queued.started_s = queued.started_s or now_s()
         try:
@@ -175,7 +176,7 @@ class QueuedLanes:
         """Between two ops of a lane, in its thread; see :class:`Queue`."""
         return None
 
-    # ---- memory -----------------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts; see :meth:`Lanes.copy`."""
@@ -197,7 +198,7 @@ class QueuedLanes:
         """Inside ``run``; see :meth:`Lanes.catch_up`. Copies are over when they return."""
 
     def resize(self, num_bytes: int) -> None:
-        """Sets other memory aside; see :meth:`Lanes.resize`. Here ops share the device's memory with torch."""
+        """Nothing: ops share the device's memory with torch; see :meth:`Lanes.resize`."""
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
         """Torch has allocated on the device; see :meth:`Lanes.allocated`."""
@@ -225,7 +226,7 @@ class QueuedLanes:
         """The most that torch has had allocated; see :meth:`Lanes.take_peak_bytes`."""
         return 0
 
-    # ---- the end ----------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Waits for all that was submitted; see :meth:`Lanes.drain`."""

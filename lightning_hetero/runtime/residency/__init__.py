@@ -1,4 +1,4 @@
-"""Where a model's weights are, and who may use them: on the host alone, or on a device with memory of its own too."""
+"""Where a model's weights are: on the host alone, or also on a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Doors", "HostWeights", "Residency"]
 
 
 class Residency(Protocol):
-    """The places of one model's weights. One thread computes, and it alone calls.
+    """The places of one model's weights. Only the thread that computes calls it.
 
     Attributes:
-        doors: Which parameters are behind the door.
+        doors: Makes parameters handles, and ordinary tensors again.
         weights: Host memory for weights on disk.
         renewed: Blocks that an op outside the schedule has updated since their last use.
         casts: 16-bit casts of weights that leave memory between uses.
@@ -36,62 +36,63 @@ class Residency(Protocol):
 
     @property
     def copies(self) -> DeviceCopies | None:
-        """What a device with memory of its own holds of the weights; ``None`` where the device is the host."""
+        """The weights on a device with memory of its own; ``None`` if the device is the host."""
 
-    # ---- places -------------------------------------------------------------------------------------------------------------
+    # ---- places ----------------------------------------------------------------------------------
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on a lower tier than where it computes."""
 
     def is_released(self, block: Block) -> bool:
-        """Whether the block's weights are behind the door while it is not in use."""
+        """Whether the block's parameters are handles while it is not in use."""
 
     def is_on_host(self, block: Block) -> bool:
-        """Whether the host has memory for the block's weights, as far as it has memory for any that are not fetched."""
+        """Whether the block has host memory that is not for fetched weights only."""
 
-    # ---- a batch ------------------------------------------------------------------------------------------------------------
+    # ---- a batch ---------------------------------------------------------------------------------
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom | None]:
-        """What a batch begins with.
+        """The weights in memory as a batch begins.
 
         Args:
-            last: The schedule of the batch before if all of its ops were submitted.
+            last: The schedule of the last batch if all of its ops were submitted.
 
         Returns:
-            Blocks on disk whose weights are in memory, and what a device with memory of its own has room for and holds.
+            Blocks on disk whose weights are in memory, and room and content of a device with memory
+            of its own.
         """
 
     def room_before(self, schedule: Schedule) -> DeviceRoom | None:
-        """What a device with memory of its own had room for and held as the schedule began."""
+        """Room and content of a device with memory of its own as the schedule began."""
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
-        """A batch begins; ``whole``: the one before submitted all ops of its schedule, so that edges lead to all that it did."""
+        """A batch begins; ``whole``: the last one submitted all ops, so edges lead to them all."""
 
     def end_batch(self) -> None:
-        """A batch is over: until the next one nothing computes with the weights."""
+        """A batch ends: until the next one nothing computes with the weights."""
 
     def unforeseen(self, block: Block) -> bool:
-        """Brings the block's weights for a use that the schedule does not have; returns whether the rest of it still holds."""
+        """Brings weights for a use outside the schedule; returns whether that still holds."""
 
     def ensure(self, block: Block) -> None:
-        """Brings the block's weights where an op of the schedule has found no room for them, or no op could renew them."""
+        """Brings the block's weights if an op had no room for them, or no op could renew them."""
 
-    # ---- use ----------------------------------------------------------------------------------------------------------------
+    # ---- use -------------------------------------------------------------------------------------
 
     def open(self, block: Block) -> None:
-        """A use of the block begins: its parameters are ordinary tensors where it computes, until :meth:`shut`."""
+        """A use of the block begins: its parameters are ordinary tensors until :meth:`shut`."""
 
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
 
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
-        """Inside, Python code may compute with the block's weights, gradients and state: an update by an optimizer's own code."""
+        """A context in which an optimizer's own code may update the block."""
 
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
-        """Brings weights into host memory, now, and all at the same time; ``force`` goes beyond the budget."""
+        """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
 
     def release(self, block: Block) -> None:
         """Gives the block's host memory back, unless it is in use; without an op."""
@@ -99,47 +100,47 @@ class Residency(Protocol):
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final, for readers from outside the schedule.
 
-        Before the verdict on an update that was tried, they are what they were before it, which is taken back.
+        Discards a speculative update that has no verdict yet.
         """
 
-    # ---- begin and end ------------------------------------------------------------------------------------------------------
+    # ---- begin and end ---------------------------------------------------------------------------
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan; blocks on host and disk are where it wants them."""
+        """Continues with another plan; blocks on host and disk are where it wants them."""
 
     def move_in(self) -> None:
-        """What lives on the device goes there; other blocks are in host memory, or on disk.
+        """Moves to the device the blocks that live there; others are in host memory or on disk.
 
         Raises:
             DeviceMemoryError: The device is too small for it.
         """
 
     def enter(self) -> None:
-        """Blocks that have no place on the device get one."""
+        """Gives blocks without a place on the device one."""
 
     def leave(self, block: Block) -> None:
-        """Brings a block back to host and disk, while nothing of it is under way: its place on a device is given up."""
+        """Brings a block back from a device to host and disk; nothing of it is under way."""
 
     def set_aside(self, num_bytes: int) -> None:
-        """Another plan needs other memory of the device: everything leaves it, while the executor rests.
+        """Reserves another amount of device memory; if it differs, everything leaves the device.
 
         Raises:
-            OutOfMemoryBudgetError: The device has not so much free.
+            OutOfMemoryBudgetError: The device has less free.
         """
 
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
-        """Between two batches: waits for what the record of a step names.
+        """Between two batches: waits for the weights and state that the record of a step names.
 
         Args:
-            latest: The latest op of a kind and block.
+            latest: Returns the latest op of a kind and block.
             whole: The step is kept.
         """
 
     def lends(self, block: Block) -> bool:
-        """Between two batches: whether a device has weights or state of the block that the host has not."""
+        """Between two batches: whether only a device has the block's newest weights or state."""
 
     def lend(self, block: Block) -> list[Ticket]:
-        """MIRROR on ``d2h``: host memory gets what the device has alone, until :meth:`take_back`."""
+        """MIRROR on ``d2h``: copies these to host memory, until :meth:`take_back`."""
 
     def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
-        """What was lent is on the disk once ``tickets`` are done; then its host memory goes back to the system."""
+        """Frees the host memory of :meth:`lend` once ``tickets`` have written it to disk."""

@@ -1,4 +1,4 @@
-"""Weights on a device with memory of its own: in use, behind the door, on their way in and out."""
+"""Weights on a device with memory of its own: in use, as handles, on their way in and out."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ class DeviceResidency:
         self.renewed: set[int] = set()
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
-        self._lent: dict[int, tuple[list[Part], list[Part]]] = {}  # weights and state of blocks that the host has until MIRROR ends
+        # Blocks of which the host has weights and state until MIRROR ends.
+        self._lent: dict[int, tuple[list[Part], list[Part]]] = {}
         self._cache_bytes = context.device_cache_bytes
 
     @property
     def copies(self) -> DeviceWeights:
-        """What the device holds of the weights."""
+        """The weights on the device."""
         return self._side.weights
 
-    # ---- places -------------------------------------------------------------------------------------------------------------
+    # ---- places ----------------------------------------------------------------------------------
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live below the device."""
         return block.plan.weights is not Tier.DEVICE
 
     def is_released(self, block: Block) -> bool:
-        """Weights that live on the device and that the CPU updates are behind the door between two batches.
+        """Parameters that live on the device and that the CPU updates are handles between batches.
 
-        So whoever writes them then, even as ``param.data``, writes the host's copy too, which the next update starts from.
+        So code that writes them then, even as ``param.data``, also writes the host's copy, from
+        which the next update starts.
         """
         return self.is_away(block) or (not self._in_batch and self._comes_from_below(block))
 
@@ -68,16 +70,16 @@ class DeviceResidency:
         return self.is_away(block) or (trained and block.plan.update is UpdateLane.CPU)
 
     def is_on_host(self, block: Block) -> bool:
-        """Weights that live on the device, and that it updates, are there alone."""
+        """Weights that live on the device and that it updates have no host memory."""
         return block.index not in self._inside or self._comes_from_below(block)
 
-    # ---- a batch ------------------------------------------------------------------------------------------------------------
+    # ---- a batch ---------------------------------------------------------------------------------
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom]:
-        """What the batch before leaves once its ops have ended, or what is there now."""
+        """The weights that the last batch leaves once its ops have ended, or those there now."""
         copies = self._side.weights
         written = [b for b in self._blocks if copies.is_written(b)]
-        for block in written:  # whoever wrote has waited for all lanes
+        for block in written:  # the writer has waited for all lanes
             copies.free(block)
         if last is not None:
             resident, device = last.resident_after, last.device_after - {b.index for b in written}
@@ -88,25 +90,25 @@ class DeviceResidency:
         return resident, DeviceRoom(resident=device, capacity_bytes=self._cache_bytes)
 
     def room_before(self, schedule: Schedule) -> DeviceRoom:
-        """What there was as the schedule began."""
+        """Room and content as the schedule began."""
         return DeviceRoom(resident=schedule.device_before, capacity_bytes=self._cache_bytes)
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
-        """Weights that live on the device come from behind the door as they are used."""
+        """Handles become ordinary parameters as their block is used."""
         if not whole:
             self._lanes.drain()
             self._side.updates.give_back()
         self._in_batch, self._evaluates = True, not training
 
     def end_batch(self) -> None:
-        """Weights that the CPU updates go behind the door."""
+        """Parameters that the CPU updates become handles."""
         self._in_batch = self._evaluates = False
         for block in self._blocks:
             if not block.uses and self.is_released(block):
                 self.doors.hide(block)
 
     def unforeseen(self, block: Block) -> bool:
-        """Brings the block's weights; the rest of the schedule does not know what is on the device now."""
+        """Brings the block's weights, so that the rest of the schedule does not hold."""
         if self._side.weights.is_outdated(block):
             self.provide(block)
         else:
@@ -114,27 +116,27 @@ class DeviceResidency:
         return False
 
     def ensure(self, block: Block) -> None:
-        """Brings the block's weights if the device does not hold them as they are now."""
+        """Brings the block's weights if the device does not have the newest."""
         if block.index in self.renewed or not self._side.weights.holds(block):
             self.provide(block)
 
-    # ---- use ----------------------------------------------------------------------------------------------------------------
+    # ---- use -------------------------------------------------------------------------------------
 
     def open(self, block: Block) -> None:
-        """A use of the block begins: its parameters are tensors on the device until :meth:`shut`."""
+        """A use of the block begins: its parameters are tensors on the device."""
         if not block.uses:
             self._side.weights.bind(block)
         self.doors.open(block)
 
     def shut(self, block: Block) -> None:
-        """A use of the block ends; what user code has written to its weights goes to the host."""
+        """A use of the block ends; weights that user code has written go to the host."""
         block.uses = max(0, block.uses - 1)
         if block.uses:
             return
         if block.index in self.casts.blocks:
             self.casts.drop(block)
         copies, away = self._side.weights, self.is_away(block)
-        # An evaluation computes with weights that user code has put in their place for a while, as it left them.
+        # An evaluation may use weights that user code has replaced for a while; they stay so.
         stays = self._evaluates and not away
         if not stays and copies.changed(block) and block.plan.update is UpdateLane.CPU:
             self._lanes.drain()
@@ -146,11 +148,11 @@ class DeviceResidency:
             self.doors.hide(block)
 
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
-        """The UPDATE is on lane ``compute``: all of the block is on the device."""
+        """Nothing: the UPDATE is on lane ``compute``, and all of the block is on the device."""
         return nullcontext()
 
     def provide(self, block: Block) -> None:
-        """Brings a block's newest weights to the device, now, whatever the schedule says."""
+        """Brings a block's newest weights to the device, now."""
         self._lanes.drain()
         copies = self._side.weights
         self.renewed.discard(block.index)
@@ -165,7 +167,7 @@ class DeviceResidency:
                 held = [b for b in self._blocks if b is not block and not b.uses and self.is_away(b) and copies.holds(b)]
                 if not held:
                     raise
-                # In a cycle over the blocks, the one used last comes again last.
+                # In a cycle over the blocks, the one used last is needed last.
                 copies.free(max(held, key=lambda b: (b.index - block.index) % len(self._blocks)))
 
     def _bring_to_host(self, block: Block) -> None:
@@ -185,7 +187,7 @@ class DeviceResidency:
         self.weights.release(block)
 
     def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final; parameters that live on the device become ordinary again."""
+        """Waits until the part's weights are final; parameters on the device become ordinary."""
         self._lanes.drain()
         wait_written(self._store, part)
         if not readers_of(part):
@@ -196,28 +198,24 @@ class DeviceResidency:
                 copies.upload(block)
             copies.bind(block)
 
-    # ---- begin and end ------------------------------------------------------------------------------------------------------
+    # ---- begin and end ---------------------------------------------------------------------------
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan."""
+        """Continues with another plan."""
         self.weights.install(context)
         self._cache_bytes = context.device_cache_bytes
 
     def move_in(self) -> None:
-        """What lives on the device goes there; other blocks are in host memory, or on disk.
-
-        Raises:
-            DeviceMemoryError: The device is too small for it.
-        """
+        """Moves to the device the blocks that live there; see :class:`Residency`."""
         try:
             self.enter()
-        except DeviceMemoryError:  # what stayed there may lie in the way
+        except DeviceMemoryError:  # blocks that stayed there may lie in the way
             for block in self._blocks:
                 self.leave(block)
             self.enter()
 
     def enter(self) -> None:
-        """Blocks that have no place on the device get one."""
+        """Gives blocks without a place on the device one."""
         for block in self._blocks:
             if block.index in self._inside:
                 continue
@@ -234,7 +232,7 @@ class DeviceResidency:
                     move(part)
 
     def leave(self, block: Block) -> None:
-        """Brings a block's weights and state back into the engine's memory; nothing of it is under way."""
+        """Brings a block's weights and state back into the engine's memory."""
         self._inside.discard(block.index)
         self._side.weights.withdraw(block)
         for part in block.parts:
@@ -242,23 +240,19 @@ class DeviceResidency:
                 self._side.updates.withdraw(part)
 
     def set_aside(self, num_bytes: int) -> None:
-        """Another plan needs other memory for weights and state: everything leaves the device, while the executor rests.
-
-        Raises:
-            OutOfMemoryBudgetError: The device has not so much free.
-        """
+        """Reserves another amount of device memory; see :class:`Residency`."""
         if num_bytes != self._lanes.memory().capacity_bytes:
             for block in self._blocks:
                 self.leave(block)
             self._lanes.resize(num_bytes)
 
-    # ---- a step that is kept ------------------------------------------------------------------------------------------------
+    # ---- a step that is kept ---------------------------------------------------------------------
 
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
-        """Waits for what the record of a step names: what the device has updated and that lives on the host."""
+        """Waits for weights and state of the record that the device has updated for the host."""
         behind = False
         for block in self._blocks:
-            changed = whole and self._side.weights.changed(block)  # also brings back what was moved
+            changed = whole and self._side.weights.changed(block)  # also copies moved weights back
             if block.plan.update is UpdateLane.CPU:
                 behind |= changed
             elif whole or block.weights_on_disk:
@@ -269,21 +263,21 @@ class DeviceResidency:
             self._lanes.drain()
 
     def lends(self, block: Block) -> bool:
-        """Whether the device has weights or state that the host has not; brings back what was moved."""
-        changed = self._side.weights.changed(block)
+        """Whether only the device has the newest weights or state of the block."""
+        changed = self._side.weights.changed(block)  # also copies moved weights back
         if block.plan.update is UpdateLane.CPU:
             return changed
         return any(part.mirrored_versions != versions(part) for part in block.parts)
 
     def lend(self, block: Block) -> list[Ticket]:
-        """MIRROR on ``d2h``: host memory gets what the device has alone, until :meth:`take_back`."""
+        """MIRROR on ``d2h``: copies these to host memory, until :meth:`take_back`."""
         changed = [part for part in block.parts if part.mirrored_versions != versions(part)]
         weights = [part for part in changed if self._side.weights.lend(part)]
         self._lent[block.index] = weights, [part for part in changed if self._side.updates.lend(part)]
         return []
 
     def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
-        """What was lent is on the disk once ``tickets`` are done; then its host memory goes back to the system."""
+        """Frees the host memory of :meth:`lend` once the tickets are done."""
         weights, states = self._lent.pop(block.index, ([], []))
         if weights or states:
             for ticket in tickets:

@@ -1,10 +1,12 @@
-"""Which parameters are ordinary ones, and which are behind the door (``runtime.offloaded_parameter``).
+"""Which parameters are ordinary tensors, and which are handles (``runtime.offloaded_parameter``).
 
 [Note: Memory that is being written to the disk]
-The end of a step that is kept writes weights to the disk from where they lie, while the next batch runs. Reading them meanwhile is
-harmless, but a change would reach the disk as a part of the step before. So parameters stay behind the door while their memory is
-written out, and code that touches them outside their block's forward and backward waits. Inside they are ordinary tensors: a block
-that changes its own weights there (``max_norm`` of an embedding) is waited for before it begins, once that is known.
+The end of a step that is kept writes weights to the disk from their memory, while the next batch
+runs. Reads are harmless meanwhile, but a change would reach the disk as a part of the last step. So
+parameters stay handles while their memory is written out: outside their block's forward and
+backward, code that uses them waits. Inside they are ordinary tensors. Some blocks change their own
+weights in forward or backward (``max_norm`` of an embedding): once that is known, such a block
+waits before it begins.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 
 class Owner(Protocol):
-    """Knows where weights are; what the doors ask."""
+    """Knows where weights are."""
 
     @property
     def copies(self) -> DeviceCopies | None:
-        """What a device with memory of its own holds of the weights; ``None`` where the device is the host."""
+        """The weights on a device with memory of its own; ``None`` if the device is the host."""
 
     def is_released(self, block: Block) -> bool:
-        """Whether the block's weights are behind the door while it is not in use."""
+        """Whether the block's parameters are handles while it is not in use."""
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final."""
@@ -47,7 +49,7 @@ class Owner(Protocol):
 
 
 class Access:
-    """The way to one parameter from outside the schedule (``runtime.offloaded_parameter.Record``)."""
+    """What the handle of one parameter knows (``runtime.offloaded_parameter.Record``)."""
 
     __slots__ = ("_doors", "_index", "_part")
 
@@ -61,7 +63,7 @@ class Access:
 
     @property
     def state(self) -> State:
-        """Released where the weights live on a lower tier, whether cached or not; else only an update can be pending."""
+        """Released if the weights live on a lower tier; else only an update can be pending."""
         return State.RELEASED if self._doors.owner.is_released(self._part.block) else State.PENDING
 
     def wait(self) -> None:
@@ -78,7 +80,7 @@ class Access:
 
 
 class Doors:
-    """Puts parameters behind the door and makes them ordinary again.
+    """Makes parameters handles, and ordinary tensors again.
 
     Args:
         owner: Knows where weights are.
@@ -101,11 +103,11 @@ class Doors:
         self._access |= {id(p): Access(self, part, i) for part in block.parts for i, p in enumerate(part.params)}
 
     def forget(self) -> None:
-        """The model is another's from now on."""
+        """The model belongs to another run from now on."""
         self._access.clear()
 
     def open(self, block: Block) -> None:
-        """A use of the block begins: its parameters are ordinary ones until it ends."""
+        """A use of the block begins: its parameters are ordinary tensors until it ends."""
         if block.index in self._changing:
             for part in block.parts:
                 self.free(part)
@@ -140,24 +142,24 @@ class Doors:
             self.owner.shut(block)
 
     def hide(self, block: Block) -> None:
-        """Puts the door before the block's parameters."""
+        """Makes the block's parameters handles."""
         for param in block.params():
             if type(param) is nn.Parameter:
                 offload(param, self._access[id(param)])
 
     def guard(self, block: Block) -> None:
-        """Puts the door before weights in memory that are being written to the disk."""
+        """Makes parameters handles whose memory is being written to the disk."""
         if not block.uses and any(readers_of(part) for part in block.parts):
             self.hide(block)
 
     def free(self, part: Part) -> None:
-        """Waits until nothing reads the part's weight memory any more; parameters that live in memory become ordinary again."""
+        """Waits until nothing reads the part's memory; then parameters in memory are ordinary."""
         for ticket in readers_of(part):
             ticket.wait()
         self.restore(part)
 
     def restore(self, part: Part) -> None:
-        """Parameters that live in memory become ordinary again."""
+        """Makes parameters that live in memory ordinary tensors again."""
         if not self.owner.is_released(part.block):
             for param in part.params:
                 if type(param) is OffloadedParameter:

@@ -1,4 +1,4 @@
-"""Weights where the device is the host: in host memory, or on disk and cached there."""
+"""Weights if the device is the host: in host memory, or on disk and cached in host memory."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class HostResidency:
     def __init__(self, context: RunContext) -> None:
         self._blocks, self._store = context.run.blocks, context.run.store
         self.renewed: set[int] = set()
-        self._strayed = False  # the batch has used a block that its schedule does not foresee
+        self._strayed = False  # the batch has used a block outside its schedule
         self.casts = WeightCasts("cpu")
         self.doors = Doors(self, self._blocks, self._store, self.casts)
         self.weights = HostWeights(context)
 
-    # ---- places -------------------------------------------------------------------------------------------------------------
+    # ---- places ----------------------------------------------------------------------------------
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on disk."""
         return block.weights_on_disk
 
     def is_released(self, block: Block) -> bool:
-        """Weights on disk are behind the door between uses, cached or not."""
+        """Parameters on disk are handles between uses, cached or not."""
         return block.weights_on_disk
 
     def is_on_host(self, block: Block) -> bool:
-        """All are."""
+        """Yes: all are."""
         return True
 
-    # ---- a batch ------------------------------------------------------------------------------------------------------------
+    # ---- a batch ---------------------------------------------------------------------------------
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
-        """What is in memory now: ops say so as they are submitted."""
+        """The blocks in memory now, which ops change as they are submitted."""
         return frozenset(b.index for b in self.weights.held()), None
 
     def room_before(self, schedule: Schedule) -> None:
         """There is no device."""
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
-        """Weights that were brought outside a schedule are there."""
+        """Waits for weights that were brought outside a schedule."""
         if self._strayed or not whole:
             self._strayed = False
             for part in [part for block in self._blocks for part in block.parts]:
@@ -68,7 +68,7 @@ class HostResidency:
         """Nothing changes places."""
 
     def unforeseen(self, block: Block) -> bool:
-        """Brings the block's weights; the schedule goes on, though its edges know nothing of what has been brought."""
+        """Brings the block's weights; the schedule still holds, without an edge to the fetch."""
         self._strayed = True
         self.weights.bring(block)
         self.weights.bring_next(block)
@@ -76,12 +76,12 @@ class HostResidency:
         return True
 
     def ensure(self, block: Block) -> None:
-        """Brings the block's weights if they are not in memory, or if something outside the schedule may be writing them."""
+        """Brings weights that are not in memory, or that an op outside the schedule may write."""
         if self._strayed or not block.resident or block.index in self.renewed:
             self.renewed.discard(block.index)
             self.bring(block)
 
-    # ---- use ----------------------------------------------------------------------------------------------------------------
+    # ---- use -------------------------------------------------------------------------------------
 
     def open(self, block: Block) -> None:
         """A use of the block begins."""
@@ -104,7 +104,7 @@ class HostResidency:
 
     @contextmanager
     def at_hand(self, block: Block) -> Iterator[None]:
-        """Inside, the block's weights are in memory and final, and its parameters are ordinary ones."""
+        """Inside, the block's weights are final, and its parameters are ordinary tensors."""
         self.bring(block)
         self.open(block)
         try:
@@ -127,7 +127,7 @@ class HostResidency:
         self.weights.release(block)
 
     def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final; parameters that live in memory become ordinary again."""
+        """Waits until the part's weights are final; parameters in memory become ordinary again."""
         wait_written(self._store, part)
         if not readers_of(part):
             self.doors.restore(part)
@@ -136,10 +136,10 @@ class HostResidency:
         for part in block.parts:
             self.settle(part)
 
-    # ---- begin and end ------------------------------------------------------------------------------------------------------
+    # ---- begin and end ---------------------------------------------------------------------------
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan."""
+        """Continues with another plan."""
         self.weights.install(context)
 
     def move_in(self) -> None:
@@ -155,10 +155,10 @@ class HostResidency:
         """There is no other place."""
 
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
-        """The engine orders a record behind everything that it names."""
+        """Nothing: the engine writes a record after everything that it names."""
 
     def lends(self, block: Block) -> bool:
-        """Host memory has what updates have made."""
+        """No: host memory has the results of updates."""
         return False
 
     def lend(self, block: Block) -> list[Ticket]:
@@ -170,9 +170,9 @@ class HostResidency:
 
 
 def wait_written(store: TierStore, part: Part) -> None:
-    """Waits until what was last submitted for the part has written its weights, or takes back what was tried.
+    """Waits for the part's last write, and discards a speculative update.
 
-    Only for readers from outside the schedule: within it, edges order.
+    For readers from outside the schedule only, because edges order the schedule's own ops.
     """
     store.revoke(part)
     if part.last_write is not None:

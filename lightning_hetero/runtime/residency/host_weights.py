@@ -1,4 +1,4 @@
-"""Host memory for weights that live on disk: who has it, and who gives it back."""
+"""Host memory for weights that live on disk: fetching, releasing and evicting them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class HostWeights:
         self.install(context)
 
     def install(self, context: RunContext) -> None:
-        """Goes on with another plan."""
+        """Continues with another plan."""
         self.model: ModelShape = context.model
         self.capacity_bytes = context.cache_bytes
         self._lowest_first = context.plan.priority
 
-    # ---- to and fro ---------------------------------------------------------------------------------------------------------
+    # ---- fetch and release -----------------------------------------------------------------------
 
     def fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
-        """Brings the block's weights, unless they are in memory or on their way; for a use that no schedule foresees."""
+        """Brings weights that are not in memory or on their way, for a use outside the schedule."""
         return self._recorder.watch("FETCH", block.name, self.start_fetch(block, after), lane=Lane.DISK_READ)
 
     def start_fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
-        """FETCH weights: the same, once ``after`` are done."""
+        """FETCH weights: the same, after these tickets."""
         if block.resident:
             return []
         block.resident = True
@@ -49,12 +49,12 @@ class HostWeights:
         return [self._store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
 
     def release(self, block: Block) -> list[Ticket]:
-        """Gives the block's weight memory back, unless it is in use; without an op."""
+        """Gives back the memory of the block's weights unless it is in use; without an op."""
         tickets = [] if block.uses or not block.weights_on_disk else self.give_back(block)
         return self._recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
 
     def give_back(self, block: Block) -> list[Ticket]:
-        """RELEASE weights: gives the block's weight memory back."""
+        """RELEASE weights: gives back the memory of the block's weights."""
         if not block.resident:
             return []
         self._updater.cancel_opened([block])
@@ -66,14 +66,14 @@ class HostWeights:
         self._releases = [t for t in self._releases if not t.poll()] + tickets
         return tickets
 
-    # ---- room ---------------------------------------------------------------------------------------------------------------
+    # ---- room ------------------------------------------------------------------------------------
 
     def held(self) -> list[Block]:
         """The blocks on disk whose weights are in memory."""
         return [b for b in self._blocks if b.resident and b.weights_on_disk]
 
     def coming_bytes(self) -> int:
-        """What forward may fetch: the cache is filled again, and finds no room in what malloc has kept of gradients."""
+        """Bytes that forward may fetch, for which memory that malloc keeps is no room."""
         return max(0, self.capacity_bytes - sum(self.model.blocks[b.index].weight_bytes for b in self.held()))
 
     def fits(self, block: Block) -> bool:
@@ -83,7 +83,9 @@ class HostWeights:
         return used + sizes[block.index].weight_bytes <= self.capacity_bytes
 
     def make_room(self, block: Block) -> list[Ticket]:
-        """Evicts for a block that the schedule did not foresee: in a cycle over the blocks, the one used last comes again last.
+        """Evicts blocks to make room for one outside the schedule.
+
+        The block used last goes first: in a cycle over the blocks it is needed last.
 
         Raises:
             OutOfMemoryBudgetError: Blocks in use leave too little.
@@ -106,7 +108,7 @@ class HostWeights:
         return tickets
 
     def evict(self, num_bytes: int, *, spare: Block) -> None:
-        """Gives weights back that live on disk and are not in use, those first that the next forward needs last; waits for it."""
+        """Releases weights on disk that are not in use, and waits; the last blocks go first."""
         tickets: list[Ticket] = []
         for victim in reversed(self.held()):
             if num_bytes > 0 and victim is not spare and not victim.uses:
@@ -116,7 +118,7 @@ class HostWeights:
             ticket.wait(DONE)
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
-        """Begins to bring weights into memory; ``force`` goes beyond the budget."""
+        """Begins to bring weights into memory; ``force`` exceeds the budget."""
         for block in blocks:
             if not block.resident:
                 self.fetch(block, [] if force else self.make_room(block))
