@@ -92,7 +92,7 @@ def _observe_module(block: Block, runtime: _Runtime) -> list[RemovableHandle]:
         runtime.forward_ends(block, output)
         if (not block.spec.pinned or runtime.watcher is not None) and torch.is_grad_enabled():
             begins = _once_per_backward(lambda: runtime.backward_begins(block))
-            for leaf in _tensors(output):
+            for leaf in tensors_in(output):
                 if leaf.requires_grad:
                     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
                     register(begins)
@@ -137,10 +137,10 @@ def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
-    """The tensors that a forward returned, in containers and dataclasses too."""
-    for leaf in tree_leaves(output):
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """The tensors in a forward's arguments or results, in containers and dataclasses too."""
+    for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hetero._native import file_bytes
 from lightning_hetero.lowering import num_slots
-from lightning_hetero.runtime.activations.files import NativeSwapFiles
+from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.file_limits import make_room
@@ -43,7 +43,7 @@ class Directories:
         self.overhead_bytes = self._open_files = 0
         self.ring: dict[str, int] = {}
         self._root, self._blocks, self._options = root, blocks, options
-        self._swaps: NativeSwapFiles | None = None
+        self._swaps: SwapFiles | None = None
 
     def of_blocks(
         self, placement: Placement, *, trains: bool, kept: bool, layout: dict[str, object] | None = None, resume: bool = False
@@ -111,13 +111,13 @@ class Directories:
         rows = [[*b.spec.params, *map(_row, b.spec.params.values())] for b in self._blocks]
         return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self._blocks) + 4 * _PAGE  # names are there twice
 
-    def of_swaps(self, store: TierStore, placement: Placement) -> NativeSwapFiles | None:
+    def of_swaps(self, store: TierStore, placement: Placement) -> SwapFiles | None:
         """Files for activations on disk, in a directory of their own: no commit names them."""
         if placement.swaps_to_disk and self._swaps is None:
             directory = store.files.directory
             path = directory.path / "activations" if self._options.disk_path is not None and directory is not None else None
             manifest: dict[str, object] = {"model": type(self._root).__name__, "holds": "activations"}
-            self._swaps = NativeSwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes, remedy=_FEWER_SWAPS))
+            self._swaps = SwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes, remedy=_FEWER_SWAPS))
         return self._swaps
 
     def close_swaps(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved
@@ -19,8 +20,9 @@ from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
+from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import ParameterAddresses
-from lightning_hetero.runtime.activations.swaps import SwapFiles
+from lightning_hetero.runtime.anchors import eager
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, InlineLanes, Lanes, OpEvent
 
 HOPS = {
@@ -87,7 +89,7 @@ class Driver:
         self.attach()
 
     def attach(self) -> None:
-        self.handles = [handle for block in self.blocks.values() for handle in block.attach()]
+        self.handles = [handle for name, block in self.blocks.items() for handle in hooks(self._modules[name], block)]
         self.handles += [module.register_forward_hook(self._ended(name)) for name, module in self._modules.items()]
 
     def detach(self) -> None:
@@ -159,6 +161,21 @@ class Driver:
         self.lanes.drain()
         self.activations.close()
         self.lanes.close()
+
+
+def hooks(module: nn.Module, block: BlockActivations) -> list[RemovableHandle]:
+    """Registers hooks that tell the block's activations of the module's forwards."""
+
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        block.enter(args, kwargs)
+
+    def after(module: nn.Module, args: object, output: object) -> None:
+        block.leave(output)
+
+    return [
+        module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
+        module.register_forward_hook(eager(after), always_call=True),
+    ]
 
 
 @contextmanager

@@ -11,15 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.activations.autocast import WeightCasts
+from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.saved import Packed
-from lightning_hetero.runtime.activations.swaps import SwapFiles
 from lightning_hetero.runtime.activations.uses import BlockSaves, Inner, ModelSaves, Rerunning, Use
-from lightning_hetero.runtime.anchors import eager
 from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent
 
 _Hop = tuple[OpKind, Lane]
@@ -122,25 +120,11 @@ class BlockActivations:
         self, model: ModelSaves, name: str, module: nn.Module, rules: BlockPlan, *, index: int, weights_move: bool
     ) -> None:
         self.index = index
-        self._model, self._module = model, module
+        self._model = model
         self._saves = BlockSaves(f"block {name!r}", module, index, rules, model.lanes.device_type)
         keeps = rules.saved is Saved.KEEP and rules.boundary is Saved.KEEP and not self._saves.operators
         self._is_idle = keeps and not weights_move
         self._forwards: list[_Forward] = []
-
-    def attach(self) -> list[RemovableHandle]:
-        """Registers the hooks, for owners that have none of their own."""
-
-        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            self.enter(args, kwargs)
-
-        def after(module: nn.Module, args: object, output: object) -> None:
-            self.leave(output)
-
-        return [
-            self._module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
-            self._module.register_forward_hook(eager(after), always_call=True),
-        ]
 
     def begin_batch(self) -> None:
         """A batch begins."""

@@ -24,8 +24,8 @@ _CHUNK_BYTES = 4 * MIB  # of one transfer
 _MOST_FILES = 4096
 
 
-class NativeSwapFiles:
-    """Makes files in a directory of their own (``SwapFiles``). Thread-safe.
+class SwapFiles:
+    """Makes files for swapped activations, in a directory of their own. Thread-safe.
 
     Args:
         engine: The engine; its io back end moves the bytes.
@@ -58,8 +58,12 @@ class NativeSwapFiles:
         self._free = list(range(_MOST_FILES - 1, -1, -1))
         self._open: dict[int, NativePart] = {}
 
-    def make(self, num_bytes: int) -> NativeSwapFile:
-        """A file of whole pages (``SwapFiles``)."""
+    def make(self, num_bytes: int) -> SwapFile:
+        """A file of whole pages.
+
+        Raises:
+            OutOfDiskError: There are too many files.
+        """
         with self._lock:
             if not self._free:
                 raise OutOfDiskError(f"{_MOST_FILES} files of activations are in use; swap fewer blocks' activations to the disk.")
@@ -79,7 +83,7 @@ class NativeSwapFiles:
             except BaseException:
                 self._free.append(number)
                 raise
-        return NativeSwapFile(self, number, block)
+        return SwapFile(self, number, block)
 
     def discard(self, number: int) -> None:
         """Closes and removes a file; nothing of it is under way."""
@@ -98,24 +102,29 @@ class NativeSwapFiles:
         self.directory.close(remove=True)
 
 
-class NativeSwapFile:
-    """One file (``SwapFile``)."""
+class SwapFile:
+    """A file for the activations of one use at a time: not kept, not safe from crashes."""
 
-    def __init__(self, files: NativeSwapFiles, number: int, block: NativePart) -> None:
+    def __init__(self, files: SwapFiles, number: int, block: NativePart) -> None:
         self._files, self._number, self._block = files, number, block
 
     def write(self, memory: Tensor) -> Ticket:
-        """Begins to write all of it (``SwapFile``)."""
+        """Begins to write all of it; nothing of the file is under way.
+
+        Args:
+            memory: Host memory, uint8, flat, whole pages; it stays unchanged until the ticket is
+                DONE.
+        """
         self._block.bind(memory.data_ptr(), keep=memory)
         return self._files.engine.store(
             self._block, [], weights_from_memory=True, step=0, priority=self._files.priority, keep=memory
         )
 
     def read(self, memory: Tensor) -> Ticket:
-        """Begins to read all of it (``SwapFile``)."""
+        """Begins to read all of it, as :meth:`write`."""
         self._block.bind(memory.data_ptr(), keep=memory)
         return self._files.engine.fetch(self._block, priority=self._files.priority)
 
     def close(self) -> None:
-        """Removes it (``SwapFile``)."""
+        """Removes it; nothing of it is under way."""
         self._files.discard(self._number)

@@ -20,16 +20,12 @@ from torch import Tensor, nn
 
 
 class OperatorNames:
-    """Names the operators of one block as they run in one batch, see [Note: Names of operators].
-
-    Args:
-        counts: How many there have been so far.
-    """
+    """Names the operators of one block as they run in one batch, see [Note: Names of operators]."""
 
     __slots__ = ("_counts",)
 
-    def __init__(self, counts: Counter[str] | None = None) -> None:
-        self._counts: Counter[str] = Counter() if counts is None else counts
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
 
     def name(self, operator: str, param: str, *, made: bool) -> str:
         """The name of the next operator.
@@ -46,10 +42,6 @@ class OperatorNames:
             self._counts[operator] += 1
         count = self._counts[operator]
         return operator if count < 2 else f"{operator}.{count - 1}"
-
-    def copy(self) -> OperatorNames:
-        """Names that go on from here by themselves."""
-        return OperatorNames(Counter(self._counts))
 
 
 class ParameterAddresses:

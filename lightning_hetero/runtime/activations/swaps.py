@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
+from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON
@@ -34,35 +35,6 @@ _ALIGN = 64
 _PAGE = 4096
 
 _T = TypeVar("_T")
-
-
-class SwapFile(Protocol):
-    """A file for the activations of one use at a time: not kept, not safe from crashes."""
-
-    def write(self, memory: Tensor) -> Ticket:
-        """Begins to write all of it; nothing of the file is under way.
-
-        Args:
-            memory: Host memory, uint8, flat, whole pages; it stays as it is until the ticket is
-                DONE.
-        """
-
-    def read(self, memory: Tensor) -> Ticket:
-        """Begins to read all of it, as :meth:`write`."""
-
-    def close(self) -> None:
-        """Removes it; nothing of it is under way."""
-
-
-class SwapFiles(Protocol):
-    """Makes files for swapped activations. Thread-safe."""
-
-    def make(self, num_bytes: int) -> SwapFile:
-        """A file of whole pages.
-
-        Raises:
-            OutOfDiskError: There is no room for it.
-        """
 
 
 class Lease(Generic[_T]):

@@ -28,23 +28,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.activations.autocast import WeightCasts
+from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
 from lightning_hetero.runtime.activations.recompute import Buffers, Rerun
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
-from lightning_hetero.runtime.activations.swaps import Swap, SwapFiles, Swapper
+from lightning_hetero.runtime.activations.swaps import Swap, Swapper
+from lightning_hetero.runtime.anchors import tensors_in
 from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent
 
 SMALL_BYTES = 4096
@@ -200,7 +200,7 @@ class Use:
                 f"and weights on 'device' in the plan."
             ) from error
         self._fixed = block.fixed()
-        tensors = (leaf for leaf in _tensors((args, kwargs)) if has_storage(leaf, self._device_type))
+        tensors = (leaf for leaf in tensors_in((args, kwargs)) if has_storage(leaf, self._device_type))
         self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
         if block.recomputes:
             self._rerun = Rerun(
@@ -224,7 +224,7 @@ class Use:
 
     def returned(self, output: object) -> None:
         """The block's output is its successor's to swap."""
-        for leaf in _tensors(output):
+        for leaf in tensors_in(output):
             if has_storage(leaf, self._device_type):
                 known = self._model.known(leaf.untyped_storage())
                 if known is not None and known.owner is self._key:
@@ -383,12 +383,3 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _tensors(tree: object) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in containers and dataclasses too."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

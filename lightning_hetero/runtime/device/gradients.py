@@ -149,7 +149,7 @@ class HostGradients:
         self._collect()
         for rows in arrivals:
             part, dtype = rows[0][0].part, rows[0][1].dtype
-            more = [row for row in rows if row[0].buffer is not None]
+            more = [(held.buffer, held.index, grad) for held, grad in rows if held.buffer is not None]
             for held, grad in rows:
                 if held.buffer is None:
                     held.buffer = self._buffer(part, dtype)
@@ -167,16 +167,15 @@ class HostGradients:
             buffer.holds += 1
         return buffer
 
-    def _add(self, part: Part, dtype: torch.dtype, rows: _Arrivals) -> None:
+    def _add(self, part: Part, dtype: torch.dtype, rows: list[tuple[Buffer, int, Tensor]]) -> None:
         """Adds another micro-batch's gradients, through one more buffer."""
         passing = self.pool.take(part.num_elements * dtype.itemsize)
-        values = [run_of(part, held.index, passing.view(dtype)) for held, _ in rows]
-        for value, (_, grad) in zip(values, rows, strict=True):
+        values = [run_of(part, index, passing.view(dtype)) for _, index, _ in rows]
+        for value, (_, _, grad) in zip(values, rows, strict=True):
             self._lanes.copy(value, grad)
-        self._lanes.catch_up()  # it is the host that adds
-        for value, (held, _) in zip(values, rows, strict=True):
-            assert held.buffer is not None
-            run_of(part, held.index, held.buffer.memory.view(held.dtype)).add_(value)
+        self._lanes.catch_up()  # the host adds
+        for value, (buffer, index, _) in zip(values, rows, strict=True):
+            run_of(part, index, buffer.memory.view(dtype)).add_(value)
         self.pool.give(passing)
 
     # ---- the update ------------------------------------------------------------------------------
@@ -209,14 +208,12 @@ class HostGradients:
 
     def _used(self, held: Iterable[Held], ticket: Ticket | None) -> None:
         for one in held:
-            buffer = one.buffer
-            assert buffer is not None, "its GRAD has ended"
             with self._lock:
-                if ticket is not None and ticket not in buffer.readers:
-                    buffer.readers.append(ticket)
                 keeps, one.claimed = one.claimed and not one.dropped, False
-                if not keeps:
-                    self._release(one, buffer)
+                if one.buffer is not None and ticket is not None and ticket not in one.buffer.readers:
+                    one.buffer.readers.append(ticket)
+                if one.buffer is not None and not keeps:
+                    self._release(one, one.buffer)
         self._collect()
 
     def _give_up(self, held: Iterable[Held]) -> None:

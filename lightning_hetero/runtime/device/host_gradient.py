@@ -69,7 +69,7 @@ class Held:
 
 
 class GradientSource:
-    """A held gradient as the door reads and writes it (``runtime.offloaded_tensor.Source``).
+    """A held gradient as a handle reads and writes it (``runtime.offloaded_tensor.Source``).
 
     Args:
         held: The gradient.

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
+from dataclasses import dataclass
+
+from lightning_hetero.runtime.device.gradients import HostGradients
+from lightning_hetero.runtime.device.updates import DeviceUpdates
+from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.live.tier_store import TierStore
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSide:
+    """What the runtime keeps for one model on a device with memory of its own.
+
+    Attributes:
+        weights: Weights there.
+        gradients: Gradients that have left it.
+        updates: Updates and state there.
+    """
+
+    weights: DeviceWeights
+    gradients: HostGradients
+    updates: DeviceUpdates
 
 
 def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
@@ -30,7 +48,7 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
     assert isinstance(device, CudaDevice), "there are no other devices with memory of their own"
     return CudaLanes(
         device.device, memory_bytes=arena_bytes, poison=poison, staging_bytes=device.staging_bytes,
-        host_room=available_memory_bytes, cuda=device.cuda,
+        cuda=device.cuda,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -36,15 +35,12 @@ from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import QueuedLanes
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
 
 _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
 _PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
-
-
-def _available_bytes() -> int:
-    return int(psutil.virtual_memory().available)
 
 
 class CudaLanes(QueuedLanes):
@@ -69,7 +65,7 @@ class CudaLanes(QueuedLanes):
         memory_bytes: int,
         poison: bool = False,
         staging_bytes: int = 16 * MIB,
-        host_room: Callable[[], int] = _available_bytes,
+        host_room: Callable[[], int] = available_memory_bytes,
         cuda: Any = torch.cuda,
     ) -> None:
         device = torch.device(device)
@@ -351,12 +347,12 @@ class _StreamArena(Arena):
         super().__init__(capacity_bytes, device, poison=poison)
         self._device, self._cuda = device, cuda
 
-    def _given(self) -> Iterable[tuple[Hashable, Any]]:
+    def _given(self) -> Iterable[tuple[Hashable, object]]:
         stream, moment = self._cuda.current_stream(self._device), self._cuda.Event()
         moment.record(stream)
         return ((stream, moment),)
 
-    def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
+    def _wait(self, given: dict[Hashable, tuple[int, object]]) -> None:
         stream = self._cuda.current_stream(self._device)
         for other, (_, moment) in given.items():
             if other != stream:

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class _Gap:
 
     start: int
     end: int
-    given: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)
+    given: dict[Hashable, tuple[int, object]] = field(default_factory=dict)
 
 
 class Arena:
@@ -126,11 +125,11 @@ class Arena:
             gap = _merged(self._gaps.pop(place), gap)
         self._gaps.insert(place, gap)
 
-    def _given(self) -> Iterable[tuple[Hashable, Any]]:
+    def _given(self) -> Iterable[tuple[Hashable, object]]:
         """The stream that gives memory back now, and the moment; empty without streams."""
         return ()
 
-    def _wait(self, given: dict[Hashable, tuple[int, Any]]) -> None:
+    def _wait(self, given: dict[Hashable, tuple[int, object]]) -> None:
         """The taker comes after these moments."""
 
     def _error(self, num_bytes: int, what: str, *, in_one_piece: bool) -> DeviceMemoryError:

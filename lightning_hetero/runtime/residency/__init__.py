@@ -11,16 +11,17 @@ from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event, Ticket
-from lightning_hetero.runtime.residency.doors import Doors
+from lightning_hetero.runtime.residency.doors import Doors, Owner
 from lightning_hetero.runtime.residency.host_weights import HostWeights
-from lightning_hetero.runtime.tensor_sources import DeviceCopies
-from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block
 
 __all__ = ["Doors", "HostWeights", "Residency"]
 
 
-class Residency(Protocol):
-    """The places of one model's weights. Only the thread that computes calls it.
+class Residency(Owner, Protocol):
+    """The places of one model's weights, with the methods of :class:`Owner`.
+
+    Only the thread that computes calls it.
 
     Attributes:
         doors: Makes parameters handles, and ordinary tensors again.
@@ -34,17 +35,10 @@ class Residency(Protocol):
     weights: HostWeights
     renewed: set[int]
 
-    @property
-    def copies(self) -> DeviceCopies | None:
-        """The weights on a device with memory of its own; ``None`` if the device is the host."""
-
     # ---- places ----------------------------------------------------------------------------------
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on a lower tier than where it computes."""
-
-    def is_released(self, block: Block) -> bool:
-        """Whether the block's parameters are handles while it is not in use."""
 
     def is_on_host(self, block: Block) -> bool:
         """Whether the block has host memory that is not for fetched weights only."""
@@ -79,29 +73,14 @@ class Residency(Protocol):
 
     # ---- use -------------------------------------------------------------------------------------
 
-    def open(self, block: Block) -> None:
-        """A use of the block begins: its parameters are ordinary tensors until :meth:`shut`."""
-
-    def shut(self, block: Block) -> None:
-        """A use of the block ends."""
-
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """A context in which an optimizer's own code may update the block."""
-
-    def provide(self, block: Block) -> None:
-        """Brings weights to where the block computes, now."""
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
 
     def release(self, block: Block) -> None:
         """Gives the block's host memory back, unless it is in use; without an op."""
-
-    def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final, for readers from outside the schedule.
-
-        Discards a speculative update that has no verdict yet.
-        """
 
     # ---- begin and end ---------------------------------------------------------------------------
 

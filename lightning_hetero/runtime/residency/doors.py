@@ -36,13 +36,16 @@ class Owner(Protocol):
         """Whether the block's parameters are handles while it is not in use."""
 
     def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final."""
+        """Waits until the part's weights are final, for readers from outside the schedule.
+
+        Discards a speculative update that has no verdict yet.
+        """
 
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""
 
     def open(self, block: Block) -> None:
-        """A use of the block begins."""
+        """A use of the block begins: its parameters are ordinary tensors until :meth:`shut`."""
 
     def shut(self, block: Block) -> None:
         """A use of the block ends."""

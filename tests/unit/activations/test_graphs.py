@@ -18,6 +18,7 @@ from support.activations import (
     driving,
     emulated,
     gradients,
+    hooks,
     plain,
     rule,
 )
@@ -148,7 +149,7 @@ def test_a_block_that_keeps_everything_where_it_is_has_no_hooks(x: Tensor) -> No
     layer, asked = Layer(), []
     with driving({}, rule(), weights=asked.append) as driver:
         for moves in (False, True):
-            handles = driver.activations.block("b", layer, BlockPlan(name="b"), weights_move=moves).attach()
+            handles = hooks(layer, driver.activations.block("b", layer, BlockPlan(name="b"), weights_move=moves))
             layer(x)
             for handle in handles:
                 handle.remove()

@@ -31,19 +31,19 @@ from torch import Tensor, nn
 from lightning_hetero._native import Engine
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, Payload
-from lightning_hetero.runtime.activations.files import NativeSwapFiles
+from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.store.format.directory import StoreDirectory
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[NativeSwapFiles]:
+def files(tmp_path: Path) -> Iterator[SwapFiles]:
     manifest = {"what": "activations"}
     directory = StoreDirectory.create_or_adopt(
         None, default_root=tmp_path, manifest=manifest, needed_bytes=1 << 20, allow_tmpfs=True
     )
     with Engine(staging_bytes=3 << 16, chunk_bytes_max=1 << 16) as engine:
-        found = NativeSwapFiles(engine, directory)
+        found = SwapFiles(engine, directory)
         yield found
         found.close()
     assert list(tmp_path.iterdir()) == []
@@ -53,7 +53,7 @@ def files(tmp_path: Path) -> Iterator[NativeSwapFiles]:
 @pytest.mark.parametrize("issue", [True, False], ids=["issued", "on demand"])
 @pytest.mark.parametrize("rules", [rule(DISK, DISK), rule(HOST, DISK, qkv=DISK), rule(RECOMPUTE, DISK, qkv=HOST)])
 def test_activations_come_back_from_the_disk(
-    x: Tensor, rules: Any, issue: bool, lanes: Callable[[], Lanes], files: NativeSwapFiles
+    x: Tensor, rules: Any, issue: bool, lanes: Callable[[], Lanes], files: SwapFiles
 ) -> None:
     net = Net()
     with driving(net.blocks(), rules, lanes=lanes(), files=files) as driver:
@@ -62,7 +62,7 @@ def test_activations_come_back_from_the_disk(
         assert files.engine.stats().bytes_read > 0
 
 
-def test_files_of_other_batches_are_lent_again_and_those_that_no_batch_needs_go(x: Tensor, files: NativeSwapFiles) -> None:
+def test_files_of_other_batches_are_lent_again_and_those_that_no_batch_needs_go(x: Tensor, files: SwapFiles) -> None:
     net = Net()
 
     def names() -> set[str]:
