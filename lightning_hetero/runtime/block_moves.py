@@ -73,7 +73,7 @@ def close_parts(executor: Executor, block: Block, parts: Iterable[Part]) -> None
 def open_cut_parts(executor: Executor, block: Block) -> None:
     """Moves a block of a parked session, whose parts have been cut, back to its tier."""
     store, placed = executor.store, block.plan
-    executor.residency.doors.learn_parts(block)
+    executor.residency.parameters.learn_parts(block)
     if not block.weights_on_disk:
         return
     for part in block.parts:
@@ -81,7 +81,7 @@ def open_cut_parts(executor: Executor, block: Block) -> None:
             number = store.files.next_id()
             open_native(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
             store.flush(part)
-    executor.residency.doors.hide(block)
+    executor.residency.parameters.hide(block)
     executor.residency.release(block)
     for part in block.parts:
         store.barrier(part)

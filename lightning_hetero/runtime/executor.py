@@ -429,7 +429,7 @@ class Executor:
         for block in self.blocks:
             for part in block.parts:
                 self.residency.settle(part)
-                self.residency.doors.free(part)
+                self.residency.parameters.free(part)
         self._wait_updates()
 
     @contextmanager
@@ -522,6 +522,6 @@ class Executor:
     def let_go(self) -> None:
         """Forgets the model: it belongs to another owner."""
         self._forget_ops()
-        self.residency.doors.forget()
+        self.residency.parameters.forget()
         self.updater.own([])
         self.heap.close()

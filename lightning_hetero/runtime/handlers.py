@@ -311,7 +311,7 @@ class Handlers:
         if waits and not tries:
             return None
         if block.index in self._residency.casts.blocks:
-            self._residency.doors.keep_casts(block, trained=True)
+            self._residency.parameters.keep_casts(block, trained=True)
         if side is not None and updater.renews(block, binding):
             self._lanes.drain()
             updater.cancel_opened([block])
@@ -327,7 +327,7 @@ class Handlers:
         if not dues:
             return None
         if self._side is not None:  # on the host the update reads the parameters' gradients first
-            self._residency.doors.hide(block)
+            self._residency.parameters.hide(block)
         if tries:
             trial = self._trial = self._speculation.trial(dues[0], on_device=self._side is not None)
             self._latest[block.index] = trial.tickets
@@ -342,7 +342,7 @@ class Handlers:
             if self._side is None:
                 if not is_open and block.plan.state is Tier.DISK:
                     self._recorder.watch("FETCH state", block.name, tickets, lane=Lane.DISK_READ)
-                self._residency.doors.hide(block)
+                self._residency.parameters.hide(block)
             return tickets
 
         return run
@@ -352,7 +352,7 @@ class Handlers:
         block = trial.due.block
         tickets = self._speculation.run(trial, priority=self._urgency(block), after=self._lanes.behind)
         if self._side is None:
-            self._residency.doors.hide(block)
+            self._residency.parameters.hide(block)
         return tickets
 
     def _update_in_python(self, block: Block, due: DueUpdate) -> Sequence[Ticket]:
@@ -360,7 +360,7 @@ class Handlers:
         with self._residency.at_hand(block):
             tickets = due()
         if tickets:
-            self._residency.doors.hide(block)
+            self._residency.parameters.hide(block)
             self._latest[block.index] = tickets
         return tickets
 

@@ -261,7 +261,7 @@ class KeptSteps:
             for block in self._blocks:
                 if block.index not in self._mirrored:
                     self._write(block, whole=whole)
-                executor.residency.doors.guard(block)
+                executor.residency.parameters.guard(block)
             executor.store.unrecorded.changed = False
             self._state, self._why = text, _BETWEEN
             if whole and not text:

@@ -99,7 +99,7 @@ class ModelSetup:
                     _open(store, part, placement.geometries.get(part))
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
-                executor.residency.doors.hide(block)
+                executor.residency.parameters.hide(block)
                 if used + size <= placement.cache_bytes:
                     used += size
                 else:

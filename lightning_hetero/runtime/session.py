@@ -213,7 +213,7 @@ class Session(Budgets):
         for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # moves that free memory go first
             move_block(executor, block, placed, placement.geometries, self.steps.settled)
             if block.weights_on_disk:
-                executor.residency.doors.hide(block)
+                executor.residency.parameters.hide(block)
                 executor.residency.release(block)
             else:
                 self._setup.restore(block)
@@ -351,7 +351,7 @@ class Session(Budgets):
             for block in blocks:
                 executor.residency.provide(block)
                 for part in block.parts:
-                    executor.residency.doors.free(part)
+                    executor.residency.parameters.free(part)
                 executor.residency.open(block)
                 opened.append(block)
                 if torch.is_grad_enabled():

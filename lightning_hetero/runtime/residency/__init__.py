@@ -11,11 +11,11 @@ from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event, Ticket
-from lightning_hetero.runtime.residency.doors import Doors, Owner
 from lightning_hetero.runtime.residency.host_weights import HostWeights
+from lightning_hetero.runtime.residency.parameters import Owner, Parameters
 from lightning_hetero.store.live.blocks import Block
 
-__all__ = ["Doors", "HostWeights", "Residency"]
+__all__ = ["HostWeights", "Parameters", "Residency"]
 
 
 class Residency(Owner, Protocol):
@@ -24,14 +24,14 @@ class Residency(Owner, Protocol):
     Only the thread that computes calls it.
 
     Attributes:
-        doors: Makes parameters handles, and ordinary tensors again.
+        parameters: Makes parameters handles, and ordinary tensors again.
         weights: Host memory for weights on disk.
         renewed: Blocks that an op outside the schedule has updated since their last use.
         casts: 16-bit casts of weights that leave memory between uses.
     """
 
     casts: WeightCasts
-    doors: Doors
+    parameters: Parameters
     weights: HostWeights
     renewed: set[int]
 

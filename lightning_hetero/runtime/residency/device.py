@@ -13,9 +13,9 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
 from lightning_hetero.runtime.lanes import Event, Ticket
-from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host import wait_written
 from lightning_hetero.runtime.residency.host_weights import HostWeights
+from lightning_hetero.runtime.residency.parameters import Parameters
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
@@ -37,7 +37,7 @@ class DeviceResidency:
         self._blocks, self._store = run.blocks, run.store
         self._lanes, self._side = run.lanes, side
         self.casts = WeightCasts(run.lanes.device_type, side.weights.reference)
-        self.doors = Doors(self, run.blocks, run.store, self.casts)
+        self.parameters = Parameters(self, run.blocks, run.store, self.casts)
         self.weights = HostWeights(context)
         self.renewed: set[int] = set()
         self._inside: set[int] = set()  # blocks that have their place on the device
@@ -105,7 +105,7 @@ class DeviceResidency:
         self._in_batch = self._evaluates = False
         for block in self._blocks:
             if not block.uses and self.is_released(block):
-                self.doors.hide(block)
+                self.parameters.hide(block)
 
     def unforeseen(self, block: Block) -> bool:
         """Brings the block's weights, so that the rest of the schedule does not hold."""
@@ -126,7 +126,7 @@ class DeviceResidency:
         """A use of the block begins: its parameters are tensors on the device."""
         if not block.uses:
             self._side.weights.bind(block)
-        self.doors.open(block)
+        self.parameters.open(block)
 
     def shut(self, block: Block) -> None:
         """A use of the block ends; weights that user code has written go to the host."""
@@ -145,7 +145,7 @@ class DeviceResidency:
         if away:
             copies.unbind(block)
         if self.is_released(block):
-            self.doors.hide(block)
+            self.parameters.hide(block)
 
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """Nothing: the UPDATE is on lane ``compute``, and all of the block is on the device."""
@@ -191,7 +191,7 @@ class DeviceResidency:
         self._lanes.drain()
         wait_written(self._store, part)
         if not readers_of(part):
-            self.doors.restore(part)
+            self.parameters.restore(part)
         copies, block = self._side.weights, part.block
         if not self.is_away(block) and copies.holds(block):
             if copies.is_outdated(block):
@@ -225,7 +225,7 @@ class DeviceResidency:
             else:
                 self._side.weights.bind_resident(block, host_copy=self._comes_from_below(block))
             if self.is_released(block):
-                self.doors.hide(block)
+                self.parameters.hide(block)
             for part in block.parts:
                 if part.native is not None and part.native.geometry.num_state and block.plan.update is UpdateLane.DEVICE:
                     move = self._side.updates.keep if block.plan.state is Tier.DEVICE else self._side.updates.borrow

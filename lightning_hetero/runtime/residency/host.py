@@ -10,8 +10,8 @@ from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.lanes import Event, Ticket
-from lightning_hetero.runtime.residency.doors import Doors
 from lightning_hetero.runtime.residency.host_weights import HostWeights
+from lightning_hetero.runtime.residency.parameters import Parameters
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.tier_store import TierStore
@@ -31,7 +31,7 @@ class HostResidency:
         self.renewed: set[int] = set()
         self._strayed = False  # the batch has used a block outside its schedule
         self.casts = WeightCasts("cpu")
-        self.doors = Doors(self, self._blocks, self._store, self.casts)
+        self.parameters = Parameters(self, self._blocks, self._store, self.casts)
         self.weights = HostWeights(context)
 
     # ---- places ----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class HostResidency:
 
     def open(self, block: Block) -> None:
         """A use of the block begins."""
-        self.doors.open(block)
+        self.parameters.open(block)
 
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
@@ -94,13 +94,13 @@ class HostResidency:
             return
         if block.index in self.casts.blocks:
             self.casts.drop(block)
-        changed = self.doors.changed(block)
+        changed = self.parameters.changed(block)
         if block.weights_on_disk:
             for part in changed:
                 part.dirty = True
-            self.doors.hide(block)
+            self.parameters.hide(block)
         else:
-            self.doors.guard(block)
+            self.parameters.guard(block)
 
     @contextmanager
     def at_hand(self, block: Block) -> Iterator[None]:
@@ -130,7 +130,7 @@ class HostResidency:
         """Waits until the part's weights are final; parameters in memory become ordinary again."""
         wait_written(self._store, part)
         if not readers_of(part):
-            self.doors.restore(part)
+            self.parameters.restore(part)
 
     def _settle(self, block: Block) -> None:
         for part in block.parts:

@@ -54,10 +54,10 @@ class Owner(Protocol):
 class Access:
     """What the handle of one parameter knows (``runtime.offloaded_parameter.Record``)."""
 
-    __slots__ = ("_doors", "_index", "_part")
+    __slots__ = ("_index", "_parameters", "_part")
 
-    def __init__(self, doors: Doors, part: Part, index: int) -> None:
-        self._doors, self._part, self._index = doors, part, index
+    def __init__(self, parameters: Parameters, part: Part, index: int) -> None:
+        self._parameters, self._part, self._index = parameters, part, index
 
     @property
     def name(self) -> str:
@@ -67,22 +67,22 @@ class Access:
     @property
     def state(self) -> State:
         """Released if the weights live on a lower tier; else only an update can be pending."""
-        return State.RELEASED if self._doors.owner.is_released(self._part.block) else State.PENDING
+        return State.RELEASED if self._parameters.owner.is_released(self._part.block) else State.PENDING
 
     def wait(self) -> None:
         """Waits for a pending update; refuses weights that a closed store has lost."""
         if not self._part.block.resident:
-            self._doors.store.check_open(self._part, self.name)
-        self._doors.owner.settle(self._part)
-        self._doors.free(self._part)
+            self._parameters.store.check_open(self._part, self.name)
+        self._parameters.owner.settle(self._part)
+        self._parameters.free(self._part)
 
     def source(self) -> WeightSource:
         """Where the weights are."""
-        doors, owner = self._doors, self._doors.owner
-        return WeightSource(doors.store, self._part, self._index, owner.settle, owner.copies, doors.keep_casts)
+        parameters, owner = self._parameters, self._parameters.owner
+        return WeightSource(parameters.store, self._part, self._index, owner.settle, owner.copies, parameters.keep_casts)
 
 
-class Doors:
+class Parameters:
     """Makes parameters handles, and ordinary tensors again.
 
     Args:
