@@ -154,7 +154,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         tensors = [leaf for leaf in leaves((args, kwargs)) if self._has_storage(leaf)]
         given = {leaf.untyped_storage()._cdata for leaf in tensors}
         number = len(self.ran)
-        made = tuple(self._note(leaf, number) for leaf in leaves(out) if self._is_new(leaf, given))
+        made = tuple(self._note(leaf, number) for leaf in leaves(out) if isinstance(leaf, Tensor) and self._is_new(leaf, given))
         packet = func._overloadpacket
         self.ran.append(
             RecordedOperator(

@@ -19,11 +19,10 @@ autograd's check for changes in place, and would forbid ``torch.func`` inside th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -257,15 +256,19 @@ class _Watch(OperatorMode):
         self._casts, self._weights, self._saves = casts, weights, saves
         self._last: object = None  # the result of the last operator, if that took a cast
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs one operator."""
         if self._last is not None:
             self.finish()
         made = func(*args, **(kwargs or {}))
         if func is _CAST:
-            source = self._weights(args[0]) if _is_half(args[0], made) else None
-            if source is not None and source.part.block.uses:
-                self._casts.note(source, made)
+            weight = args[0]
+            if isinstance(weight, Tensor) and isinstance(made, Tensor) and _is_half(weight, made):
+                source = self._weights(weight)
+                if source is not None and source.part.block.uses:
+                    self._casts.note(source, made)
         elif self._saves and not is_followed() and any(self._casts.cast_of(arg) is not None for arg in args):
             self._last = made
         return made
@@ -299,9 +302,9 @@ def _saved_by(node_type: type) -> tuple[tuple[str, str], ...]:
     return tuple((saved, name) for name in sorted(raw) if (saved := name.removeprefix("_raw")) in known)
 
 
-def _is_half(weight: object, made: object) -> bool:
+def _is_half(weight: Tensor, made: Tensor) -> bool:
     """Whether one tensor is a large 16-bit cast of the other on the same device."""
-    if (type(weight) is not Tensor and type(weight) is not nn.Parameter) or type(made) is not Tensor:
+    if type(weight) not in (Tensor, nn.Parameter) or type(made) is not Tensor:
         return False
     plain = made.layout is weight.layout is torch.strided and made.device == weight.device
     return plain and made.dtype in _HALF and weight.dtype not in _HALF and made.nbytes >= SMALL_BYTES

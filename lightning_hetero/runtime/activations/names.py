@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -74,13 +74,13 @@ def has_storage(leaf: object, device_type: str) -> TypeGuard[Tensor]:
     return leaf.device.type == device_type and leaf.layout is torch.strided
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: object) -> list[object]:
     """The leaves of an operator's arguments or results, in tuples, lists and dicts, in order."""
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if not isinstance(tree, tuple | list):
         return [tree]
-    found: list[Any] = []
+    found: list[object] = []
     for item in tree:
         if isinstance(item, tuple | list | dict):
             found += leaves(item)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class Ran:
         random: The state of the generators after it, if it may have used them.
     """
 
-    result: Any
+    result: object
     random: RandomState | None
 
 
@@ -138,7 +137,9 @@ class Watch(OperatorMode):
         made = self._made.get(storage._cdata)
         return made if made is not None and made.storage() is storage else None
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs one operator and notes it."""
         out = func(*args, **(kwargs or {}))
         if func in _OURS or not self._inside():
@@ -156,7 +157,9 @@ class Watch(OperatorMode):
             place = len(self._record.order)
             self._record.order.append(func)
             if fresh and len(fresh) == len(results) and given and self._may_spare(func, name):
-                result = _replaced(out, lambda leaf: Output(outputs[id(leaf)], Layout.of(leaf)) if id(leaf) in outputs else leaf)
+                result = _replaced(
+                    out, lambda leaf: Output(outputs[id(leaf)], Layout.of(leaf)) if isinstance(leaf, Tensor) else leaf
+                )
                 self._record.spared[place] = Ran(result, RandomState.now(self._device) if _is_random(func) else None)
         return out
 
@@ -182,7 +185,9 @@ class Spare(OperatorMode):
         super().__init__()
         self._record, self._inside, self._place, self._astray = record, inside, 0, False
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs one operator, or returns its outputs of the forward."""
         if self._astray or func in _OURS or not self._inside():
             return func(*args, **(kwargs or {}))
@@ -203,7 +208,7 @@ class Spare(OperatorMode):
         return func(*args, **(kwargs or {}))
 
 
-def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _replaced(tree: object, change: Callable[[object], object]) -> object:
     if isinstance(tree, tuple | list):
         return type(tree)(_replaced(item, change) for item in tree)
     return change(tree)
