@@ -33,7 +33,7 @@ from lightning_hetero.strategies.choices import (
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.machine import Machine
-from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import Choices, OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.units import parse_bytes
@@ -179,3 +179,8 @@ class HeteroOffload(_Base):
     def plan(self) -> Plan | None:
         """As ``offload_plan``."""
         return self.run.plan
+
+
+def class_for(lightning: Lightning) -> type[HeteroOffload]:
+    """The class for Trainers of a namespace."""
+    return lightning.subclass(HeteroOffload, "strategies.SingleDeviceStrategy", name="HeteroOffloadStrategy")

@@ -1,7 +1,8 @@
 """Lightning has two namespaces with different classes: ``lightning.pytorch`` and ``pytorch_lightning``.
 
-A Trainer takes strategies, callbacks and plugins of its own namespace only. Each class of this package is written once, without
-a base class. :meth:`Lightning.subclass` puts it above the base class of one namespace.
+A Trainer takes strategies, callbacks and plugins of its own namespace only. Each class of this
+package is written once, without a base class. :meth:`Lightning.subclass` derives it from a base
+class of one namespace.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+T = TypeVar("T")
+
+HOME = "lightning_hetero.strategies"  # where strategies and plugins are found by name
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _PREFIX = {"lightning.pytorch": "", "pytorch_lightning": "PytorchLightning"}  # of our classes' names
 
@@ -58,13 +62,13 @@ class Lightning:
         """Whether the Trainer fits, and does not validate, test or predict."""
         return bool(trainer.state.fn == self.module("trainer.states").TrainerFn.FITTING)
 
-    def subclass(self, written: type[object], base: str, *, name: str, home: str) -> type[object]:
+    def subclass(self, written: type[T], base: str, *, name: str, home: str = HOME) -> type[T]:
         """The class ``written`` with a base class of the namespace.
 
         Args:
             written: The class, which has no base class at run time.
             base: Module and name of the base class, such as ``"strategies.DDPStrategy"``.
-            name: Under which name the class is found for ``lightning.pytorch``; for the other namespace it gets a prefix.
+            name: The class's name for ``lightning.pytorch``; for the other namespace it gets a prefix.
             home: The module in which it is found. Configuration files and pickles need one.
         """
         key = home, _PREFIX[self.name] + name
@@ -73,20 +77,22 @@ class Lightning:
             ours, body = _ours(written)
             body |= {"__module__": home, "__doc__": written.__doc__, "namespace": self.name}
             _made[key] = type(key[1], (ours, getattr(self.module(path), attribute)), body)
-        return _made[key]
+        made: type[T] = _made[key]
+        return made
 
 
 NAMESPACES = tuple(map(Lightning, _FABRIC))
-_made: dict[tuple[str, str], type[object]] = {}  # by home and name
+_made: dict[tuple[str, str], Any] = {}  # classes by home and name
 _known: dict[type[object], Lightning] = {}
 
 
 def _ours(written: type[object]) -> tuple[type[object], dict[str, object]]:
-    """The class of ours among the bases of what is made of a class, and what is put into that.
+    """Which class of ours becomes a base of the class that is made, and which attributes it gets.
 
-    A class that derives from another one is itself not among the bases, but its attributes are in the
-    class that is made: so at most two classes of ours stand above Lightning's. Its methods name the
-    class whose method they extend: ``super()`` without arguments would look for their own.
+    If ``written`` derives from another class of ours, that one is the base, and the attributes of
+    ``written`` are copied. So at most two classes of ours stand above Lightning's. The copied
+    methods name the class whose method they extend: ``super()`` without arguments would look for
+    ``written``.
     """
     (parent,) = written.__bases__
     if parent is object:
@@ -96,7 +102,7 @@ def _ours(written: type[object]) -> tuple[type[object], dict[str, object]]:
 
 
 def lightning_of_class(kind: type[object]) -> Lightning:
-    """The namespace of a class; as :func:`lightning_of`."""
+    """The namespace that a class derives from; ``lightning.pytorch`` if it derives from neither."""
     if kind not in _known:
         homes = [f"{cls.__module__}." for cls in kind.__mro__]
         roots = [(f"{root}.", lightning) for lightning in NAMESPACES for root in (lightning.name, _FABRIC[lightning.name])]
@@ -106,7 +112,7 @@ def lightning_of_class(kind: type[object]) -> Lightning:
 
 
 def lightning_of(instance: object) -> Lightning:
-    """The namespace of a Trainer, module, strategy, callback or plugin. Where it is of neither, ``lightning.pytorch``."""
+    """The namespace of a Trainer, module, strategy, callback or plugin; as :func:`lightning_of_class`."""
     return lightning_of_class(type(instance))
 
 
@@ -117,5 +123,5 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def public_names(name: str) -> dict[str, Lightning]:
-    """Under which name :meth:`Lightning.subclass` makes a class for each namespace."""
+    """The names under which :meth:`Lightning.subclass` makes a class, with their namespaces."""
     return {prefix + name: Lightning(namespace) for namespace, prefix in _PREFIX.items()}

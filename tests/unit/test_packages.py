@@ -67,7 +67,7 @@ def test_only_the_table_of_public_names_mentions_parallel_training() -> None:
     below = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("cli", "parallel")]
     mention = re.compile(rf"{PACKAGE.name}\.parallel|\bparallel[./](strategies|pipeline|planner|recovery|elastic|replicas|shares)")
     found = {str(path.relative_to(PACKAGE)) for path in below if mention.search(path.read_text(encoding="utf-8"))}
-    assert found == {"strategies/__init__.py", "strategies/factory.py"}
+    assert found == {"strategies/__init__.py"}
 
 
 def test_a_circle_is_found_inside_functions_and_for_type_checkers(tmp_path: Path) -> None:

@@ -40,9 +40,8 @@ def make(lightning: Lightning, restarted: Restarted, elastic: Elastic) -> Elasti
         restarted: Saves its state with each step.
         elastic: What the run was told.
     """
-    made: Any = lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)
-    callback: ElasticCallback = made(restarted, elastic)
-    return callback
+    made = lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)
+    return made(restarted, elastic)
 
 
 class ElasticCallback(_Base):

@@ -22,6 +22,7 @@ from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import is_data_parallel
 from lightning_hetero.parallel.pipeline.runtime import Pipelines
 from lightning_hetero.parallel.stopwatch import Stopwatch
+from lightning_hetero.parallel.strategies import hetero_parallel_offload
 from lightning_hetero.parallel.strategies.pipelines import (
     PipelineSteps,
     built,
@@ -31,8 +32,7 @@ from lightning_hetero.parallel.strategies.pipelines import (
     say_what_runs,
 )
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
-from lightning_hetero.strategies import factory
-from lightning_hetero.strategies.namespaces import lightning_of_class
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of_class
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,13 +44,13 @@ else:
 log = logging.getLogger(__name__)
 
 
-@functools.wraps(object.__new__)  # whoever reads signatures, as jsonargparse does, is to read that of __init__
+@functools.wraps(object.__new__)  # jsonargparse shall read the signature of __init__ instead
 def _with_tiers_or_not(cls: type[Any], *args: Any, offload: Any = None, **options: Any) -> Any:
     """With ``offload``, a strategy of the class that has tiers; DDP's wraps models that are in memory."""
     lightning = lightning_of_class(cls)
-    if offload in (None, False) or cls is not factory.made("HeteroParallelStrategy", lightning):
+    if offload in (None, False) or cls is not class_for(lightning):
         return object.__new__(cls)
-    return factory.made("HeteroParallelOffloadStrategy", lightning)(*args, offload=offload, **options)
+    return hetero_parallel_offload.class_for(lightning)(*args, offload=offload, **options)
 
 
 class HeteroParallel(_Base):
@@ -330,3 +330,10 @@ class HeteroParallel(_Base):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             states.load_optimizer_state(self._staged.pipelines, optimizer, state)
+
+
+def class_for(lightning: Lightning) -> type[HeteroParallel]:
+    """The class for Trainers of a namespace. What it makes of ``offload`` is an instance of it, too."""
+    made = lightning.subclass(HeteroParallel, "strategies.DDPStrategy", name="HeteroParallelStrategy")
+    made.register(hetero_parallel_offload.class_for(lightning))
+    return made

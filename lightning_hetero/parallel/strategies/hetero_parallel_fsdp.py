@@ -12,6 +12,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.strategies.namespaces import Lightning
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -172,3 +173,8 @@ class HeteroParallelFsdp(_Base):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
         return super().reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)
+
+
+def class_for(lightning: Lightning) -> type[HeteroParallelFsdp]:
+    """The class for Trainers of a namespace."""
+    return lightning.subclass(HeteroParallelFsdp, "strategies.ModelParallelStrategy", name="HeteroParallelFsdpStrategy")

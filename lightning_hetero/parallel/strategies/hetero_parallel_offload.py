@@ -33,9 +33,9 @@ from lightning_hetero.parallel.replicas import (
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.strategies import factory
+from lightning_hetero.strategies import hetero_offload
 from lightning_hetero.strategies.checkpoints import PathLike
-from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import Choices, OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.resume import State, is_store
@@ -186,9 +186,9 @@ class HeteroParallelOffload(_Base):
                 f"offload has {taken[0]}={given[taken[0]]!r}; allowed: options of HeteroOffloadStrategy but "
                 f"{', '.join((*_NOT_OURS, *_OF_ONE))}. Steps of a group are not kept in stores; save checkpoints, or pass elastic."
             )
-        alone = factory.made("HeteroOffloadStrategy", lightning_of(self))
+        alone = hetero_offload.class_for(lightning_of(self))
         try:
-            choices: Choices = alone(**given).run.choices
+            choices = alone(**given).run.choices
         except TypeError as error:
             raise ConfigError(f"offload={dict(given)!r} for a rank: {error}; allowed: options of HeteroOffloadStrategy.") from error
         options = choices.options
@@ -351,3 +351,8 @@ def is_for_all(offload: Any) -> bool:
         )
     named = any(isinstance(who, int) for who in offload) or all(how is True or isinstance(how, Mapping) for how in offload.values())
     return not named
+
+
+def class_for(lightning: Lightning) -> type[HeteroParallelOffload]:
+    """The class for Trainers of a namespace."""
+    return lightning.subclass(HeteroParallelOffload, "strategies.DDPStrategy", name="HeteroParallelOffloadStrategy")

@@ -120,6 +120,11 @@ class _LocalFirst(_IoBase):
         super().teardown()
 
 
+def class_for(lightning: Lightning) -> type[_LocalFirst]:
+    """The class for Trainers of a namespace."""
+    return lightning.subclass(_LocalFirst, "plugins.io.TorchCheckpointIO", name="LocalFirst")
+
+
 class _Nothing(dict[str, Any]):
     """A checkpoint that Lightning passes over."""
 
