@@ -91,7 +91,8 @@ def make(namespace: str, **options: Any) -> Strategy:
 
 def make_parallel(namespace: str, **options: Any) -> Strategy:
     """Makes the strategy for ``Trainer(strategy="hetero_parallel")``."""
-    return parallel_class(namespace)(**options)
+    strategy: Strategy = parallel_class(namespace)(**options)
+    return strategy
 
 
 def make_parallel_fsdp(namespace: str, **options: Any) -> Strategy:

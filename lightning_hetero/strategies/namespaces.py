@@ -1,4 +1,4 @@
-"""Lightning has two namespaces with different classes: ``lightning.pytorch`` and ``pytorch_lightning``.
+"""Lightning's two namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
 A Trainer takes strategies, callbacks and plugins of its own namespace only. Each class of this
 package is written once, without a base class. :meth:`Lightning.subclass` derives it from a base
@@ -16,6 +16,7 @@ from lightning_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Lightning:
             raise ConfigError(f"namespace={self.name!r}; allowed: {', '.join(_FABRIC)}.")
 
     def module(self, path: str = "") -> ModuleType:
-        """A module of the namespace, such as ``"trainer.call"``; the namespace itself without a path."""
+        """A module of the namespace, such as ``"trainer.call"``; without a path the namespace."""
         return importlib.import_module(f"{self.name}.{path}" if path else self.name)
 
     def fabric(self, path: str) -> ModuleType:
@@ -68,7 +69,8 @@ class Lightning:
         Args:
             written: The class, which has no base class at run time.
             base: Module and name of the base class, such as ``"strategies.DDPStrategy"``.
-            name: The class's name for ``lightning.pytorch``; for the other namespace it gets a prefix.
+            name: The class's name for ``lightning.pytorch``. For the other namespace it gets a
+                prefix.
             home: The module in which it is found. Configuration files and pickles need one.
         """
         key = home, _PREFIX[self.name] + name
@@ -112,8 +114,15 @@ def lightning_of_class(kind: type[object]) -> Lightning:
 
 
 def lightning_of(instance: object) -> Lightning:
-    """The namespace of a Trainer, module, strategy, callback or plugin; as :func:`lightning_of_class`."""
+    """The namespace of a Trainer, module, strategy, callback or plugin, by its class."""
     return lightning_of_class(type(instance))
+
+
+def module_of(strategy: Strategy) -> pl.LightningModule:
+    """The strategy's LightningModule. The Trainer connects it before it calls the strategy."""
+    module = strategy.lightning_module
+    assert module is not None, "the Trainer has connected a module"
+    return module
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

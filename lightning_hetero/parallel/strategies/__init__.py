@@ -1,5 +1,5 @@
-"""Lightning's side of parallel training: ``HeteroParallelStrategy`` and its relatives, and ``LocalFirst``.
+"""Lightning's side of parallel training: the strategies ``hetero_parallel*``, and ``LocalFirst``.
 
-As those of :mod:`lightning_hetero.strategies`, each class is written once and made for a namespace
-on demand. Their public names are found there.
+As in :mod:`lightning_hetero.strategies`, each class is written once and made for a namespace on
+demand. The public names are found there.
 """

@@ -1,4 +1,4 @@
-"""Elastic training under torchrun: commits steps, goes on from the newest one, leaves when told to."""
+"""The callback of an elastic run: commits steps, resumes from the newest, leaves when told to."""
 
 from __future__ import annotations
 
@@ -23,38 +23,26 @@ log = logging.getLogger(__name__)
 
 
 class Restarted(Protocol):
-    """What has to be known after a restart."""
+    """An object whose state survives a restart."""
 
     def state(self) -> dict[str, Any]:
-        """It, to be saved with a step."""
+        """The state, to be saved with a step."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what was saved."""
-
-
-def make(lightning: Lightning, restarted: Restarted, elastic: Elastic) -> ElasticCallback:
-    """The callback for one fit of a Trainer of the namespace.
-
-    Args:
-        lightning: The namespace.
-        restarted: Saves its state with each step.
-        elastic: What the run was told.
-    """
-    made = lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)
-    return made(restarted, elastic)
+        """Continues with a saved state."""
 
 
 class ElasticCallback(_Base):
-    """Commits steps with ordinary checkpoints, and restores the newest one.
+    """Commits steps as ordinary checkpoints, and restores the newest one.
 
-    The strategy installs it, last in the list of callbacks.
+    The strategy adds it to a fit, as the last callback.
 
     Args:
-        restarted: Saves its state with each step, and gets it back before data is loaded.
-        elastic: What the run was told.
+        restarted: Its state is saved with each step. It gets it back before data is loaded.
+        elastic: The options of the run.
 
     Attributes:
-        resumed: The committed step that this process goes on from.
+        resumed: The committed step that this process resumes from, if there is one.
     """
 
     def __init__(self, restarted: Restarted, elastic: Elastic) -> None:
@@ -66,7 +54,7 @@ class ElasticCallback(_Base):
         self._committing = False
         self.resumed: int | None = None
 
-    # ---- the newest step --------------------------------------------------------------------------------------------------
+    # ---- the newest step -------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """All ranks agree on the newest committed step."""
@@ -86,27 +74,28 @@ class ElasticCallback(_Base):
     def _restore(self, trainer: pl.Trainer) -> None:
         if self.resumed is None:
             return
-        # Lightning restores everything from what this loads, at its own moments, unless a ckpt_path is loaded over it.
+        # Lightning restores everything from the checkpoint that this loads, at its own moments. A
+        # ckpt_path would be loaded over it.
         trainer._checkpoint_connector.resume_start(self._steps.checkpoint(self.resumed))
         if trainer.is_global_zero:
             log.info("Training goes on after step %d, with %d ranks.", self.resumed, trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy wants to know after a restart."""
+        """The state that a restart continues with."""
         return self._restarted.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives it back."""
+        """Gives the state of before the restart back."""
         self._restarted.load_state(state_dict)
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The signal is handled before the first collective of training."""
+        """Handles the signal from here on, which is before the first collective of training."""
         self._notice.begin()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Steps are committed when the last hook of a batch has run."""
+        """Commits steps when the last hook of a batch has run."""
         self._notice.begin()
         call_after(self._patches, pl_module, "on_train_batch_end", functools.partial(self._batch_ends, trainer))
 
@@ -138,11 +127,16 @@ class ElasticCallback(_Base):
             strategy.remove_checkpoint(self._steps.checkpoint(old))
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A committed step's batch is over; Lightning would count it once its hooks have run."""
+        """Counts a committed step's batch as ended. Lightning does so after the hooks."""
         if self._committing:
             checkpoint["loops"]["fit_loop"] = after_batch(checkpoint["loops"]["fit_loop"])
 
     def end(self) -> None:
-        """Gives signal and hook back; the strategy calls it when the fit is over, also after an error."""
+        """Takes signal handler and hook off. The strategy calls it also after an error."""
         self._notice.end()
         self._patches.restore()
+
+
+def class_for(lightning: Lightning) -> type[ElasticCallback]:
+    """The class for Trainers of a namespace. Its name is the key of its state in checkpoints."""
+    return lightning.subclass(ElasticCallback, "callbacks.Callback", name="Elastic", home=__name__)

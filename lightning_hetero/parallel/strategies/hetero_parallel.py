@@ -1,4 +1,4 @@
-"""``Trainer(strategy="hetero_parallel")``: devices that differ, with batches cut by their speed, or with pipelines by plan."""
+"""``Trainer(strategy="hetero_parallel")``: devices that differ, by uneven batches or pipelines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_hetero.parallel.strategies.pipelines import (
     planned_speeds,
     say_what_runs,
 )
-from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, UnevenOptions, train_batches, whole_numbers_as_reals
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of_class
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @functools.wraps(object.__new__)  # jsonargparse shall read the signature of __init__ instead
 def _with_tiers_or_not(cls: type[Any], *args: Any, offload: Any = None, **options: Any) -> Any:
-    """With ``offload``, a strategy of the class that has tiers; DDP's wraps models that are in memory."""
+    """With ``offload``, a strategy of another class. DDP wraps models that are in memory."""
     lightning = lightning_of_class(cls)
     if offload in (None, False) or cls is not class_for(lightning):
         return object.__new__(cls)
@@ -54,45 +54,59 @@ def _with_tiers_or_not(cls: type[Any], *args: Any, offload: Any = None, **option
 
 
 class HeteroParallel(_Base):
-    """Trains on devices that differ: batches cut by speed, or, by a cluster plan, pipelines of different depth.
+    """Trains on devices that differ: batches cut by speed, or pipelines of different depth.
 
-    Without ``plan`` every device holds the model. A step trains on ``batch_size`` samples times the number of devices, as with DDP,
-    or on ``global_batch_size``, but a rank that is twice as fast gets twice as many of them. The gradient is that of the mean over
-    all samples of the step, whoever computed them: that of one process with the whole batch, but for the order of additions.
-    Samples come in the order of one :class:`~torch.utils.data.DistributedSampler` over all of them. A last batch that is not full
-    is cut like any other, nothing is repeated. The loss has to be a mean over the samples of its batch. Validation and testing are
-    DDP's. Under torchrun there are as many ranks as it starts, whatever ``num_nodes`` says.
+    Without ``plan`` every device holds the model. A step trains on ``batch_size`` samples times the
+    number of devices, as with DDP, or on ``global_batch_size``. A rank that is twice as fast gets
+    twice as many of them. The gradient is that of the mean over all samples of the step, on
+    whichever rank they are. It differs from that of one process with the whole batch only by the
+    order of additions. The samples come in the order of one
+    :class:`~torch.utils.data.DistributedSampler` over all of them. A last batch that is not full is
+    cut like any other, and no sample is repeated. The loss must be a mean over the samples of its
+    batch. Validation and testing are DDP's. Under torchrun the number of ranks is torchrun's,
+    whatever ``num_nodes`` says.
 
-    With a plan that has pipelines, ranks form groups of different depth, each of which holds the model once. The module says its
-    layers and its loss (:class:`~lightning_hetero.parallel.StagedSteps`); its ``training_step``, ``validation_step`` and
-    ``test_step`` are not executed. A step trains on ``batch_size`` samples times the plan's micro-batches; its gradient is that of
-    the mean over all items. A last step that is not full is left out. ``train_loss``, ``val_loss`` and ``test_loss`` are logged,
-    the same on all ranks. Checkpoints are those of one process; with ``LocalFirst`` every rank saves and loads its own layers.
+    With a plan that has pipelines, ranks form groups of different depth, each of which holds the
+    model once. The module defines its layers and its loss
+    (:class:`~lightning_hetero.parallel.StagedSteps`). Its ``training_step``, ``validation_step``
+    and ``test_step`` are not executed. A step trains on ``batch_size`` samples times the plan's
+    micro-batches, and its gradient is that of the mean over all items. A last step that is not full
+    is left out. ``train_loss``, ``val_loss`` and ``test_loss`` are logged, the same on all ranks.
+    Checkpoints are those of one process. With ``LocalFirst`` every rank saves and loads its own
+    layers.
 
     Args:
-        plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file; ``"auto"``: as training begins, every rank
-            measures its device with 1, 2, 4 and 8 layers, and a plan is made for them.
-        micro_batches: With ``plan="auto"``: batches of the loader's size that make one step. Default: as many as ranks.
-        tensor_parallel: With ``plan="auto"``: how many ranks may compute a stage's layers together, such as ``[1]`` or ``[1, 2]``.
-            Default: all powers of two that nodes have ranks for, and that divide what the module shards.
-        offload: Who keeps weights and optimizer state on host or disk as ``hetero_offload`` does, while the others keep them in
-            memory: options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` by rank or by the name of a node,
-            such as ``{"small": {"plan": "disk", "host_memory": "4GiB"}}``; ``True`` or options themselves: all ranks. Makes a
-            :class:`~lightning_hetero.parallel.strategies.hetero_parallel_offload.HeteroParallelOffload`.
-        speeds: Relative speed of each rank, by rank, such as ``[1, 1, 3]``, or by the name of its node, such as ``{"spot": 3.0}``:
-            the name in the cluster plan that was launched, else the host's. Default: equal at first, then as measured.
-        rebalance_every: Training batches between two looks at the speeds; 0: ``speeds`` stay.
-        rebalance_drift: By how much, relatively, other shares must shorten a step before they come into force.
-        global_batch_size: Samples of a step, of all ranks. Default: ``batch_size`` times the number of ranks; an elastic run keeps
-            what it began with.
-        elastic: Where steps are committed, or an :class:`~lightning_hetero.parallel.elastic.Elastic`: a restart goes on from the
-            newest one, with the ranks that are there. Default: the environment variable ``LIGHTNING_HETERO_STEPS``.
-        ddp: Everything else is given to :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        plan: A :class:`~lightning_hetero.ir.cluster_plan.ClusterPlan` or its file. With ``"auto"``
+            every rank measures its device with 1, 2, 4 and 8 layers as training begins, and a plan
+            is made for them.
+        micro_batches: With ``plan="auto"``: batches of the loader's size that make one step.
+            Default: the number of ranks.
+        tensor_parallel: With ``plan="auto"``: how many ranks may compute a stage's layers together,
+            such as ``[1]`` or ``[1, 2]``. Default: all powers of two that the nodes have ranks for
+            and that divide the layers that the module shards.
+        offload: The ranks that keep weights and optimizer state on host or disk as
+            ``hetero_offload`` does; the others keep them in memory. Options of
+            :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` by rank or by the
+            name of a node, such as ``{"small": {"plan": "disk", "host_memory": "4GiB"}}``; ``True``
+            or the options alone are for all ranks. Makes a
+            ``HeteroParallelOffloadStrategy``.
+        speeds: Relative speed of each rank, such as ``[1, 1, 3]``, or of each node by its name,
+            such as ``{"spot": 3.0}``: the name in the cluster plan that was launched, else the
+            host's. Default: equal at first, then as measured.
+        rebalance_every: Training batches between two comparisons of speeds; 0: ``speeds`` stay.
+        rebalance_drift: By how much, relatively, new shares must shorten a step to be used.
+        global_batch_size: Samples of a step, of all ranks. Default: ``batch_size`` times the number
+            of ranks; an elastic run keeps the number that it began with.
+        elastic: Where steps are committed, or an
+            :class:`~lightning_hetero.parallel.elastic.Elastic`. A restart resumes from the newest
+            one, with the ranks that are there. Default: the environment variable
+            ``LIGHTNING_HETERO_STEPS``.
+        ddp: All other options go to :class:`~lightning.pytorch.strategies.DDPStrategy`.
     """
 
     __new__ = _with_tiers_or_not
     strategy_name = "hetero_parallel"
-    saves_own = False  # LocalFirst: every rank saves and loads what it holds, nothing is gathered
+    saves_own = False  # with LocalFirst every rank saves and loads the layers that it holds
 
     def __init__(
         self,
@@ -109,10 +123,11 @@ class HeteroParallel(_Base):
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        self.uneven = UnevenBatches(
-            self, self.strategy_name, speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
+        uneven = UnevenOptions(
+            speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
             global_batch_size=global_batch_size, elastic=elastic,
         )  # fmt: skip
+        self.uneven = UnevenBatches(self, self.strategy_name, uneven)
         if offload:
             raise ConfigError(
                 f"offload={offload!r} for {type(self).__name__}, which has no tiers; make it a subclass of "
@@ -132,41 +147,41 @@ class HeteroParallel(_Base):
             raise ConfigError(f'tensor_parallel={tensor_parallel!r}; allowed with plan="auto" only. Other plans have their own.')
         self._step_batches = micro_batches
         self._degrees = tensor_parallel
-        self._staged: PipelineSteps | None = None  # where the plan has pipelines, once they are set up
+        self._staged: PipelineSteps | None = None  # if the plan has pipelines, once they are set up
 
     @property
     def shares(self) -> tuple[int, ...] | None:
         """Samples of each rank in a full batch; ``None`` before training has begun."""
-        return None if self.uneven.batches is None else self.uneven.batches.shares
+        return self.uneven.shares
 
     @property
     def stopwatch(self) -> Stopwatch | None:
-        """Times training batches, where speeds are measured."""
+        """Times training batches, if speeds are measured."""
         return self.uneven.stopwatch
 
     @property
     def pipelines(self) -> Pipelines | None:
-        """The pipelines, where the plan has some and they are set up."""
+        """The pipelines, if the plan has some and they are set up."""
         return None if self._staged is None else self._staged.pipelines
 
-    # ---- setup and teardown -----------------------------------------------------------------------------------------------
+    # ---- setup and teardown ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        """Makes none under torchrun. Lightning's wants as many ranks on every node."""
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Asks all ranks on which node they are; a fit that is elastic gets its callback."""
+        """Exchanges the names of nodes. An elastic fit gets its callback."""
         super().setup_environment()
         self.uneven.ranks_met()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Sets up pipelines, or what the base class does where the plan has none."""
+        """Sets up pipelines, or DDP if the plan has none."""
         fits, plan = self.uneven.is_fit(), self.plan
         if self._automatic and plan is None and fits:
             self.plan = plan = self._make_plan(trainer)
-        # Ranks that idle take part in pipelines' steps, but DDP has no place for them.
+        # A rank that the plan leaves out takes part in the steps of pipelines. DDP needs all ranks.
         if plan is not None and not (is_data_parallel(plan) and self.world_size == plan.world_size):
             self._set_up_pipelines(trainer, plan, fits=fits)
             return
@@ -195,7 +210,7 @@ class HeteroParallel(_Base):
             say_what_runs(module)
 
     def _make_plan(self, trainer: pl.Trainer) -> ClusterPlan:
-        """Measures with one micro-batch of the training data; what is random stays as it was."""
+        """Measures with one micro-batch of the training data. Random numbers stay as they were."""
         precision = self.precision_plugin
         with torch.random.fork_rng():
             data: Any = trainer.fit_loop._data_source.dataloader()
@@ -216,12 +231,12 @@ class HeteroParallel(_Base):
         return found
 
     def on_exception(self, exception: BaseException) -> None:
-        """A fit that has failed gives back the signal: Lightning calls no other hook."""
+        """Ends an elastic fit too: after an exception Lightning calls no other hook."""
         super().on_exception(exception)
         self.uneven.end_elastic()
 
     def teardown(self) -> None:
-        """Takes hooks off, and gives back what stood replaced. A pipeline's layers stay on their device."""
+        """Takes all hooks off. The layers of a pipeline stay on their device."""
         self.uneven.end()
         if self._staged is None:
             super().teardown()
@@ -231,37 +246,37 @@ class HeteroParallel(_Base):
             if part is not None:
                 part.teardown()
 
-    # ---- data -------------------------------------------------------------------------------------------------------------
+    # ---- data ------------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For training, and with pipelines, one sampler over everything, the same on all ranks; else DDP's."""
+        """In training and with pipelines one sampler over all samples, equal on all ranks."""
         return self.uneven.sampler_options() if self._staged is None else {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Cuts batches: those of the training data by the shares; with pipelines all of them, by the plan."""
+        """Cuts the batches of the training data by the shares; with pipelines, all by the plan."""
         dataloader = super().process_dataloader(dataloader)
         return self.uneven.cut(dataloader) if self._staged is None else self._staged.cut(dataloader, self.uneven)
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Goes on where a checkpoint was saved; ranks of a stage go on with the same random numbers, whichever plan saved it."""
+        """Continues an epoch where the checkpoint was saved, by whichever plan it was saved."""
         super().on_train_start()
         self.uneven.train_starts()
         if self._staged is not None:
             self._staged.pipelines.share_random_numbers()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Looks up what this rank has of the batch. Pipelines measure nothing."""
+        """Takes this rank's share of the batch. Pipelines measure no speeds."""
         if self._staged is None:
             super().on_train_batch_start(batch, batch_idx)
             self.uneven.batch_begins()
         else:
-            self.uneven.check_order(self._staged.train_batches)
+            self.uneven.check_order(train_batches(self.uneven.module.trainer))
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Times the step from here on; with pipelines it is all of the step."""
+        """Times the step from here on. With pipelines, runs the backward too."""
         if self._staged is not None:
             return self._staged.train(args[0])
         self.uneven.step_begins()
@@ -282,49 +297,52 @@ class HeteroParallel(_Base):
         return None
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """DDP's; with pipelines no rank has the whole model.
+        """DDP's.
 
         Raises:
-            UnsupportedError: The plan has pipelines.
+            UnsupportedError: The plan has pipelines, so no rank has the whole model.
         """
         if self._staged is None:
             return super().predict_step(*args, **kwargs)
         raise UnsupportedError("no rank of a pipeline has the whole model; predict from a checkpoint, with another strategy.")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        """Does not round means of whole numbers: uneven batch sizes need not divide evenly."""
         return super().reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)
 
-    # ---- states -----------------------------------------------------------------------------------------------------------
+    # ---- states ----------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Where each rank reads its own layers: it knows them once it is set up."""
+        """Whether each rank reads its own layers, which it knows after setup."""
         return self.saves_own and (self._automatic or (self.plan is not None and not is_data_parallel(self.plan)))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's on rank 0, as one process would have it; with LocalFirst what each rank holds."""
-        return super().lightning_module_state_dict() if self._staged is None else self._staged.model_state(own=self.saves_own)
+        """The whole module's on rank 0, as of one process. With LocalFirst each rank's own part."""
+        if self._staged is None:
+            return super().lightning_module_state_dict()
+        return (states.own_model_state if self.saves_own else states.model_state)(self._staged.pipelines)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's on rank 0, as one process would have it; with LocalFirst what each rank holds."""
+        """An optimizer's, as :meth:`lightning_module_state_dict`."""
         if self._staged is None:
             return super().optimizer_state(optimizer)
-        return self._staged.optimizer_state(optimizer, own=self.saves_own)
+        of = states.own_optimizer_state if self.saves_own else states.optimizer_state
+        return of(self._staged.pipelines, getattr(optimizer, "_optimizer", optimizer))
 
     def places(self) -> Callable[[str, Tensor], Tensor | None] | None:
-        """Where this rank reads saved tensors to (:func:`~lightning_hetero.parallel.pipeline.states.places`); ``None``: all."""
+        """The targets of this rank's saved tensors (``pipeline.states.places``); ``None``: all."""
         return None if self._staged is None else states.places(self._staged.pipelines)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a whole state dict: into the whole module, or, once it is cut, what this rank holds."""
+        """Loads a whole state dict into the module, or into the layers that this rank holds."""
         if self._staged is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
             states.load_model_state(self._staged.pipelines, checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads what this rank holds of a whole optimizer's state."""
+        """Loads this rank's part of a whole optimizer's state."""
         if self._staged is None:
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -333,7 +351,7 @@ class HeteroParallel(_Base):
 
 
 def class_for(lightning: Lightning) -> type[HeteroParallel]:
-    """The class for Trainers of a namespace. What it makes of ``offload`` is an instance of it, too."""
+    """The class for Trainers of a namespace. Strategies with ``offload`` are its instances, too."""
     made = lightning.subclass(HeteroParallel, "strategies.DDPStrategy", name="HeteroParallelStrategy")
     made.register(hetero_parallel_offload.class_for(lightning))
     return made

@@ -1,9 +1,9 @@
-"""``hetero_parallel`` with FSDP2: batches cut by speed, everything else sharded."""
+"""``hetero_parallel`` with FSDP2: batches cut by speed, and a model sharded over the ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -11,8 +11,8 @@ from torch import nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
-from lightning_hetero.strategies.namespaces import Lightning
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, UnevenOptions, whole_numbers_as_reals
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,30 +22,23 @@ else:
     _Base = object  # the namespace's class comes second among the bases (strategies.namespaces)
 
 
-class ShardedBatches(UnevenBatches):
-    """The same where ranks of one part share their samples, and weights are sharded.
+class _ShardedBatches(UnevenBatches):
+    """Uneven batches of ranks with sharded weights. Several ranks may compute one part together."""
 
-    Args:
-        strategy: The strategy.
-        parts: Into how many parts a batch is cut, and which one is this rank's.
-        ranks_per_part: Ranks of one part.
-        options: As for :class:`UnevenBatches`.
-    """
-
-    def __init__(self, strategy: Any, parts: Callable[[], tuple[int, int]], ranks_per_part: int, **options: Any) -> None:
-        super().__init__(strategy, "hetero_parallel_fsdp", **options)
-        self._parts, self._ranks_per_part = parts, ranks_per_part
+    def __init__(self, strategy: HeteroParallelFsdp, options: UnevenOptions) -> None:
+        super().__init__(strategy, strategy.strategy_name, options)
+        self._fsdp = strategy
 
     def parts(self) -> tuple[int, int]:
-        """Those of the device mesh."""
-        return self._parts()
+        """The number of data-parallel parts of the device mesh, and this rank's."""
+        return self._fsdp.parts
 
     def part_names(self) -> tuple[str, ...]:
         """The node of the first rank of each part."""
-        return self.names[:: self._ranks_per_part]
+        return self.names[:: self._fsdp.ranks_per_part]
 
     def watch(self, stopwatch: Stopwatch) -> None:
-        """Has the stopwatch time the forward of the innermost sharded modules: everything else waits for other ranks."""
+        """Times the forward of the innermost sharded modules. All other time has waits in it."""
         from torch.distributed.fsdp import FSDPModule
 
         sharded: list[nn.Module] = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
@@ -53,24 +46,27 @@ class ShardedBatches(UnevenBatches):
 
 
 class HeteroParallelFsdp(_Base):
-    """``hetero_parallel`` with FSDP2: weights, gradients and optimizer state are sharded over the ranks.
+    """``hetero_parallel`` with FSDP2: weights, gradients and state are sharded over the ranks.
 
-    As with Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy`, the module's ``configure_model`` applies
-    ``fully_shard`` with ``self.device_mesh["data_parallel"]``; by default all ranks are in that dimension. With tensor parallelism
-    the ranks of one data-parallel part have the same samples.
+    As with Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy`, the module's
+    ``configure_model`` applies ``fully_shard`` with ``self.device_mesh["data_parallel"]``. By
+    default all ranks are in that dimension. With tensor parallelism the ranks of one data-parallel
+    part have the same samples.
 
-    Speeds are those of forward alone, of the innermost sharded modules: everything else waits for other ranks.
+    Speeds are those of the forward of the innermost sharded modules. Everything else waits for
+    other ranks.
 
     Args:
-        data_parallel_size: Parts; ``"auto"``: all ranks that tensor parallelism leaves.
+        data_parallel_size: Number of parts; ``"auto"``: all ranks that tensor parallelism leaves.
         tensor_parallel_size: Ranks of one part.
-        speeds: Relative speed of each part; as for :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`,
-            likewise the next four.
-        rebalance_every: Training batches between two looks at the speeds.
-        rebalance_drift: By how much other shares must shorten a step.
+        speeds: Relative speed of each part; as for
+            :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`, likewise
+            the next four.
+        rebalance_every: Training batches between two comparisons of speeds.
+        rebalance_drift: By how much, relatively, new shares must shorten a step.
         global_batch_size: Samples of a step, of all ranks.
         elastic: Where steps are committed.
-        options: Everything else is given to Lightning's ``ModelParallelStrategy``.
+        options: All other options go to Lightning's ``ModelParallelStrategy``.
     """
 
     strategy_name = "hetero_parallel_fsdp"
@@ -94,36 +90,46 @@ class HeteroParallelFsdp(_Base):
             )
         super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **options)
         self._mesh_sizes = data_parallel_size, tensor_parallel_size
-        self.uneven = ShardedBatches(
-            self, self._parts, tensor_parallel_size, speeds=speeds, rebalance_every=rebalance_every,
-            rebalance_drift=rebalance_drift, global_batch_size=global_batch_size, elastic=elastic,
+        uneven = UnevenOptions(
+            speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
+            global_batch_size=global_batch_size, elastic=elastic,
         )  # fmt: skip
+        self.uneven = _ShardedBatches(self, uneven)
 
-    def _parts(self) -> tuple[int, int]:
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The number of data-parallel parts of the device mesh, and this rank's."""
         of_mesh = super().distributed_sampler_kwargs
-        return int(of_mesh["num_replicas"]), int(of_mesh["rank"])
+        return of_mesh["num_replicas"], of_mesh["rank"]
+
+    @property
+    def ranks_per_part(self) -> int:
+        """The ranks that compute one part together."""
+        return self._mesh_sizes[1]
 
     @property
     def shares(self) -> tuple[int, ...] | None:
         """Samples of each part in a full batch; ``None`` before training has begun."""
-        return None if self.uneven.batches is None else self.uneven.batches.shares
+        return self.uneven.shares
 
     @property
     def stopwatch(self) -> Stopwatch | None:
-        """Times training batches, where speeds are measured."""
+        """Times training batches, if speeds are measured."""
         return self.uneven.stopwatch
 
-    # ---- setup and teardown -----------------------------------------------------------------------------------------------
+    # ---- setup and teardown ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        """Makes none under torchrun. Lightning's wants as many ranks on every node."""
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Puts all ranks into the data-parallel dimension where its size is not given; asks them on which node they are."""
+        """Makes the device mesh. By default the ranks that tensor parallelism leaves are parts."""
         data, tensor = self._mesh_sizes
-        ranks = self.uneven.num_ranks(self.num_nodes * self.num_processes)
+        environment = self.cluster_environment
+        torchrun = lightning_of(self).module("plugins.environments").TorchElasticEnvironment
+        ranks = environment.world_size() if isinstance(environment, torchrun) else self.num_nodes * self.num_processes
         self._data_parallel_size = ranks // tensor if data == "auto" else data
         super().setup_environment()
         self.uneven.ranks_met()
@@ -135,7 +141,7 @@ class HeteroParallelFsdp(_Base):
             self.uneven.fit_set_up()
 
     def on_exception(self, exception: BaseException) -> None:
-        """A fit that has failed gives back the signal: Lightning calls no other hook."""
+        """Ends an elastic fit too: after an exception Lightning calls no other hook."""
         super().on_exception(exception)
         self.uneven.end_elastic()
 
@@ -144,11 +150,11 @@ class HeteroParallelFsdp(_Base):
         self.uneven.end()
         super().teardown()
 
-    # ---- training ---------------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For training one sampler over everything, the same on all ranks; else Lightning's."""
+        """In training one sampler over all samples, equal on all ranks; else Lightning's."""
         return self.uneven.sampler_options()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -156,12 +162,12 @@ class HeteroParallelFsdp(_Base):
         return self.uneven.cut(super().process_dataloader(dataloader))
 
     def on_train_start(self) -> None:
-        """Goes on where a checkpoint was saved."""
+        """Continues an epoch where the checkpoint was saved."""
         super().on_train_start()
         self.uneven.train_starts()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Looks up what this rank has of the batch; every so often, looks at the speeds."""
+        """Takes this rank's share of the batch, and compares speeds from time to time."""
         super().on_train_batch_start(batch, batch_idx)
         self.uneven.batch_begins()
 
@@ -171,7 +177,7 @@ class HeteroParallelFsdp(_Base):
         return super().training_step(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        """Does not round means of whole numbers: uneven batch sizes need not divide evenly."""
         return super().reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)
 
 

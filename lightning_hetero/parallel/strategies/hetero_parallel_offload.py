@@ -1,10 +1,11 @@
-"""``HeteroParallelStrategy(offload=...)``: data parallelism in which some ranks keep the model on the tiers of ``hetero_offload``.
+"""``HeteroParallelStrategy(offload=...)``: data parallelism in which some ranks offload.
 
 [Note: A rank among others]
-Every rank runs the runtime of ``hetero_offload``, each with a plan of its own: those that are not named keep everything in memory.
-A plan never changes a bit, so ranks stay equal bit for bit. An update may begin once the gradients of all ranks are known: the
-runtime collects gradients until backward has ended, as for clipping by norm; they are averaged there, before any hook or plugin
-sees them, and the updates then overlap with the next forward.
+Every rank runs the runtime of ``hetero_offload`` with a plan of its own. Ranks that ``offload``
+does not name keep everything in memory. A plan never changes a bit, so all ranks stay equal bit for
+bit. An update may begin when the gradients of all ranks are known. So the runtime collects
+gradients until backward has ended, as for clipping by norm. They are averaged there, before any
+hook or plugin sees them. The updates then overlap with the next forward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_hetero.parallel.replicas import (
     check_same,
 )
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.parallel.strategies.uneven import UnevenBatches, whole_numbers_as_reals
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, UnevenOptions, whole_numbers_as_reals
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import hetero_offload
 from lightning_hetero.strategies.checkpoints import PathLike
@@ -51,9 +52,9 @@ else:
     _Base = Offloading
 
 _SUMMED = "gradients are averaged over ranks"
-_NOT_OURS = ("accelerator", "checkpoint_io", "precision_plugin")  # of an offloading rank's options: the whole group has them
-_OF_ONE = ("durability", "keep_every", "link_checkpoints", "verify")  # what only a run of one process does
-_OF_REDUCER = (  # of DDP's, which nothing here does
+# Options of hetero_offload that no rank has: the group has some, and one process alone the others.
+_NOT_OF_A_RANK = ("accelerator", "checkpoint_io", "precision_plugin", "durability", "keep_every", "link_checkpoints", "verify")
+_OF_REDUCER = (  # options of DDP's reducer, which is not used here
     "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision", "process_group",
     "device_mesh", "param_to_hook_all_reduce", "delay_all_reduce_named_params",
 )  # fmt: skip
@@ -62,16 +63,16 @@ Offload = bool | Mapping[Any, Any]
 
 
 class _Group:
-    """The ranks of a group, to the run of one of them.
+    """The other ranks, for the run of one of them.
 
     Args:
         strategy: The strategy.
-        bucket_bytes: Of gradients that travel together.
-        shares_buffers: Buffers become the first rank's before each forward.
+        bucket_bytes: Bytes of gradients that are reduced together.
+        shares_buffers: Whether buffers become the first rank's before each forward.
 
     Attributes:
         holds_back: Batches only accumulate gradients.
-        buffers_differ: A forward may have changed buffers since they were the same on all ranks.
+        buffers_differ: A forward may have changed buffers since they were equal on all ranks.
     """
 
     def __init__(self, strategy: HeteroParallelOffload, *, bucket_bytes: int, shares_buffers: bool) -> None:
@@ -79,7 +80,7 @@ class _Group:
         self.holds_back, self.buffers_differ = False, True
 
     def rules(self, rules: StepRules) -> StepRules:
-        """Updates wait for the mean of all ranks, which takes memory."""
+        """Updates wait for the means of all ranks. The buckets need memory."""
         device, parameters = self._strategy.root_device, self._strategy.run.module.parameters()
         size = bucket_memory_bytes(parameters, device, bucket_bytes=self._bucket_bytes)
         return replace(
@@ -88,14 +89,14 @@ class _Group:
         )  # fmt: skip
 
     def batch_begins(self, *, training: bool) -> None:
-        """As DDP does, buffers become the first rank's before the forward that follows one whose gradients were averaged."""
+        """As DDP does, copies the first rank's buffers before the first forward of a step."""
         module = self._strategy.lightning_module
         if self.buffers_differ and self._shares_buffers and module is not None:
             broadcast(module.buffers(), self._strategy.root_device)
         self.buffers_differ = training and not self.holds_back
 
     def gradients_computed(self) -> None:
-        """The last batch of a step: gradients become those of all ranks."""
+        """Averages the gradients of a step over all ranks."""
         if self.holds_back:
             return
         run = self._strategy.run
@@ -105,23 +106,25 @@ class _Group:
 
 
 class HeteroParallelOffload(_Base):
-    """Data parallelism in which ranks that are short of memory keep the model on the tiers of ``hetero_offload``.
+    """Data parallelism in which ranks that are short of memory offload as ``hetero_offload`` does.
 
-    Batches are cut by speed, and gradients weighted by samples, as without tiers. ``HeteroParallelStrategy(offload=...)`` makes it.
+    Batches are cut by speed and gradients weighted by samples, as in ``HeteroParallelStrategy``,
+    which makes it of ``offload``.
 
     Args:
-        offload: Who offloads, and how: see
-            :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`, also for the next five.
+        offload: Which ranks offload, and with which options: see
+            :class:`~lightning_hetero.parallel.strategies.hetero_parallel.HeteroParallel`, also for
+            the next five.
         speeds: Relative speed of each rank.
-        rebalance_every: Training batches between two looks at the speeds.
-        rebalance_drift: By how much other shares must shorten a step.
+        rebalance_every: Training batches between two comparisons of speeds.
+        rebalance_drift: By how much, relatively, new shares must shorten a step.
         global_batch_size: Samples of a step, of all ranks.
         elastic: Where steps are committed.
         plan: Refused, as are the next two: pipelines have no tiers.
         micro_batches: Refused.
         tensor_parallel: Refused.
-        options: Of DDP's own, ``broadcast_buffers``, ``bucket_cap_mb`` and what concerns processes count; parameters that some
-            ranks do not use are always found.
+        options: Of DDP's options those for processes, ``broadcast_buffers`` and ``bucket_cap_mb``.
+            Parameters that some ranks do not use are always found.
 
     Raises:
         ConfigError: An offloading rank's options are not those of ``HeteroOffloadStrategy``.
@@ -156,10 +159,11 @@ class HeteroParallelOffload(_Base):
                     f"Leave out one of them."
                 )
         super(Offloading, self).__init__(**options)
-        self.uneven = UnevenBatches(
-            self, self.strategy_name, speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
+        uneven = UnevenOptions(
+            speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,
             global_batch_size=global_batch_size, elastic=elastic,
         )  # fmt: skip
+        self.uneven = UnevenBatches(self, self.strategy_name, uneven)
         self._everywhere: Choices | None = None
         self._somewhere: dict[int | str, Choices] = {}  # by rank, or by the name of the node
         if isinstance(offload, Mapping) and not is_for_all(offload):
@@ -181,10 +185,10 @@ class HeteroParallelOffload(_Base):
             raise ConfigError(
                 f"offload={how!r} for a rank; allowed: True, or options of HeteroOffloadStrategy such as {{'plan': 'disk'}}."
             )
-        if taken := [name for name in (*_NOT_OURS, *_OF_ONE) if name in given]:
+        if taken := [name for name in _NOT_OF_A_RANK if name in given]:
             raise UnsupportedError(
                 f"offload has {taken[0]}={given[taken[0]]!r}; allowed: options of HeteroOffloadStrategy but "
-                f"{', '.join((*_NOT_OURS, *_OF_ONE))}. Steps of a group are not kept in stores; save checkpoints, or pass elastic."
+                f"{', '.join(_NOT_OF_A_RANK)}. Steps of a group are not kept in stores; save checkpoints, or pass elastic."
             )
         alone = hetero_offload.class_for(lightning_of(self))
         try:
@@ -194,15 +198,15 @@ class HeteroParallelOffload(_Base):
         options = choices.options
         return replace(choices, options=replace(options, engine=replace(options.engine, durability="none")))
 
-    # ---- setup and teardown -----------------------------------------------------------------------------------------------
+    # ---- setup and teardown ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """None where torchrun has started the processes: Lightning's wants as many on every node, and always as many nodes."""
+        """Makes none under torchrun. Lightning's wants as many ranks on every node."""
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             super(Offloading, self)._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Once the ranks have met: this one's tiers."""
+        """Chooses this rank's plan once the ranks are connected."""
         super(Offloading, self).setup_environment()
         self.uneven.ranks_met()
         if not self._chosen:
@@ -229,7 +233,7 @@ class HeteroParallelOffload(_Base):
             )
 
     def _own(self) -> Choices:
-        """How this rank trains: as asked for, else with everything in memory."""
+        """How this rank trains: by its options, else with everything in memory."""
         rank, names = self.global_rank, self.uneven.names
         node = names[rank] if names else ""
         found = self._everywhere or self._somewhere.get(rank) or self._somewhere.get(node)
@@ -242,7 +246,7 @@ class HeteroParallelOffload(_Base):
         return replace(choices, options=replace(options, engine=engine, disk_path=path, sharers=sharers))
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Places the model where this rank keeps it, with the first rank's weights."""
+        """Places the model by this rank's plan, with the first rank's weights."""
         module = self.run.module
         if not module.automatic_optimization:
             raise UnsupportedError("offload in a group averages gradients as backward ends; use automatic optimization.")
@@ -269,22 +273,22 @@ class HeteroParallelOffload(_Base):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """Gives back the signal too: Lightning calls no other hook."""
+        """Ends an elastic fit too: after an exception Lightning calls no other hook."""
         Offloading.on_exception(self, exception)
         self.uneven.end_elastic()
 
     def teardown(self) -> None:
         """Gives the model back; then ends the group."""
-        self.uneven.end()  # its hooks stand around the run's
+        self.uneven.end()  # first, because its hooks stand around the run's
         Offloading.teardown(self)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For training one sampler over everything, the same on all ranks; else DDP's."""
+        """In training one sampler over all samples, equal on all ranks; else DDP's."""
         return self.uneven.sampler_options()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -292,12 +296,12 @@ class HeteroParallelOffload(_Base):
         return self.uneven.cut(Offloading.process_dataloader(self, dataloader))
 
     def on_train_start(self) -> None:
-        """Goes on where a checkpoint was saved."""
+        """Continues an epoch where the checkpoint was saved."""
         Offloading.on_train_start(self)
         self.uneven.train_starts()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Looks up what this rank has of the batch; every so often, looks at the speeds."""
+        """Takes this rank's share of the batch, and compares speeds from time to time."""
         super(Offloading, self).on_train_batch_start(batch, batch_idx)
         self.uneven.batch_begins()
 
@@ -316,14 +320,14 @@ class HeteroParallelOffload(_Base):
         return Offloading.training_step(self, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Means of whole numbers are not rounded: with uneven batches the ranks' numbers of samples need not divide evenly."""
+        """Does not round means of whole numbers: uneven batch sizes need not divide evenly."""
         return super(Offloading, self).reduce(whole_numbers_as_reals(tensor, reduce_op), group, reduce_op)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """A checkpoint file, which every rank reads.
+        """Reads a checkpoint file on every rank.
 
         Raises:
-            UnsupportedError: It is a store: no rank of a group keeps its steps in one.
+            UnsupportedError: It is a store. The ranks of a group keep no steps in stores.
         """
         if is_store(checkpoint_path):
             raise UnsupportedError(f"ckpt_path {str(checkpoint_path)!r} is a store of one process; pass a checkpoint.")
@@ -332,16 +336,16 @@ class HeteroParallelOffload(_Base):
     @property
     def shares(self) -> tuple[int, ...] | None:
         """Samples of each rank in a full batch; ``None`` before training has begun."""
-        return None if self.uneven.batches is None else self.uneven.batches.shares
+        return self.uneven.shares
 
     @property
     def stopwatch(self) -> Stopwatch | None:
-        """Times training batches, where speeds are measured."""
+        """Times training batches, if speeds are measured."""
         return self.uneven.stopwatch
 
 
 def is_for_all(offload: Any) -> bool:
-    """Whether ``offload`` speaks of all ranks: ``True``, or options; else its keys are ranks and nodes."""
+    """Whether ``offload`` is for all ranks: ``True``, or options. Else its keys name ranks."""
     if offload is True:
         return True
     if not isinstance(offload, Mapping) or not offload:

@@ -1,15 +1,17 @@
-"""``Trainer(plugins=[LocalFirst(...)])``: checkpoints in memory, on the local disk and at their path, read from the nearest.
+"""``Trainer(plugins=[LocalFirst(...)])``: checkpoints in memory, on disk and at their path.
 
 [Note: Every rank]
-Lightning asks the checkpoint IO of rank 0 alone, or, where weights are sharded, none at all. Here every rank writes what it
-holds. So as a strategy gets this checkpoint IO, its class becomes a subclass of itself (:class:`_EveryRank`) that saves and loads
-on all ranks. A checkpoint IO is not told that a strategy gets it; the setter of Lightning's ``Strategy.checkpoint_io`` does that,
-from the first ``LocalFirst`` on. A strategy that gathers its state otherwise sees ``saves_own`` and gives each rank's part; it
-says with ``places()`` where a rank reads the tensors to that it holds.
+Lightning calls the checkpoint IO on rank 0 alone, and with sharded weights not at all. Here every
+rank writes the state that it holds. So a strategy that gets this checkpoint IO changes its class to
+a subclass (:class:`_EveryRank`) that saves and loads on all ranks. A checkpoint IO is not told that
+a strategy gets it. So the first ``LocalFirst`` extends the setter of Lightning's
+``Strategy.checkpoint_io``. A strategy that otherwise gathers its state reads ``saves_own`` and
+returns each rank's part. Its method ``places()`` says where a rank reads its tensors to.
 
 [Note: Names]
-Optimizer state is saved by the names of parameters, as ``torch.distributed.checkpoint.state_dict`` has it, not by their numbers: so
-strategies that shard and strategies that do not read each other's checkpoints.
+As in ``torch.distributed.checkpoint.state_dict``, optimizer state is saved by the names of
+parameters, not by their numbers. So strategies that shard and strategies that do not shard read
+each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from lightning_hetero.errors import CheckpointMissingError, ConfigError, Unsuppo
 from lightning_hetero.parallel.recovery import TieredCheckpoints
 from lightning_hetero.store.format import encoding
 from lightning_hetero.strategies.data import random_state, set_random_state
-from lightning_hetero.strategies.namespaces import Lightning, lightning_of
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of, module_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.resume import is_store
 from lightning_hetero.units import MIB, format_bytes
@@ -37,39 +39,42 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _IoBase
     from lightning.pytorch.strategies import Strategy as _StrategyBase
 else:
-    _IoBase = _StrategyBase = object  # the namespace's class comes last among the bases; _EveryRank's methods go into subclasses
+    _IoBase = _StrategyBase = object  # classes of the namespace become bases later
 
 log = logging.getLogger(__name__)
 
 NEWEST = "newest"
-_OWN_FORMATS = {  # strategies by name: why not, and what instead
+_XLA = ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints")
+_OWN_FORMATS = {  # strategies that are refused, by name: the reason, and another strategy
     "FSDPStrategy": (
         "FSDP1 cuts a layer's parameters anywhere as one flat tensor, and torch runs it on accelerators only: it was never tried",
         "ModelParallelStrategy with fully_shard (FSDP2)",
     ),
     "DeepSpeedStrategy": ("DeepSpeed's engine saves itself, in files by rank", "ModelParallelStrategy (FSDP2) or hetero_offload"),
-    "XLAStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
-    "XLAFSDPStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
-    "SingleDeviceXLAStrategy": ("tensors are XLA's, which the background thread cannot read", "Lightning's own checkpoints"),
+    "XLAStrategy": _XLA,
+    "XLAFSDPStrategy": _XLA,
+    "SingleDeviceXLAStrategy": _XLA,
 }
 
 
 class _LocalFirst(_IoBase):
-    """Saves checkpoints layer by layer on several tiers, in the background, and loads every part from the nearest.
+    """Saves checkpoints on several tiers in the background, and loads each layer from the nearest.
 
-    A checkpoint's own path, such as ``ModelCheckpoint`` gives it, is the remote tier: a path or an fsspec URL that all ranks
-    reach. The copy there is an ordinary distributed checkpoint. Each node keeps what its ranks hold in ``memory`` and on ``disk``.
-    Saving copies the state and returns; an error of the writing is raised at the next save, or at the end.
-    ``ckpt_path="newest"`` loads the newest complete save, and starts afresh where there is none yet.
+    A checkpoint's own path, such as ``ModelCheckpoint`` gives it, is the remote tier: a path or an
+    fsspec URL that all ranks reach. The copy there is an ordinary distributed checkpoint. Each node
+    keeps the state of its ranks in ``memory`` and on ``disk``. A save copies the state and returns.
+    An error of the background is raised at the next save, or at the end. ``ckpt_path="newest"``
+    loads the newest complete save. If there is none yet, training starts afresh.
 
     Args:
-        memory: A folder in memory, such as one in ``/dev/shm``; it has to be this run's alone. ``None``: no such tier.
-        disk: A folder on the local disk; likewise.
-        keep: How many saves the local tiers keep.
-        piece_bytes: What one checksum covers, and so the least that is read of a file.
+        memory: A folder in memory, such as one in ``/dev/shm``, for this run alone. ``None``: no
+            such tier.
+        disk: A folder on the local disk, likewise.
+        keep: Number of saves that the local tiers keep.
+        piece_bytes: Bytes under one checksum, and so the least that is read of a file.
     """
 
-    streams = False  # ordinary checkpoints are mapped, as a strategy with tiers asks for
+    streams = False  # whether ordinary checkpoints are mapped; a strategy with tiers sets it
 
     def __init__(self, memory: Any = None, disk: Any = None, *, keep: int = 2, piece_bytes: int = MIB) -> None:
         super().__init__()
@@ -78,11 +83,14 @@ class _LocalFirst(_IoBase):
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """Of the latest load on this rank: bytes of checkpoint files by source, ``memory``, ``disk``, ``peer`` and ``remote``."""
+        """Bytes that the latest load read on this rank, by source.
+
+        Sources are ``memory``, ``disk``, ``peer`` and ``remote``.
+        """
         return self.checkpoints.bytes_read
 
     def attach(self, strategy: Any) -> None:
-        """A strategy got this checkpoint IO: from now on it saves and loads on all ranks.
+        """Lets a strategy that got this checkpoint IO save and load on all ranks.
 
         Raises:
             UnsupportedError: The strategy has a checkpoint format of its own.
@@ -106,7 +114,7 @@ class _LocalFirst(_IoBase):
         """Waits until everything is written, on this rank.
 
         Raises:
-            CheckpointWriteError: Something could not be, on any rank.
+            CheckpointWriteError: A save failed on some rank.
         """
         self.checkpoints.wait()
 
@@ -114,7 +122,7 @@ class _LocalFirst(_IoBase):
         """Waits, and ends the background thread.
 
         Raises:
-            CheckpointWriteError: Something could not be written.
+            CheckpointWriteError: A save failed on some rank.
         """
         self.checkpoints.close()
         super().teardown()
@@ -126,7 +134,7 @@ def class_for(lightning: Lightning) -> type[_LocalFirst]:
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint that Lightning passes over."""
+    """A checkpoint that Lightning ignores, because it is false."""
 
     def __bool__(self) -> bool:
         return False
@@ -135,16 +143,17 @@ class _Nothing(dict[str, Any]):
 class _EveryRank(_StrategyBase):
     """A strategy that saves and loads on all ranks ([Note: Every rank]).
 
-    Its methods are put into a subclass of ``plain``, with no other base: so an instance of ``plain`` can become one of it.
+    Its methods are copied into a subclass of ``plain`` that has no other base. So an instance of
+    ``plain`` can become an instance of that subclass.
     """
 
     plain: Any
-    saves_own = True  # for strategies that gather otherwise
+    saves_own = True  # read by strategies that otherwise gather
 
     _random: Any = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves what this rank has of the checkpoint."""
+        """Saves this rank's part of the checkpoint."""
         if storage_options is not None:
             raise UnsupportedError("LocalFirst got storage_options; configure the file system of the URL for fsspec instead.")
         rest = dict(checkpoint)
@@ -177,7 +186,7 @@ class _EveryRank(_StrategyBase):
             self._io.wait()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads what this rank needs; all of it where Lightning restores from what is returned."""
+        """Loads this rank's part. If Lightning restores from the result, that is everything."""
         path = self.broadcast(checkpoint_path)
         newest = path == NEWEST
         run = _run_of(self)
@@ -190,14 +199,13 @@ class _EveryRank(_StrategyBase):
         state = _own_state(self) if sharded else None
         places = getattr(self, "places", lambda: None)()  # of ranks that hold some of the tensors
         landing = None if run is None else run.checkpoints.landing()
-        assert self.lightning_module is not None
         try:
             loaded = self._io.checkpoints.load(
                 None if newest else path,
                 state,
                 place=_land(landing) if landing is not None else None if places is None else functools.partial(_place, places),
                 filled=None if landing is None else landing.filled,
-                strict=self.lightning_module.strict_loading,
+                strict=module_of(self).strict_loading,
                 folders=_folders(self) if newest else (),
                 required=not newest,
             )
@@ -225,9 +233,9 @@ class _EveryRank(_StrategyBase):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Gives parameters their numbers again; random numbers go on where they were when it was saved."""
+        """Names parameters by their numbers again, and restores the random numbers of the save."""
         run = _run_of(self)
-        if run is not None and run.checkpoints.resumed is not None:  # a store has the state already, and its books know no names
+        if run is not None and run.checkpoints.resumed is not None:  # a store has the state already, by numbers
             self.plain.load_optimizer_state_dict(self, checkpoint)
             return
         states = [_by_number(state, _names(self, number)) for number, state in enumerate(checkpoint["optimizer_states"])]
@@ -235,11 +243,11 @@ class _EveryRank(_StrategyBase):
         self._restore_random()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes it from all tiers."""
+        """Removes a save from all tiers."""
         self._io.checkpoints.remove(self.broadcast(filepath))
 
     def teardown(self) -> None:
-        """Waits for the writer, which may read what the strategy gives up, and which some forget to tell."""
+        """Waits for the writer, which may read memory of the strategy, and ends it."""
         try:
             self._io.wait()
         finally:
@@ -256,8 +264,7 @@ class _EveryRank(_StrategyBase):
 
     def _restore_random(self) -> None:
         state, self._random = self._random, None
-        assert self.lightning_module is not None
-        if state is not None and self.lightning_module.trainer.training:
+        if state is not None and module_of(self).trainer.training:
             set_random_state(state)
 
     def __reduce__(self) -> Any:
@@ -279,7 +286,7 @@ def _rebuild(strategy: Any, fields: dict[str, Any]) -> Any:
 
 
 def _run_of(strategy: Any) -> OffloadRun | None:
-    """What a strategy whose weights and state live on tiers keeps of them."""
+    """The run of a strategy that offloads; ``None`` for other strategies."""
     run = getattr(strategy, "run", None)
     return run if isinstance(run, OffloadRun) else None
 
@@ -300,18 +307,18 @@ def _tell_checkpoint_ios(lightning: Lightning) -> None:
     base.checkpoint_io = plain.setter(set_and_tell)
 
 
-# ---- states -------------------------------------------------------------------------------------------------------------------
+# ---- states --------------------------------------------------------------------------------------
 
 
 def _names(strategy: Any, number: int) -> list[list[str]]:
-    """Names of the parameters of each group of an optimizer; one that the module does not know is named by its number."""
+    """The names of an optimizer's parameters by group; numbers for parameters of no module."""
     of = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
     groups = strategy.optimizers[number].param_groups
     return [[of.get(id(p), f"{g}.{i}") for i, p in enumerate(group["params"])] for g, group in enumerate(groups)]
 
 
 def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state by the names of parameters; as it is where it is already."""
+    """An optimizer's state by the names of parameters. State that has names already stays."""
     groups = state.get("param_groups", [])  # none on ranks that leave it to rank 0
     if not groups or not all(isinstance(p, int) for group in groups for p in group["params"]):
         return state
@@ -321,7 +328,7 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _by_number(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state by the numbers of parameters, for an optimizer that has these names."""
+    """An optimizer's state by the numbers of parameters, for an optimizer with these names."""
     groups = state["param_groups"]
     if all(isinstance(p, int) for group in groups for p in group["params"]) and any(group["params"] for group in groups):
         return state
@@ -337,7 +344,7 @@ def _by_number(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _place(places: Callable[[str, torch.Tensor], torch.Tensor | None], path: Sequence[Any], saved: torch.Tensor) -> Any:
-    """Where a tensor of a saved state is read to, by the name of what it belongs to."""
+    """The target of a tensor of a saved state, by the name of its parameter."""
     if path[0] == "state_dict":
         return places(path[1], saved)
     return places(path[2], saved) if path[1] == "state" else torch.empty_like(saved, device="cpu")
@@ -348,7 +355,7 @@ def _land(landing: Any) -> Callable[[Sequence[Any], torch.Tensor], torch.Tensor]
 
 
 def _own_state(strategy: Any) -> dict[str, Any]:
-    """The tensors of a strategy that loads by itself, to load into."""
+    """The tensors to load into, of a strategy that restores by itself."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     state: dict[str, Any] = {"state_dict": get_model_state_dict(strategy.model)}
@@ -373,13 +380,13 @@ def _dump(value: Any) -> bytes:
 
 
 def _folders(strategy: Any) -> list[Any]:
-    """Where Lightning's callbacks save checkpoints to."""
+    """The folders that Lightning's callbacks save checkpoints to."""
     callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
     return [folder for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
 
 
 def _is_plain(strategy: Any, path: Any) -> bool:
-    """Whether a checkpoint of another checkpoint IO lies there."""
+    """Whether another checkpoint IO wrote the checkpoint at a path."""
     from fsspec.core import url_to_fs
 
     fs, root = url_to_fs(str(path))

@@ -1,10 +1,9 @@
-"""What a strategy does where its cluster plan has pipelines: its methods call those of :class:`PipelineSteps` then."""
+"""The steps of ``hetero_parallel`` with a cluster plan that has pipelines."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
-from lightning_hetero.parallel.pipeline import states
 from lightning_hetero.parallel.pipeline.automatic import node_name
 from lightning_hetero.parallel.pipeline.layers import Layers
 from lightning_hetero.parallel.pipeline.layout import NODE, Layout
@@ -22,7 +20,7 @@ from lightning_hetero.parallel.pipeline.module import StagedSteps
 from lightning_hetero.parallel.pipeline.runtime import Means, Pipelines
 from lightning_hetero.parallel.pipeline.synchronise import local
 from lightning_hetero.parallel.shares import SharedBatches
-from lightning_hetero.parallel.strategies.uneven import UnevenBatches, with_batches
+from lightning_hetero.parallel.strategies.uneven import UnevenBatches, train_batches, with_batches
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.patches import Patches
 
@@ -46,21 +44,23 @@ class PipelineSteps:
         self._patches = Patches()
 
     def set_up(self, precision: Precision) -> None:
-        """Clipping goes over all stages until :meth:`close`."""
+        """Clips by the gradients of all stages until :meth:`close`."""
         self._patches.replace(precision, "clip_grad_by_norm", self._clip_by_norm)
         self._patches.replace(precision, "clip_grad_by_value", self._clip_by_value)
 
     def close(self) -> None:
-        """Gives clipping back to the precision plugin. Layers stay on their device: other ranks hold the rest."""
+        """Gives clipping back to the precision plugin. The layers stay on their device."""
         self._patches.restore()
 
-    # ---- data -------------------------------------------------------------------------------------------------------------
+    # ---- data ------------------------------------------------------------------------------------
 
     def cut(self, dataloader: Any, uneven: UnevenBatches) -> Any:
-        """Gives every group its part of each batch: in training as many micro-batches as the plan says, else in proportion to them.
+        """Gives every group its part of each batch, in proportion to its micro-batches.
+
+        A batch of training has all micro-batches of a step.
 
         Raises:
-            UnsupportedError: The samples cannot be cut: an iterable dataset, batches of the user's own.
+            UnsupportedError: The data is an iterable dataset, or its batches are made by the user.
             ConfigError: There are not enough samples for one step.
         """
         uneven.check(dataloader)
@@ -79,18 +79,14 @@ class PipelineSteps:
             )
         return with_batches(dataloader, batches)
 
-    @property
-    def train_batches(self) -> SharedBatches:
-        """How the training data is cut."""
-        loader: Any = self._module.trainer.train_dataloader
-        batches: SharedBatches = loader.batch_sampler
-        return batches
-
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def train(self, batch: object) -> Tensor:
-        """Forward and backward of the whole step. Lightning's backward, after it has zeroed gradients, gives it theirs."""
-        self.train_batches.next_taken()
+        """Forward and backward of the whole step.
+
+        Lightning zeroes gradients later. Its backward of the returned loss puts them back.
+        """
+        train_batches(self._module.trainer).next_taken()
         means = self.pipelines.train(batch)
         self._log("train", means, prog_bar=True)
         parked: Any = _Parked
@@ -98,19 +94,19 @@ class PipelineSteps:
         return loss
 
     def evaluate(self, stage: str, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Forward of a batch, all groups' parts of it.
+        """Forward of this group's part of a batch.
 
         Args:
             stage: ``"val"`` or ``"test"``.
             batch: The batch.
-            batch_idx: Its number.
-            dataloader_idx: That of its dataloader.
+            batch_idx: The number of the batch.
+            dataloader_idx: The number of its dataloader.
         """
         trainer = self._module.trainer
         loaders = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
         batches = torch.utils._pytree.tree_leaves(loaders)[dataloader_idx].batch_sampler
         means = self.pipelines.evaluate(batch, weight=float(batches.next_taken().weight > 0))
-        self._log(stage, means, sync_dist=True)  # equal anyway; said so that Lightning does not warn
+        self._log(stage, means, sync_dist=True)  # Lightning warns otherwise; the means are equal
 
     def _log(self, stage: str, means: Means, *, prog_bar: bool = False, sync_dist: bool = False) -> None:
         for name, value in (("loss", means.loss), *means.further.items()):
@@ -119,27 +115,15 @@ class PipelineSteps:
             )
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """In the precision plugin's place: the norm is over all stages."""
+        """Replaces the precision plugin's: the norm is over all stages."""
         self.pipelines.clip_norm([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """In its place too: torch's function takes no mixture of sharded and whole gradients, and not none at all."""
+        """Replaces the plugin's: torch's refuses sharded and whole gradients together, and none."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     local(parameter.grad).clamp_(-clip_val, clip_val)
-
-    # ---- states -----------------------------------------------------------------------------------------------------------
-
-    def model_state(self, *, own: bool) -> dict[str, Tensor]:
-        """The whole module's on rank 0, as one process would have it; ``own``: what each rank holds."""
-        of: Callable[[Pipelines], dict[str, Tensor]] = states.own_model_state if own else states.model_state
-        return of(self.pipelines)
-
-    def optimizer_state(self, optimizer: Optimizer, *, own: bool) -> dict[str, Any]:
-        """The same of an optimizer."""
-        of = states.own_optimizer_state if own else states.optimizer_state
-        return of(self.pipelines, getattr(optimizer, "_optimizer", optimizer))
 
 
 def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named: bool) -> Pipelines:
@@ -148,8 +132,8 @@ def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named
     Args:
         module: The LightningModule.
         plan: The plan.
-        strategy: The strategy, whose ranks have met.
-        named: The plan names nodes as they name themselves.
+        strategy: The strategy, whose ranks are connected.
+        named: Whether the plan has the nodes' own names.
     """
     layers = Layers(module)
     repeated = layers.repeated(sum(stage.layers for stage in plan.groups[0].stages))
@@ -165,24 +149,24 @@ def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named
 
 
 def planned_speeds(plan: ClusterPlan, world_size: int, *, named: bool) -> tuple[float, ...]:
-    """For each rank the micro-batches that a plan without pipelines gives it."""
+    """The micro-batches that a plan without pipelines gives to each rank."""
     layers = range(plan.groups[0].stages[0].layers)
     layout = Layout.of(plan, num_layers=len(layers), repeated=layers, nodes=_nodes(world_size, named=named))
     return tuple(float(layout.micro_batches[slot.group]) for slot in layout.slots if slot is not None)
 
 
 def _nodes(world_size: int, *, named: bool) -> list[str | None]:
-    """The plan's name of each rank's node, where it is known."""
+    """The plan's name of each rank's node, if it is known."""
     nodes: list[str | None] = [None] * world_size
     dist.all_gather_object(nodes, node_name() if named else os.environ.get(NODE))
     return nodes
 
 
 def check_module(module: pl.LightningModule, precision: Precision) -> None:
-    """Refuses a module that steps by itself, and a precision that pipelines cannot have.
+    """Checks that pipelines can train a module.
 
     Raises:
-        UnsupportedError: It says which.
+        UnsupportedError: The module optimizes by hand, or the precision scales the loss.
     """
     if not module.automatic_optimization:
         raise UnsupportedError("pipelines run one step's forward and backward together; use automatic optimization.")
@@ -191,10 +175,10 @@ def check_module(module: pl.LightningModule, precision: Precision) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuses several optimizers, and one that evaluates the loss several times.
+    """Checks that pipelines can step the optimizers.
 
     Raises:
-        UnsupportedError: It says which.
+        UnsupportedError: There is more than one, or it evaluates the loss several times.
     """
     if len(optimizers) != 1:
         raise UnsupportedError(f"configure_optimizers gave {len(optimizers)} optimizers; pipelines train with one.")
@@ -203,7 +187,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 
 
 def say_what_runs(module: pl.LightningModule) -> None:
-    """Warns of steps of the module's own, which are not executed."""
+    """Warns of the module's own steps, which are not executed."""
     base = lightning_of(module).module().LightningModule
     own = []
     for name in ("training_step", "validation_step", "test_step"):
@@ -220,7 +204,7 @@ def say_what_runs(module: pl.LightningModule) -> None:
 
 
 class _Parked(torch.autograd.Function):
-    """A loss whose backward has been run: its own backward restores the parked gradients, scaled as the loss was."""
+    """A loss after its backward. Its own backward restores the gradients, scaled as the loss is."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, restore: Any) -> Tensor:
