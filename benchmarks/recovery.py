@@ -49,7 +49,7 @@ from lightning_hetero import LocalFirst
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.recovery import LayerMap
-from lightning_hetero.parallel.recovery.peers import Peers
+from lightning_hetero.parallel.recovery.peers import PeerTransfers
 from lightning_hetero.strategies import HeteroParallelStrategy
 
 MB = 1e6
@@ -121,7 +121,7 @@ class Remote(Disk):
         throttle("remote", size, REMOTE)
 
 
-def receive_throttled(self: Peers, content: torch.Tensor, source: int) -> None:
+def receive_throttled(self: PeerTransfers, content: torch.Tensor, source: int) -> None:
     dist.recv(content, src=source, group=self._group)
     throttle(f"link{self.rank}", content.nbytes, LINK)
 
@@ -321,7 +321,7 @@ def run_rank(rank: int, world: int, port: int, folder: Path, quick: bool, scenar
     if not quick:
         _links = folder / "links"
         _links.mkdir(exist_ok=True)
-        Peers.receive = receive_throttled  # type: ignore[method-assign]
+        PeerTransfers.receive = receive_throttled  # type: ignore[method-assign]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     shape = Shape(quick)

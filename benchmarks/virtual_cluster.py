@@ -35,7 +35,7 @@ from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.parallel import StagedSteps
 from lightning_hetero.parallel.planner import plan
-from lightning_hetero.parallel.planner.schedule import step_s
+from lightning_hetero.parallel.planner.step_time import step_s
 from lightning_hetero.strategies import HeteroParallelStrategy
 
 LAYERS, WIDTH, SAMPLES, MICRO_BATCHES = 8, 8, 2, 12  # samples of one micro-batch; micro-batches of one step

@@ -98,7 +98,7 @@ def print_plan(screen: Console, plan: ClusterPlan, cluster: Cluster) -> None:
 
 def summary(plan: ClusterPlan, cluster: Cluster) -> dict[str, str]:
     """A step in numbers, with its cost if the cluster file has all prices."""
-    from lightning_hetero.parallel.planner.schedule import step_s
+    from lightning_hetero.parallel.planner.step_time import step_s
 
     devices = Counter({n.name: n.count for n in cluster.nodes})
     idle = ", ".join(f"{k} on {node}" for node, k in plan.idle.items()) or "none"
@@ -153,7 +153,7 @@ def rivals(title: str, plans: list[RunnerUp], reference_s: float) -> Table:
 
 def to_json(plan: ClusterPlan) -> dict[str, Any]:
     """A plan as ``--json`` prints it."""
-    from lightning_hetero.parallel.planner.schedule import step_s
+    from lightning_hetero.parallel.planner.step_time import step_s
 
     bare = replace(plan, origin={})
     return {f.name: getattr(bare, f.name) for f in fields(bare) if f.name != "origin"} | {

@@ -203,7 +203,7 @@ def test_a_run_that_is_killed_while_it_saves_continues_from_what_is_whole(dies_a
 
 def main(root: Path, dies_at: str) -> None:
     """Saves after each epoch, and is killed as the second save's second file goes to a tier."""
-    publish, seen = tiers.Tier.publish, []
+    publish, seen = tiers.CheckpointTier.publish, []
 
     def publish_or_die(self: Any, name: str, content: Any) -> None:
         if self.name == dies_at and name.startswith("000000000008") and name.endswith(".distcp"):
@@ -212,7 +212,7 @@ def main(root: Path, dies_at: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         publish(self, name, content)
 
-    tiers.Tier.publish = publish_or_die  # type: ignore[method-assign]
+    tiers.CheckpointTier.publish = publish_or_die  # type: ignore[method-assign]
     fit(root, HeteroOffloadStrategy("disk"), LocalFirst(disk=root / "disk"), epochs=3)
 
 

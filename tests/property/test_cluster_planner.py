@@ -12,7 +12,7 @@ from support.properties import examples
 from lightning_hetero.parallel.planner.balancing import balance, balance_runs, runs_s, share_out
 from lightning_hetero.parallel.planner.equations import pipeline_s
 from lightning_hetero.parallel.planner.grouping import Packing, Problem, grouping, reference, vectors
-from lightning_hetero.parallel.planner.schedule import one_f_one_b_s
+from lightning_hetero.parallel.planner.step_time import one_f_one_b_s
 
 
 @st.composite

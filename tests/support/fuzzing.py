@@ -28,7 +28,7 @@ from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, RunnerUp, S
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier
-from lightning_hetero.parallel.planner.clusters import load_cluster
+from lightning_hetero.parallel.planner.known_clusters import load_cluster
 from lightning_hetero.store.format import record
 from lightning_hetero.store.format.audit import StoreFiles, crc32c
 from lightning_hetero.store.format.encoding import Encoded, dumps, unpack

@@ -17,9 +17,8 @@ from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS, ClusterPlan
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
 from lightning_hetero.parallel.planner import PAPER_CLUSTERS, PLANNERS, cluster, load_cluster, plan
 from lightning_hetero.parallel.planner.candidates import Candidate, settings_of
-from lightning_hetero.parallel.planner.clusters import kinds
 from lightning_hetero.parallel.planner.equations import (
-    Place,
+    StagePlace,
     Workload,
     bubble,
     effective_power,
@@ -28,8 +27,9 @@ from lightning_hetero.parallel.planner.equations import (
     pipeline_s,
     stage_bytes,
 )
+from lightning_hetero.parallel.planner.known_clusters import kinds
 from lightning_hetero.parallel.planner.mapping import place
-from lightning_hetero.parallel.planner.schedule import one_f_one_b_s
+from lightning_hetero.parallel.planner.step_time import one_f_one_b_s
 from lightning_hetero.profiling import presets
 from lightning_hetero.units import GIB
 
@@ -121,16 +121,16 @@ def test_measured_times_add_up_by_powers_of_two(layers: int, seconds: float) -> 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     work = Workload.of(small_model(8))
-    assert [Place(stage=s, depth=3).in_flight for s in range(3)] == [3, 2, 1]
+    assert [StagePlace(stage=s, depth=3).in_flight for s in range(3)] == [3, 2, 1]
     layer = 10**6 * (2 + 2 + 12)
-    middle = Place(stage=1, depth=3)
+    middle = StagePlace(stage=1, depth=3)
     assert stage_bytes(work, 2, middle) == 2 * layer + 2 * 2 * 34 * 10**6
-    assert stage_bytes(work, 2, Place(stage=2, depth=3)) == 3 * layer + 3 * 34 * 10**6  # the head too
+    assert stage_bytes(work, 2, StagePlace(stage=2, depth=3)) == 3 * layer + 3 * 34 * 10**6  # the head too
     assert stage_bytes(Workload.of(small_model(8), 2), 2, middle) == layer + 2 * 2 * 22 * 10**6  # (10 + 24 / 2) / 34
     for memory in (stage_bytes(work, 3, middle), stage_bytes(work, 3, middle) - 1):
         held = most_layers(work, memory, middle)
         assert stage_bytes(work, held, middle) <= memory < stage_bytes(work, held + 1, middle)
-    assert most_layers(work, 10**6, Place(stage=0, depth=1)) == -1
+    assert most_layers(work, 10**6, StagePlace(stage=0, depth=1)) == -1
 
 
 def test_work_that_a_profile_does_not_shard_is_neither_shared_nor_faster() -> None:

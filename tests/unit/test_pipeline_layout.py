@@ -13,15 +13,15 @@ from torch import nn
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline.layers import Layers, is_elsewhere
-from lightning_hetero.parallel.pipeline.layout import Layout, Slot, is_data_parallel
+from lightning_hetero.parallel.pipeline.layout import RankLayout, Slot, is_data_parallel
 from lightning_hetero.parallel.pipeline.linear_pairs import linear_pairs
 from lightning_hetero.parallel.pipeline.sums import Sums, split
 
 PLAN = cluster_plan((3, (1, 2, 3)), (5, (4, 2)), (4, (6,)))
 
 
-def layout(plan: ClusterPlan = PLAN, nodes: Any = None) -> Layout:
-    return Layout.of(plan, num_layers=8, repeated=range(1, 7), nodes=nodes or [None] * plan.world_size)
+def layout(plan: ClusterPlan = PLAN, nodes: Any = None) -> RankLayout:
+    return RankLayout.of(plan, num_layers=8, repeated=range(1, 7), nodes=nodes or [None] * plan.world_size)
 
 
 def on_nodes(plan: ClusterPlan, *nodes: tuple[str, ...]) -> ClusterPlan:

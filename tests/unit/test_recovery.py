@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from lightning_hetero.errors import CheckpointMissingError, CheckpointWriteError, ConfigError
-from lightning_hetero.parallel.recovery import LayerMap, Tier, TieredCheckpoints
+from lightning_hetero.parallel.recovery import CheckpointTier, LayerMap, TieredCheckpoints
 from lightning_hetero.parallel.recovery.layer_map import checksums, layer_of, pieces_of, runs_of
 from lightning_hetero.parallel.recovery.peers import Want, schedule
 from lightning_hetero.parallel.recovery.writer import LayerWriter
@@ -333,14 +333,14 @@ def test_the_saved_state_is_that_of_the_call(copies: bool, tmp_path: Path, monke
 def test_an_error_of_the_writer_is_raised_at_the_next_save_and_at_the_end(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = Tier.publish
+    publish = CheckpointTier.publish
 
-    def fail(self: Tier, name: str, content: Any) -> None:
+    def fail(self: CheckpointTier, name: str, content: Any) -> None:
         if name.endswith("norm.0.distcp") and self.name == "remote":
             raise OSError(28, "No space left on device")
         publish(self, name, content)
 
-    monkeypatch.setattr(Tier, "publish", fail)
+    monkeypatch.setattr(CheckpointTier, "publish", fail)
     checkpoints = make(folders)
     checkpoints.save(state(1), tmp_path / "1.ckpt", step=1)
     checkpoints.remove(tmp_path / "0.ckpt")
@@ -358,7 +358,7 @@ def test_a_checkpoint_outlives_its_successor_that_failed(tmp_path: Path, monkeyp
     checkpoints = make({})
     checkpoints.save(state(1), tmp_path / "1.ckpt", step=1)
     checkpoints.wait()
-    monkeypatch.setattr(Tier, "publish", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(CheckpointTier, "publish", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     checkpoints.save(state(2), tmp_path / "2.ckpt", step=2)
     checkpoints.remove(tmp_path / "1.ckpt")  # as Lightning does after each save
     with pytest.raises(CheckpointWriteError, match="gone"):

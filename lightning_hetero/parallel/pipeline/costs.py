@@ -52,7 +52,7 @@ def measure(
     """
     own = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
     counter = FlopCounterMode(display=False)
-    watch = _Watch(own, counter)
+    watch = _FlopWatch(own, counter)
     inner = {m for module in modules for m in module.modules()}
     handles = [h for m, style in styles.items() if m in inner for h in watch.hooks(m, style)]
     try:
@@ -65,7 +65,7 @@ def measure(
     return watch.cost(), given
 
 
-class _Watch:
+class _FlopWatch:
     """Follows sharded and whole values through one forward."""
 
     def __init__(self, parameters: set[int], counter: FlopCounterMode) -> None:

@@ -30,7 +30,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """A plan applied to the ranks of a run and the layers of a module.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout:
     bounds: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, plan: ClusterPlan, *, num_layers: int, repeated: range, nodes: Sequence[str | None]) -> Layout:
+    def of(cls, plan: ClusterPlan, *, num_layers: int, repeated: range, nodes: Sequence[str | None]) -> RankLayout:
         """Applies a plan.
 
         Args:

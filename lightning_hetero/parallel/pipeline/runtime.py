@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.parallel.pipeline.layers import Layers
-from lightning_hetero.parallel.pipeline.layout import Layout
+from lightning_hetero.parallel.pipeline.layout import RankLayout
 from lightning_hetero.parallel.pipeline.module import run_layers
 from lightning_hetero.parallel.pipeline.sums import Sums, joined, num_samples, split
 from lightning_hetero.parallel.pipeline.synchronise import Groups, Synchronisation, broadcast, local
@@ -64,7 +64,7 @@ class Pipelines:
     def __init__(
         self,
         layers: Layers,
-        layout: Layout,
+        layout: RankLayout,
         *,
         rank: int,
         device: torch.device,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.parallel.pipeline.layers import Layers
-from lightning_hetero.parallel.pipeline.layout import Layout
+from lightning_hetero.parallel.pipeline.layout import RankLayout
 
 
 class Groups:
@@ -21,7 +21,7 @@ class Groups:
     All ranks make all groups in one order, as ``new_group`` requires.
     """
 
-    def __init__(self, layout: Layout, layers: Layers, timeout: timedelta | None) -> None:
+    def __init__(self, layout: RankLayout, layers: Layers, timeout: timedelta | None) -> None:
         self._made: dict[tuple[int, ...], Any] = {}
         wanted = [layout.pipeline(j, k) for k in range(layout.num_shards) for j in range(layout.num_groups)]
         wanted += [layout.owners(segment.start, k) for k in range(layout.num_shards) for segment in layout.segments]
@@ -48,13 +48,13 @@ def broadcast(layers: Layers, device: torch.device) -> None:
         tensor.copy_(staged)
 
 
-def tied_ranks(layout: Layout, users: Sequence[int], shard: int) -> tuple[int, ...]:
+def tied_ranks(layout: RankLayout, users: Sequence[int], shard: int) -> tuple[int, ...]:
     """The owners of a parameter that several layers use."""
     return tuple(sorted({rank for layer in users for rank in layout.owners(layer, shard)}))
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _OwnedParameters:
     """Parameters with the same owners."""
 
     names: tuple[str, ...]
@@ -64,9 +64,9 @@ class _Bucket:
 class Synchronisation:
     """Sums gradients over their owners in one order: the segments, then tied parameters."""
 
-    def __init__(self, layout: Layout, layers: Layers, groups: Groups, rank: int) -> None:
+    def __init__(self, layout: RankLayout, layers: Layers, groups: Groups, rank: int) -> None:
         self.layers, self._groups = layers, groups
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_OwnedParameters] = []
         slot = layout.slots[rank]
         if slot is None:
             return
@@ -74,10 +74,10 @@ class Synchronisation:
         for segment in layout.segments:
             if segment.start in own:
                 names = dict.fromkeys(n for i in segment for n in layers.parameters(i) if n not in layers.tied)
-                self._buckets.append(_Bucket(tuple(names), layout.owners(segment.start, slot.shard)))
+                self._buckets.append(_OwnedParameters(tuple(names), layout.owners(segment.start, slot.shard)))
         for name, users in layers.tied.items():
             if any(layer in own for layer in users):
-                self._buckets.append(_Bucket((name,), tied_ranks(layout, users, slot.shard)))
+                self._buckets.append(_OwnedParameters((name,), tied_ranks(layout, users, slot.shard)))
 
     def names(self) -> list[str]:
         """This rank's parameters."""

@@ -5,7 +5,7 @@ Source: "Diving into 3D Parallelism with Heterogeneous Spot Instance GPUs: Desig
 package are that paper's. Imports no torch.
 """
 
-from lightning_hetero.parallel.planner.clusters import PAPER_CLUSTERS, cluster, load_cluster
+from lightning_hetero.parallel.planner.known_clusters import PAPER_CLUSTERS, cluster, load_cluster
 from lightning_hetero.parallel.planner.search import PLANNERS, plan
 
 __all__ = ["PAPER_CLUSTERS", "PLANNERS", "cluster", "load_cluster", "plan"]

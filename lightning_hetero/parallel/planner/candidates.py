@@ -17,9 +17,8 @@ from lightning_hetero.ir.cluster import Cluster
 from lightning_hetero.ir.cluster_plan import ClusterPlan, GroupPlan, StagePlan
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.parallel.planner.balancing import Rows, balance, balance_runs, runs_s, share_out
-from lightning_hetero.parallel.planner.clusters import Kind, check_devices, kinds
 from lightning_hetero.parallel.planner.equations import (
-    Place,
+    StagePlace,
     Workload,
     besides_s,
     layers_s,
@@ -28,6 +27,7 @@ from lightning_hetero.parallel.planner.equations import (
     stage_bytes,
 )
 from lightning_hetero.parallel.planner.grouping import Counts
+from lightning_hetero.parallel.planner.known_clusters import DeviceKind, check_devices, kinds
 
 Layout = tuple[tuple[int, ...], ...]  # for each group the node of each stage, by its index in the cluster
 
@@ -47,10 +47,10 @@ class Setting:
 
     work: Workload
     cluster: Cluster
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, DeviceKind]
     micro_batches: int
     _layers: dict[str, Rows] = field(default_factory=dict)
-    _tables: dict[tuple[str, Place, float], Rows] = field(default_factory=dict)
+    _tables: dict[tuple[str, StagePlace, float], Rows] = field(default_factory=dict)
     _cuts: dict[tuple[tuple[str, float], ...], dict[int, tuple[int, ...] | None]] = field(default_factory=dict)
 
     @property
@@ -74,11 +74,11 @@ class Setting:
         """FLOP/s of one device of each entity."""
         return sum(n * kind.flop_per_s for n, kind in zip(self.counts(), self.kinds.values(), strict=True))
 
-    def kind(self, node: int) -> Kind:
+    def kind(self, node: int) -> DeviceKind:
         """The devices of a node."""
         return self.kinds[self.cluster.nodes[node].device]
 
-    def table(self, kind: str, place: Place, link_bytes_per_s: float) -> Rows:
+    def table(self, kind: str, place: StagePlace, link_bytes_per_s: float) -> Rows:
         """Seconds of one micro-batch on a stage, by first layer and number of layers that fit."""
         key = kind, place, link_bytes_per_s
         if key not in self._tables:
@@ -100,7 +100,7 @@ class Setting:
         count = self.work.num_layers
         return (row(0),) * count if self.work.uniform else tuple(row(begin) for begin in range(count))
 
-    def _seconds(self, device: Kind, begin: int) -> tuple[float, ...]:
+    def _seconds(self, device: DeviceKind, begin: int) -> tuple[float, ...]:
         seconds = (layers_s(self.work, device, n, begin) for n in reversed(range(self.work.num_layers - begin + 1)))
         # Sums of measured runs (equation 5) may fall with one more layer; fewer layers never take
         # longer.
@@ -108,7 +108,7 @@ class Setting:
 
     def tables(self, stages: Sequence[tuple[str, float]]) -> list[Rows]:
         """:meth:`table` of every stage of a pipeline, from its kind and its link to the next."""
-        places = (Place(stage=s, depth=len(stages)) for s in range(len(stages)))
+        places = (StagePlace(stage=s, depth=len(stages)) for s in range(len(stages)))
         return [self.table(kind, place, link) for (kind, link), place in zip(stages, places, strict=True)]
 
     def cut(self, stages: Sequence[tuple[str, float]], micro_batches: int) -> tuple[int, ...] | None:
@@ -234,7 +234,7 @@ class Candidate:
                 device=self.setting.cluster.nodes[node].device,
                 layers=layers,
                 micro_batch_s=seconds,
-                memory_bytes=stage_bytes(self.setting.work, layers, Place(stage=s, depth=depth), begin),
+                memory_bytes=stage_bytes(self.setting.work, layers, StagePlace(stage=s, depth=depth), begin),
             )
             for s, (node, layers, seconds, begin) in enumerate(
                 zip(self.nodes[j], self.layers[j], self.stages_s[j], begins, strict=False)

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
-from lightning_hetero.parallel.planner.clusters import Kind
+from lightning_hetero.parallel.planner.known_clusters import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LayerPart:
     """One device's share of a layer, or of the modules before or after all layers.
 
     Attributes:
@@ -41,13 +41,13 @@ class Part:
     activation_bytes: float
     sent_bytes: float
 
-    def times(self, count: float) -> Part:
+    def times(self, count: float) -> LayerPart:
         """A multiple of the share."""
-        return Part(**{f.name: count * getattr(self, f.name) for f in fields(self)})
+        return LayerPart(**{f.name: count * getattr(self, f.name) for f in fields(self)})
 
-    def plus(self, other: Part, sign: int = 1) -> Part:
+    def plus(self, other: LayerPart, sign: int = 1) -> LayerPart:
         """The sum of both; with ``sign=-1`` the difference."""
-        return Part(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
+        return LayerPart(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,11 @@ class Workload:
     """
 
     tensor_parallel: int
-    layers: tuple[Part, ...]
-    until: tuple[Part, ...]
+    layers: tuple[LayerPart, ...]
+    until: tuple[LayerPart, ...]
     uniform: bool
-    first: Part
-    last: Part
+    first: LayerPart
+    last: LayerPart
     boundary_bytes: tuple[int, ...]
     constant_bytes: int
     tokens: int
@@ -97,7 +97,7 @@ class Workload:
         return cls(
             tensor_parallel=tensor_parallel,
             layers=layers,
-            until=tuple(accumulate(layers, Part.plus, initial=layers[0].times(0))),
+            until=tuple(accumulate(layers, LayerPart.plus, initial=layers[0].times(0))),
             uniform=len(set(layers)) == 1 and len(set(boundaries)) == 1,
             first=_part(model.blocks[:begin], model, tensor_parallel),
             last=_part(model.blocks[end:], model, tensor_parallel),
@@ -113,16 +113,16 @@ class Workload:
         return len(self.layers)
 
     @property
-    def mean(self) -> Part:
+    def mean(self) -> LayerPart:
         """The average layer."""
         return self.layers[0] if self.uniform else self.until[-1].times(1 / self.num_layers)
 
-    def run(self, begin: int, count: int) -> Part:
+    def run(self, begin: int, count: int) -> LayerPart:
         """The sum of ``count`` layers from layer ``begin`` on."""
         return self.layers[0].times(count) if self.uniform else self.until[begin + count].plus(self.until[begin], -1)
 
 
-def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_reduces: int = 0) -> Part:
+def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_reduces: int = 0) -> LayerPart:
     """One device's share of blocks; without traffic in the profile, with this many all-reduces."""
 
     def sum_of(key: str) -> float:
@@ -131,7 +131,7 @@ def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_re
     sharded = [(b, b.sharding or _as_megatron(b, all_reduces)) for b in blocks]
     trainable = sum_of("num_trainable_params")
     gradients = trainable * model.compute_itemsize
-    return Part(
+    return LayerPart(
         flop=3 * sum_of("forward_flop"),
         fixed_bytes=sum_of("num_params") * model.compute_itemsize + gradients + trainable * model.state_itemsize,
         gradient_bytes=gradients,
@@ -150,7 +150,7 @@ def _as_megatron(block: BlockProfile, all_reduces: int) -> Sharding:
     )
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """The position of a stage in its pipeline.
 
     Attributes:
@@ -177,7 +177,7 @@ class Place(NamedTuple):
         return self.stage == self.depth - 1
 
 
-def layers_s(work: Workload, kind: Kind, num_layers: int, begin: int = 0) -> float:
+def layers_s(work: Workload, kind: DeviceKind, num_layers: int, begin: int = 0) -> float:
     """Seconds of one micro-batch through some layers: measured, or from FLOP and traffic.
 
     ``T(n) = sum_k b_k T(2^k)``, ``n = sum_k b_k 2^k``; the longest measured run counts as often as
@@ -202,11 +202,11 @@ def layers_s(work: Workload, kind: Kind, num_layers: int, begin: int = 0) -> flo
     return seconds * work.run(begin, num_layers).flop / (num_layers * work.mean.flop)
 
 
-def _part_s(part: Part, kind: Kind) -> float:
+def _part_s(part: LayerPart, kind: DeviceKind) -> float:
     return part.flop / kind.flop_per_s + part.sent_bytes / kind.peer_bytes_per_s
 
 
-def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float, last: int = 0) -> float:
+def besides_s(work: Workload, kind: DeviceKind, place: StagePlace, link_bytes_per_s: float, last: int = 0) -> float:
     """The rest of t[s, j] beside :func:`layers_s`: the model's ends, and traffic to the next stage.
 
     Args:
@@ -221,7 +221,7 @@ def besides_s(work: Workload, kind: Kind, place: Place, link_bytes_per_s: float,
     return ends + handed
 
 
-def stage_bytes(work: Workload, num_layers: int, place: Place, begin: int = 0) -> int:
+def stage_bytes(work: Workload, num_layers: int, place: StagePlace, begin: int = 0) -> int:
     """Peak memory of one device of a stage: ``l_s (fixed + act in_flight_s)`` and the ends.
 
     Source: equation 4c.
@@ -235,19 +235,19 @@ def stage_bytes(work: Workload, num_layers: int, place: Place, begin: int = 0) -
     return _bytes_with(work, work.run(begin, num_layers), place)
 
 
-def _bytes_with(work: Workload, layers: Part, place: Place) -> int:
+def _bytes_with(work: Workload, layers: LayerPart, place: StagePlace) -> int:
     parts = [layers] + [work.first] * place.is_first + [work.last] * place.is_last
     fixed = sum(part.fixed_bytes for part in parts)
     saved = sum(part.activation_bytes for part in parts)
     return int(work.constant_bytes + fixed + place.in_flight * saved)
 
 
-def mean_layer_bytes(work: Workload, place: Place) -> int:
+def mean_layer_bytes(work: Workload, place: StagePlace) -> int:
     """Memory of one more layer of average size on a stage."""
     return _bytes_with(work, work.mean, place) - stage_bytes(work, 0, place)
 
 
-def most_layers(work: Workload, memory_bytes: int, place: Place, begin: int | None = None) -> int:
+def most_layers(work: Workload, memory_bytes: int, place: StagePlace, begin: int | None = None) -> int:
     """The most layers that a stage's memory holds (equation 4c); -1 if not even its ends fit.
 
     Args:

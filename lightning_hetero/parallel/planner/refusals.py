@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.parallel.planner.candidates import Setting
-from lightning_hetero.parallel.planner.equations import Place, mean_layer_bytes, most_layers, stage_bytes
+from lightning_hetero.parallel.planner.equations import StagePlace, mean_layer_bytes, most_layers, stage_bytes
 from lightning_hetero.parallel.planner.mapping import stages_of
 from lightning_hetero.units import format_bytes
 
@@ -42,8 +42,8 @@ def refuse(settings: Sequence[Setting], planner: str) -> NoReturn:
         )
     largest = max(setting.kinds.values(), key=lambda k: k.memory_bytes)
     tightest = min(setting.kinds.values(), key=lambda k: k.memory_bytes)
-    one = mean_layer_bytes(work, Place(stage=0, depth=1))
-    held = most_layers(work, largest.memory_bytes, Place(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
+    one = mean_layer_bytes(work, StagePlace(stage=0, depth=1))
+    held = most_layers(work, largest.memory_bytes, StagePlace(stage=depth, depth=depth + 2))  # a stage of a deeper pipeline
     more = f"add at least {t * -(-short // (held * one * t))} {largest.name}, " if held > 0 else ""
     if depth == work.num_layers:
         more = "tensor parallelism in larger nodes (a pipeline has no more stages than layers), "
@@ -67,10 +67,10 @@ def _missing(setting: Setting, depth: int) -> int:
     work, t = setting.work, setting.tensor_parallel
     kinds = list(setting.kinds.values())
     kind_of = sorted(stages_of(setting.counts()), key=lambda k: kinds[k].memory_bytes, reverse=True)[:depth]
-    one = mean_layer_bytes(work, Place(stage=0, depth=1))
+    one = mean_layer_bytes(work, StagePlace(stage=0, depth=1))
     room = 0
     for s, kind in enumerate(kind_of):
-        place = Place(stage=s, depth=len(kind_of))
+        place = StagePlace(stage=s, depth=len(kind_of))
         lacking = stage_bytes(work, 0, place) - kinds[kind].memory_bytes
         held = most_layers(work, kinds[kind].memory_bytes, place)
         room += held if held >= 0 else -(-lacking // max(one, 1)) * -1

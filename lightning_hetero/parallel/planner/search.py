@@ -13,7 +13,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.cluster import Cluster
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.parallel.planner import baselines
+from lightning_hetero.parallel.planner import cluster_baselines
 from lightning_hetero.parallel.planner.candidates import (
     Candidate,
     Setting,
@@ -75,7 +75,7 @@ def asymmetric(setting: Setting) -> Iterator[Candidate]:
     """
     for groups in (*_groupings(setting), *_direct(setting)):
         yield from _candidates("asymmetric", setting, groups)
-    for symmetric in (baselines.megatron, baselines.whale, baselines.balanced):
+    for symmetric in (cluster_baselines.megatron, cluster_baselines.whale, cluster_baselines.balanced):
         yield from symmetric(setting)
 
 
@@ -93,9 +93,9 @@ def autohet(setting: Setting) -> Iterator[Candidate]:
 PLANNERS: dict[str, Callable[[Setting], Iterator[Candidate]]] = {
     "asymmetric": asymmetric,
     "autohet": autohet,
-    "balanced": baselines.balanced,
-    "whale": baselines.whale,
-    "megatron": baselines.megatron,
+    "balanced": cluster_baselines.balanced,
+    "whale": cluster_baselines.whale,
+    "megatron": cluster_baselines.megatron,
 }
 
 

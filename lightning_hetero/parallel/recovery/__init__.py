@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_hetero.parallel.recovery.checkpoints import Loaded, TieredCheckpoints
 from lightning_hetero.parallel.recovery.layer_map import LayerMap, StoredFile
-from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.parallel.recovery.tiered_checkpoints import Loaded, TieredCheckpoints
+from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 
-__all__ = ["LayerMap", "Loaded", "StoredFile", "Tier", "TieredCheckpoints"]
+__all__ = ["CheckpointTier", "LayerMap", "Loaded", "StoredFile", "TieredCheckpoints"]

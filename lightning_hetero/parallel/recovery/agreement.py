@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.parallel.recovery.layer_map import MAP, METADATA, LayerMap, is_save
-from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundSave:
     layer_map: bytes
     metadata: bytes
 
 
-def maps_in(tier: Tier) -> dict[str, LayerMap]:
+def maps_in(tier: CheckpointTier) -> dict[str, LayerMap]:
     """The published saves of a tier by name.
 
     A save with a damaged map is left out, with a warning.
@@ -56,7 +56,13 @@ def maps_in(tier: Tier) -> dict[str, LayerMap]:
 
 
 def agree(
-    local: Sequence[Tier], remotes: Sequence[str], *, path: str | None, rank: int, gather: Gather, make: Callable[[str], Tier]
+    local: Sequence[CheckpointTier],
+    remotes: Sequence[str],
+    *,
+    path: str | None,
+    rank: int,
+    gather: Gather,
+    make: Callable[[str], CheckpointTier],
 ) -> Agreed | None:
     """Finds the newest complete save; all ranks call it and find the same.
 
@@ -99,12 +105,12 @@ def agree(
     return None
 
 
-def _offer(save: str, layer_map: LayerMap, tiers: Sequence[Tier]) -> _Found | None:
+def _offer(save: str, layer_map: LayerMap, tiers: Sequence[CheckpointTier]) -> _FoundSave | None:
     for tier in tiers:
         try:
             content = tier.read(f"{save}/{METADATA}")
             if zlib.crc32(content) == layer_map.metadata_crc32:
-                return _Found(layer_map.encode(), content)
+                return _FoundSave(layer_map.encode(), content)
         except OSError:
             continue
     return None

@@ -23,13 +23,13 @@ class Want:
 
 
 @dataclass(slots=True)
-class Schedule:
+class TransferOrder:
     """Transfers as (from, to, file, pieces), in one order for all ranks."""
 
     transfers: list[tuple[int, int, str, tuple[int, ...]]] = field(default_factory=list)
 
 
-def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence[int]], layer_map: LayerMap) -> Schedule:
+def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence[int]], layer_map: LayerMap) -> TransferOrder:
     """The next transfers: for each want the least loaded holder that was not asked before.
 
     Args:
@@ -38,7 +38,7 @@ def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence
         layer_map: The save's.
     """
     loads: dict[int, int] = defaultdict(int)
-    plan = Schedule()
+    plan = TransferOrder()
     for rank, of_rank in enumerate(wants):
         for name, want in sorted(of_rank.items()):
             open_to = [h for h in holders.get(name, ()) if h != rank and h not in want.asked]
@@ -49,7 +49,7 @@ def schedule(wants: Sequence[Mapping[str, Want]], holders: Mapping[str, Sequence
     return plan
 
 
-class Peers:
+class PeerTransfers:
     """Point-to-point transfers between the ranks of a group; all ranks call all methods.
 
     Args:

@@ -19,8 +19,8 @@ from torch.futures import Future
 
 from lightning_hetero.errors import CheckpointMissingError
 from lightning_hetero.parallel.recovery.layer_map import REST, LayerMap, chunk_key, pieces_of, runs_of
-from lightning_hetero.parallel.recovery.peers import Peers, Want
-from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.parallel.recovery.peers import PeerTransfers, Want
+from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.units import MIB
 
@@ -54,9 +54,9 @@ class TieredReader(StorageReader):
         metadata: Metadata,
         layer_map: LayerMap,
         *,
-        local: Sequence[Tier],
-        remote: Tier,
-        peers: Peers | None,
+        local: Sequence[CheckpointTier],
+        remote: CheckpointTier,
+        peers: PeerTransfers | None,
         holders: Mapping[str, Sequence[int]],
         extra: Sequence[str] = (REST,),
         filled: Callable[[Tensor], object] | None = None,
@@ -182,7 +182,9 @@ class TieredReader(StorageReader):
                 missing.append(f"{name} (piece {min(pieces)}; tried {'; '.join(tried[name])})")
         return files
 
-    def _from_tier(self, tier: Tier, open_: dict[str, set[int]], files: dict[str, Tensor], tried: dict[str, list[str]]) -> None:
+    def _from_tier(
+        self, tier: CheckpointTier, open_: dict[str, set[int]], files: dict[str, Tensor], tried: dict[str, list[str]]
+    ) -> None:
         for name, pieces in open_.items():
             if not pieces:
                 continue
@@ -200,7 +202,9 @@ class TieredReader(StorageReader):
                 log.warning("%s of save %s is damaged or unreadable in %s; trying the next place.", name, self._map.save, tier)
                 tried[name].append(f"{tier}: damaged")
 
-    def _from_peers(self, peers: Peers, open_: dict[str, set[int]], files: dict[str, Tensor], tried: dict[str, list[str]]) -> None:
+    def _from_peers(
+        self, peers: PeerTransfers, open_: dict[str, set[int]], files: dict[str, Tensor], tried: dict[str, list[str]]
+    ) -> None:
         asked: dict[str, tuple[int, ...]] = defaultdict(tuple)
         while True:
             wants = {name: Want(tuple(sorted(pieces)), asked[name]) for name, pieces in open_.items() if pieces}

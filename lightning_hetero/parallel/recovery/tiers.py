@@ -27,7 +27,7 @@ _NODE = ".node"
 _Buffer = bytes | bytearray | memoryview
 
 
-class Tier:
+class CheckpointTier:
     """Reads and publishes files below one root.
 
     Args:

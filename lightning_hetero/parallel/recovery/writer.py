@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
-from lightning_hetero.parallel.recovery.tiers import Tier
+from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, contents_of
 from lightning_hetero.units import KIB, MIB
 
@@ -53,7 +53,7 @@ class _Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SaveWork:
     """The coordinator's order for a rank.
 
     Attributes:
@@ -131,12 +131,12 @@ class LayerWriter(StorageWriter):
         timer: Returns seconds since the epoch.
     """
 
-    work: Work  # this rank's, from write_data on
+    work: SaveWork  # this rank's, from write_data on
 
     def __init__(
         self,
         planner: LayerPlanner,
-        tiers: Sequence[Tier],
+        tiers: Sequence[CheckpointTier],
         *,
         path: str,
         step: int,
@@ -191,7 +191,7 @@ class LayerWriter(StorageWriter):
         return [
             dataclasses.replace(
                 plan,
-                storage_data=Work(
+                storage_data=SaveWork(
                     self._save,
                     self._order,
                     [(name, files[name][1], tuple(tiers)) for name, of_ranks in writers.items() if (tiers := of_ranks.get(rank))],
@@ -264,7 +264,7 @@ class LayerWriter(StorageWriter):
 
     # ---- afterwards ------------------------------------------------------------------------------
 
-    def upload(self, remote: Tier) -> None:
+    def upload(self, remote: CheckpointTier) -> None:
         """Writes this rank's files to the remote tier."""
         work = self.work
         items: dict[MetadataIndex, WriteItem] = {item.index: item for item in self._planner.plan.items}

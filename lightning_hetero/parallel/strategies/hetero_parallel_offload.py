@@ -62,7 +62,7 @@ _OF_REDUCER = (  # options of DDP's reducer, which is not used here
 Offload = bool | Mapping[Any, Any]
 
 
-class _Group:
+class _OtherRanks:
     """The other ranks, for the run of one of them.
 
     Args:
@@ -172,7 +172,7 @@ class HeteroParallelOffload(_Base):
             self._everywhere = self._checked(offload)
         self._in_memory = {plan: self._checked({"plan": plan}) for plan in ("resident", "host")}
         self._chosen = False
-        self._group = _Group(
+        self._group = _OtherRanks(
             self,
             bucket_bytes=int(MIB * options["bucket_cap_mb"]) if options.get("bucket_cap_mb") else BUCKET_BYTES,
             shares_buffers=options.get("broadcast_buffers") is not False,

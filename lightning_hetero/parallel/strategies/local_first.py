@@ -133,7 +133,7 @@ def class_for(lightning: Lightning) -> type[_LocalFirst]:
     return lightning.subclass(_LocalFirst, "plugins.io.TorchCheckpointIO", name="LocalFirst")
 
 
-class _Nothing(dict[str, Any]):
+class _NoCheckpoint(dict[str, Any]):
     """A checkpoint that Lightning ignores, because it is false."""
 
     def __bool__(self) -> bool:
@@ -217,7 +217,7 @@ class _EveryRank(_StrategyBase):
         if loaded is None:
             if self.is_global_zero:
                 log.info('ckpt_path="newest": there is no checkpoint yet; training starts afresh.')
-            return _Nothing({"pytorch-lightning_version": lightning_of(self).version})
+            return _NoCheckpoint({"pytorch-lightning_version": lightning_of(self).version})
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(loaded.rest), map_location="cpu", weights_only=bool(weights_only))
         if loaded.own is not None and loaded.layer_map.ranks == self._ranks:
             self._random = encoding.loads(loaded.own)

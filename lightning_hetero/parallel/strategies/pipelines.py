@@ -15,7 +15,7 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline.automatic import node_name
 from lightning_hetero.parallel.pipeline.layers import Layers
-from lightning_hetero.parallel.pipeline.layout import NODE, Layout
+from lightning_hetero.parallel.pipeline.layout import NODE, RankLayout
 from lightning_hetero.parallel.pipeline.module import StagedSteps
 from lightning_hetero.parallel.pipeline.runtime import Means, Pipelines
 from lightning_hetero.parallel.pipeline.synchronise import local
@@ -137,7 +137,7 @@ def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named
     """
     layers = Layers(module)
     repeated = layers.repeated(sum(stage.layers for stage in plan.groups[0].stages))
-    layout = Layout.of(plan, num_layers=len(layers), repeated=repeated, nodes=_nodes(strategy.world_size, named=named))
+    layout = RankLayout.of(plan, num_layers=len(layers), repeated=repeated, nodes=_nodes(strategy.world_size, named=named))
     return Pipelines(
         layers,
         layout,
@@ -151,7 +151,7 @@ def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named
 def planned_speeds(plan: ClusterPlan, world_size: int, *, named: bool) -> tuple[float, ...]:
     """The micro-batches that a plan without pipelines gives to each rank."""
     layers = range(plan.groups[0].stages[0].layers)
-    layout = Layout.of(plan, num_layers=len(layers), repeated=layers, nodes=_nodes(world_size, named=named))
+    layout = RankLayout.of(plan, num_layers=len(layers), repeated=layers, nodes=_nodes(world_size, named=named))
     return tuple(float(layout.micro_batches[slot.group]) for slot in layout.slots if slot is not None)
 
 

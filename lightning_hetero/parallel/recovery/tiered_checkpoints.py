@@ -29,10 +29,10 @@ from lightning_hetero._native.process import Owner
 from lightning_hetero.errors import CheckpointMissingError, CheckpointWriteError, ConfigError, HeteroError
 from lightning_hetero.parallel.recovery.agreement import agree, maps_in
 from lightning_hetero.parallel.recovery.layer_map import MAP, METADATA, REST, LayerMap, is_save
-from lightning_hetero.parallel.recovery.peers import Peers
+from lightning_hetero.parallel.recovery.peers import PeerTransfers
 from lightning_hetero.parallel.recovery.reader import TieredReader
-from lightning_hetero.parallel.recovery.tiers import Tier
-from lightning_hetero.parallel.recovery.writer import REMOTE, LayerPlanner, LayerWriter, Work, own_name
+from lightning_hetero.parallel.recovery.tiers import CheckpointTier
+from lightning_hetero.parallel.recovery.writer import REMOTE, LayerPlanner, LayerWriter, SaveWork, own_name
 from lightning_hetero.units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -82,11 +82,11 @@ class TieredCheckpoints:
             raise ConfigError(f"piece_bytes={piece_bytes!r}; allowed: a whole number of bytes, at least 1.")
         if memory is not None and memory == disk:
             raise ConfigError(f"memory and disk are both {str(disk)!r}; allowed: two folders, or one of them.")
-        self._local: list[Tier] = []
+        self._local: list[CheckpointTier] = []
         if memory is not None:
-            self._local.append(Tier("memory", memory, durable=False))
+            self._local.append(CheckpointTier("memory", memory, durable=False))
         if disk is not None:
-            self._local.append(Tier("disk", disk))
+            self._local.append(CheckpointTier("disk", disk))
         for tier in self._local:
             if not tier.is_local:
                 raise ConfigError(f"{tier}; allowed: a folder of this machine. Remote copies are at the paths of the checkpoints.")
@@ -96,7 +96,7 @@ class TieredCheckpoints:
         self._jobs: list[Future[None]] = []
         self._owner = Owner()  # the process with the background thread
         self._world: Any = None
-        self._peers: Peers | None = None
+        self._peers: PeerTransfers | None = None
         self._group: Any = None
         self.bytes_read: dict[str, int] = {}
 
@@ -137,14 +137,14 @@ class TieredCheckpoints:
                 undo.callback(done)
             self.wait()  # one save at a time: the next one reuses the memory of its copy
             self._connect()
-            remote = Tier(REMOTE, path)
+            remote = CheckpointTier(REMOTE, path)
             warnings.filterwarnings("ignore", _ALONE)
             # A stager for each save: torch 2.11 closes it after the first.
             staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state) if done is None else state
             self._submit(f"step {step} to {remote}", self._write, staged, remote, step, rest, own, done=done)
             undo.pop_all()
 
-    def _write(self, state: dict[str, Any], remote: Tier, step: int, rest: bytes, own: bytes) -> None:
+    def _write(self, state: dict[str, Any], remote: CheckpointTier, step: int, rest: bytes, own: bytes) -> None:
         planner = LayerPlanner()
         writer = LayerWriter(
             planner,
@@ -169,7 +169,7 @@ class TieredCheckpoints:
             if tier.name in work.leads:
                 self._retain(tier)
 
-    def _publish_locally(self, writer: LayerWriter, work: Work, layer_map: LayerMap, metadata: bytes) -> None:
+    def _publish_locally(self, writer: LayerWriter, work: SaveWork, layer_map: LayerMap, metadata: bytes) -> None:
         for name, _, tiers in work.files:
             if writer.sums[name] != layer_map.files[name].crc32:  # for example a buffer that differs between replicas
                 for tier in self._local:
@@ -192,7 +192,7 @@ class TieredCheckpoints:
         if errors:
             raise CheckpointWriteError("; ".join(errors))
 
-    def _retain(self, tier: Tier) -> None:
+    def _retain(self, tier: CheckpointTier) -> None:
         kept = sorted(maps_in(tier).values(), key=lambda m: m.order)[-self._keep :]
         names = {layer_map.save for layer_map in kept}
         for name in filter(is_save, tier.list()):
@@ -203,9 +203,9 @@ class TieredCheckpoints:
     def remove(self, path: _Path) -> None:
         """Removes a checkpoint from all tiers after the current write, unless that fails."""
         self._connect()
-        self._submit(f"the removal of {os.fspath(path)}", self._remove, Tier(REMOTE, path))
+        self._submit(f"the removal of {os.fspath(path)}", self._remove, CheckpointTier(REMOTE, path))
 
-    def _remove(self, remote: Tier) -> None:
+    def _remove(self, remote: CheckpointTier) -> None:
         url = _url(remote)
         for tier in self._local:
             for name, layer_map in maps_in(tier).items():
@@ -293,7 +293,7 @@ class TieredCheckpoints:
             self._peers.gather(None)  # another rank's writer may still remove saves in a shared folder
         warnings.filterwarnings("ignore", _ALONE)
         rank = 0 if self._peers is None else self._peers.rank
-        target = None if path is None else Tier(REMOTE, path)
+        target = None if path is None else CheckpointTier(REMOTE, path)
         remotes = [_url(target)] if target is not None else _children(folders) if rank == 0 else []
         agreed = agree(
             self._local,
@@ -301,7 +301,7 @@ class TieredCheckpoints:
             path=None if target is None else _url(target),
             rank=rank,
             gather=(lambda value: [value]) if self._peers is None else self._peers.gather,
-            make=lambda url: Tier(REMOTE, url),
+            make=lambda url: CheckpointTier(REMOTE, url),
         )
         if agreed is None:
             if not required:
@@ -319,7 +319,7 @@ class TieredCheckpoints:
             metadata,
             layer_map,
             local=self._local,
-            remote=Tier(REMOTE, layer_map.path),
+            remote=CheckpointTier(REMOTE, layer_map.path),
             peers=self._peers,
             holders=agreed.holders,
             extra=extra,
@@ -349,7 +349,7 @@ class TieredCheckpoints:
         elif world is not self._world:
             self.wait()
             self._world, self._group = world, dist.new_group(backend="gloo")
-            self._peers = Peers(self._group)
+            self._peers = PeerTransfers(self._group)
 
 
 def _places(metadata: Metadata, place: Place) -> tuple[dict[str, Any], dict[Any, Tensor]]:
@@ -369,7 +369,7 @@ def _places(metadata: Metadata, place: Place) -> tuple[dict[str, Any], dict[Any,
     return state, elsewhere
 
 
-def _url(tier: Tier) -> str:
+def _url(tier: CheckpointTier) -> str:
     url: str = tier.fs.unstrip_protocol(tier.root)
     return url.rstrip("/")
 
@@ -378,12 +378,12 @@ def _children(folders: Sequence[_Path]) -> list[str]:
     """Checkpoints that these folders may have."""
     found = []
     for folder in folders:
-        tier = Tier(REMOTE, folder)
+        tier = CheckpointTier(REMOTE, folder)
         found += [f"{_url(tier)}/{name}" for name in tier.list()]
     return found
 
 
-def _publish(remote: Tier, work: Work, layer_map: LayerMap, metadata: bytes) -> None:
+def _publish(remote: CheckpointTier, work: SaveWork, layer_map: LayerMap, metadata: bytes) -> None:
     """Completes the remote copy: its map for us, ``.metadata`` for torch's own readers."""
     if REMOTE not in work.leads:
         return

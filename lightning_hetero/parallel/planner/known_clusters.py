@@ -33,7 +33,7 @@ PAPER_CLUSTERS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """One kind of device, every figure known.
 
     Attributes:
@@ -124,7 +124,7 @@ def _yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source} is not YAML: {error}.") from error
 
 
-def kinds(cluster: Cluster) -> dict[str, Kind]:
+def kinds(cluster: Cluster) -> dict[str, DeviceKind]:
     """The kinds of devices that its nodes have, weakest first.
 
     Raises:
@@ -152,5 +152,5 @@ def kinds(cluster: Cluster) -> dict[str, Kind]:
             }
             figures |= {key: known[key] for key in missing}
         times = {t.tensor_parallel: t.seconds for t in own.layer_times} if own else {}
-        found.append(Kind(name=name, price_per_hour=own.price_per_hour if own else None, layer_times=times, **figures))
+        found.append(DeviceKind(name=name, price_per_hour=own.price_per_hour if own else None, layer_times=times, **figures))
     return {kind.name: kind for kind in sorted(found, key=lambda k: (k.flop_per_s, k.name))}
