@@ -119,9 +119,9 @@ def lightning_of(instance: object) -> Lightning:
 
 
 def module_of(strategy: Strategy) -> pl.LightningModule:
-    """The strategy's LightningModule. The Trainer connects it before it calls the strategy."""
-    module = strategy.lightning_module
-    assert module is not None, "the Trainer has connected a module"
+    """The strategy's LightningModule, which the Trainer connects before it calls the strategy."""
+    if (module := strategy.lightning_module) is None:
+        raise RuntimeError("the strategy has no module: no Trainer has connected one")
     return module
 
 
