@@ -6,7 +6,7 @@ import io
 import logging
 from contextlib import nullcontext
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,17 +43,17 @@ def make(run: OffloadRun, autoplan: Autoplan) -> PlanningCallback:
         run: The strategy's state, with a session.
         autoplan: Decides when to profile and to plan.
     """
-    made = _callback_class(lightning_of(run.strategy))
-    callback = made(run, autoplan)
-    assert isinstance(callback, PlanningCallback)
-    return callback
+    return _callback_class(lightning_of(run.strategy))(run, autoplan)
 
 
-def _callback_class(lightning: Lightning) -> Any:
-    return lightning.subclass(PlanningCallback, "callbacks.Callback", name=_NAME_OF_CLASS, home=__name__)
+def _callback_class(lightning: Lightning) -> type[PlanningCallback]:
+    made = lightning.subclass(PlanningCallback, "callbacks.Callback", name=_NAME_OF_CLASS, home=__name__)
+    if not issubclass(made, PlanningCallback):
+        raise TypeError(f"{made} does not derive from {PlanningCallback}")
+    return made
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if (lightning := public_names(_NAME_OF_CLASS).get(name)) is not None:
         return _callback_class(lightning)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -105,8 +105,9 @@ class PlanningCallback(_Base):
             return
         self._autoplan.after_step(session, seconds)
         executor = self._run.executor
-        if self._autoplan.steady and executor.plan.predicted is not None:
-            self.error.update(executor.plan, seconds, executor.heap.peak_bytes)
+        predicted = executor.plan.predicted
+        if self._autoplan.steady and predicted is not None:
+            self.error.update(predicted, seconds, executor.heap.peak_bytes)
             if trainer.loggers and trainer.global_step % vars(trainer)["log_every_n_steps"] == 0:
                 self._log(trainer)
 
@@ -134,18 +135,17 @@ class PredictionError:
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
 
-    def update(self, plan: Plan, step_s: float, peak_bytes: int) -> None:
+    def update(self, prediction: Prediction, step_s: float, peak_bytes: int) -> None:
         """Adds one step.
 
         Args:
-            plan: The plan with its prediction.
+            prediction: The plan's prediction.
             step_s: Seconds that the step took.
             peak_bytes: The process's peak under the plan so far; 0 if it is not known.
         """
-        assert plan.predicted is not None
-        pairs = {"step_time_error": (plan.predicted.iteration_s, step_s)}
+        pairs = {"step_time_error": (prediction.iteration_s, step_s)}
         if peak_bytes:
-            pairs["host_peak_error"] = (plan.predicted.host_peak_bytes, peak_bytes)
+            pairs["host_peak_error"] = (prediction.host_peak_bytes, peak_bytes)
         for name, (predicted, measured) in pairs.items():
             if name not in self._metrics:
                 from torchmetrics import MeanAbsolutePercentageError

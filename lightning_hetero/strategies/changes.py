@@ -1,17 +1,20 @@
-"""Who is trained, and how, once callbacks have changed it: optimizers' groups, frozen parameters, modes of modules.
+"""Changes by callbacks: optimizers' groups, frozen parameters, modes of modules.
 
 [Note: Changes]
-A resume makes model and optimizers as they were when training began. Callbacks that unfreeze layers in the middle of it have since
-changed them, and do not do so again: Lightning's own give optimizers their groups back, and leave the layers frozen. So a record
-says what is no longer as it was. The store is opened with the groups of its record, which say who has state in it. Then the
-optimizers have those that they were made with, as hooks that run as a fit starts have to find them; and when Lightning restores the
-optimizers, the record counts.
+A resume makes model and optimizers as they were when training began. Callbacks may have unfrozen
+layers since then, and do not do it again: Lightning's own callbacks restore the optimizers' groups,
+but leave the layers frozen. So a record carries the changes. The store is opened with the groups of
+its record, because they say which parameters have state in it. Afterwards the optimizers have their
+first groups, because hooks at the start of a fit expect them. When Lightning restores the
+optimizers, they get the groups of the record.
 
 [Note: As made]
-A record also says how model and optimizers were made: classes, options that choose another algorithm, and which parameters are
-where in which group. Step counts and options are kept by the numbers of parameters, so another order would give them to others.
-Numbers such as learning rates may differ: those of the record count, as in every resume. Schedulers need the same classes in the
-same order, since their state means nothing to others. When they step is said by the code alone, so a difference is only a warning.
+A record also says how model and optimizers were made: classes, options that choose another
+algorithm, and the parameters of each group in order. Step counts and options are kept by parameter
+numbers, so another order would give them to other parameters. Numbers such as learning rates may
+differ: those of the record count, as in every resume. Schedulers need the same classes in the same
+order, because their state fits no others. Only the code says when they step, so a difference there
+is a warning.
 """
 
 from __future__ import annotations
@@ -32,19 +35,19 @@ log = logging.getLogger(__name__)
 
 _MODES = ("training", "track_running_stats")  # the second is what a frozen batch norm has off
 
-_HOW = ("foreach", "fused")  # options that choose how a step is computed, not which
+_HOW = ("foreach", "fused")  # options that choose an implementation, not an algorithm
 _NUMBER = "a number"  # an option that is neither a flag nor a tensor
 
-Groups = list[list[list[int]]]  # of each optimizer, by the numbers of their parameters
+Groups = list[list[list[int]]]  # per optimizer and group, the numbers of the parameters
 
 
 class Changes:
-    """What is no longer as it was when a fit began.
+    """The changes since a fit began.
 
     Args:
-        module: The model, as the fit begins.
-        optimizers: Its optimizers, as they were made.
-        found: The training state that the fit goes on from.
+        module: The model as the fit begins.
+        optimizers: Its optimizers as they were made.
+        found: The training state that the fit resumes from.
         schedulers: Lightning's configurations of the learning rate schedulers.
     """
 
@@ -62,16 +65,16 @@ class Changes:
         self._made_as: dict[str, Any] = {"model": _digest(module), "optimizers": described}
         self._made_as["schedulers"] = [_scheduled(config) for config in schedulers]
         self._found = {} if found is None else found
-        self._record = self._found.get("changes")  # stores of before have none
+        self._record = self._found.get("changes")  # absent in old stores
 
     def take(self) -> dict[str, Any]:
-        """The changes so far; ``None`` where there is none.
+        """The record's entry; ``None`` for a kind without changes.
 
         Raises:
-            ConfigError: An optimizer has got parameters that the model has not.
+            ConfigError: An optimizer has parameters that the model lacks.
         """
         changes: dict[str, Any] = {"groups": None, "frozen": None, "modes": {}, "made": self._made_as}
-        if self._ids() != self._made:  # most of the time nothing has changed, and this is done in every step
+        if self._ids() != self._made:  # quick, because every step comes here
             groups = self._groups_now()
             if any(-1 in group for of_one in groups for group in of_one):
                 raise ConfigError("An optimizer has got parameters that were not the model's when the fit began.")
@@ -84,12 +87,14 @@ class Changes:
         return changes
 
     def check(self) -> None:
-        """Refuses other optimizers or schedulers than training began with. Another model is refused as its store is opened.
+        """Refuses other optimizers or schedulers than training began with.
+
+        Opening the store refuses another model.
 
         Raises:
             ConfigError: Names the first difference.
         """
-        made = None if self._record is None else self._record.get("made")  # stores of before have none
+        made = None if self._record is None else self._record.get("made")  # absent in old stores
         if made is None or made["model"] != self._made_as["model"]:
             return
         ours, theirs = self._made_as["optimizers"], made["optimizers"]
@@ -98,7 +103,7 @@ class Changes:
         for mine, kept in zip(ours, theirs, strict=True):
             if difference := self._difference(mine, kept):
                 raise ConfigError(f"{difference}. Resume with the optimizer that training began with.")
-        if (schedulers := made.get("schedulers")) is not None:  # stores of before have none
+        if (schedulers := made.get("schedulers")) is not None:  # absent in old stores
             self._check_schedulers(schedulers)
 
     def _check_schedulers(self, kept: list[dict[str, Any]]) -> None:
@@ -129,7 +134,7 @@ class Changes:
                 if ours != other:
                     return f"{name} has {key}={ours} in group {number}, the store's optimizer {key}={other}"
         if len(self._optimizers) > 1 and set().union(*mine["params"]) != set().union(*kept["params"]):
-            return ""  # they have exchanged parameters; as the store is opened it names which
+            return ""  # they have exchanged parameters; opening the store names which
         names = {number: name for number, (name, _) in enumerate(self._modules[""].named_parameters())}
         for number, (params, theirs) in enumerate(zip(mine["params"], kept["params"], strict=True)):
             for place, (ours, other) in enumerate(zip(params, theirs, strict=True)):
@@ -144,7 +149,7 @@ class Changes:
         """Freezes and unfreezes parameters, and sets modes of modules, as the record says.
 
         Raises:
-            ConfigError: It is of another model.
+            ConfigError: The record is of another model.
         """
         if self._record is None:
             return
@@ -165,7 +170,7 @@ class Changes:
         """In the context the optimizers have the groups of the record.
 
         Raises:
-            ConfigError: They were made with other ones than the store's.
+            ConfigError: They were made with other groups than the store's.
         """
         made = [optimizer.param_groups for optimizer in self._optimizers]
         self._regroup()
@@ -177,10 +182,11 @@ class Changes:
                     optimizer.param_groups = groups
 
     def restore(self) -> None:
-        """From now on model and optimizers are what the record says, whatever hooks have done since they were made.
+        """Sets model and optimizers to the record, whatever hooks have done since.
 
         Raises:
-            ConfigError: Hooks have given an optimizer parameters that it had not when the step was kept.
+            ConfigError: Hooks have given an optimizer parameters that it lacked when the step was
+                kept.
         """
         self.to_model()
         wanted = self._wanted()
@@ -226,7 +232,7 @@ class Changes:
 
 
 def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
-    """What makes an optimizer another one."""
+    """The properties in which optimizers must agree."""
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
     options = []
@@ -238,7 +244,7 @@ def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
 
 
 def _scheduled(config: Any) -> dict[str, Any]:
-    """What makes a scheduler another one, and when Lightning steps it."""
+    """The properties in which schedulers must agree, and when Lightning steps it."""
     said = {"interval": str(config.interval), "frequency": int(config.frequency), "monitor": config.monitor}
     return {"name": _scheduler_name(config.scheduler), **said}
 
@@ -250,7 +256,7 @@ def _scheduler_name(scheduler: Any) -> str:
 
 
 def _digest(module: nn.Module) -> str:
-    """A name for a model's parameters, as they are made."""
+    """A digest of a model's parameters as they were made."""
     rows = [(name, list(param.shape), param.requires_grad) for name, param in module.named_parameters()]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint IO, streaming once weights or state live on disk."""
+"""Lightning's checkpoint IO, streaming tensor by tensor while weights or state are on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     _Base = object  # the namespace's class comes second among the bases
 
-_TORCH_WRITES = "PytorchStreamWriter"  # in what torch.save raises where it cannot write
+_TORCH_WRITES = "PytorchStreamWriter"  # in torch.save's error if it cannot write
 
 
 def make(name: str) -> Any:
@@ -25,7 +25,10 @@ def make(name: str) -> Any:
 
 
 def instead(given: CheckpointIO, lightning: Lightning) -> CheckpointIO:
-    """A streaming checkpoint IO in the place of Lightning's default, also of one that another wraps; others stay."""
+    """Replaces Lightning's default checkpoint IO by a streaming one, also inside a wrapper.
+
+    Others stay.
+    """
     plain = lightning.module("plugins.io").TorchCheckpointIO
     if type(given) is plain:
         streaming_io: CheckpointIO = make(lightning.name)
@@ -37,10 +40,10 @@ def instead(given: CheckpointIO, lightning: Lightning) -> CheckpointIO:
 
 
 def check_file(path: Any) -> None:
-    """Refuses a directory of this machine, which is no checkpoint file.
+    """Refuses a local directory, which is not a checkpoint file.
 
     Raises:
-        ConfigError: It says what lies there.
+        ConfigError: It says what the directory holds.
     """
     place = Place.of(path).local if isinstance(path, str | os.PathLike) else None
     if place is None or not place.is_dir():
@@ -58,7 +61,10 @@ def check_file(path: Any) -> None:
 
 
 class _HeteroCheckpointIO(_Base):
-    """Writes ordinary ``torch.save`` files; with ``streams`` neither saving nor loading holds more than one offloaded tensor."""
+    """Writes ordinary ``torch.save`` files.
+
+    With ``streams`` at most one offloaded tensor is in memory.
+    """
 
     streams = False
 
@@ -80,7 +86,7 @@ class _HeteroCheckpointIO(_Base):
         check_file(path)
         if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
-        # Lightning's default is a function that leaves tensors on the CPU, with which torch loads no subclasses of tensors.
+        # With Lightning's default, a function, torch cannot load tensor subclasses.
         where: Any = "cpu" if map_location is None else map_location
         return super().load_checkpoint(path, where, weights_only=weights_only)
 

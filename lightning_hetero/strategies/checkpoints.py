@@ -1,4 +1,4 @@
-"""Checkpoints of a model that may not be in memory: written and read tensor by tensor, or linked to the store."""
+"""Checkpoints of a model beyond memory: written tensor by tensor, or linked to the store."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ PathLike = str | Path
 
 
 class Checkpoints:
-    """What a strategy that offloads saves and loads, around Lightning's own methods.
+    """Saves and loads for a strategy that offloads, around Lightning's own methods.
 
-    A method's argument ``plain`` is the method of Lightning's strategy that it stands around.
+    A method's argument ``plain`` is the method of Lightning's strategy that it wraps.
 
     Args:
-        run: The strategy's state.
+        run: The strategy's run.
 
     Attributes:
-        resumed: The training state of the store that ``ckpt_path`` is, from its loading until training starts.
-        opened: The files of a store whose weights are evaluated, until these are loaded.
-        tunes: One of Lightning's tuners tries steps, and takes them back.
+        resumed: The training state of the store at ``ckpt_path``, from its loading until training
+            starts.
+        opened: The files of a store that is evaluated, until its weights are loaded.
+        tunes: One of Lightning's tuners tries steps, and undoes them.
     """
 
     def __init__(self, run: OffloadRun) -> None:
@@ -62,13 +63,14 @@ class Checkpoints:
         self.opened = ExitStack()
         self.tunes = False
         self._waiting: tuple[Mapping[str, Mapping[str, object]], bool] | None = None  # weights to load once there is a session
-        # Checkpoints by links that are made, or removed, when the batch has ended: path, action, whether it saves.
+        # Linked checkpoints to make or remove when the batch has ended: path, action, whether it
+        # saves.
         self._links: list[tuple[Path, Callable[[], object], bool]] = []
 
-    # ---- files ------------------------------------------------------------------------------------------------------------
+    # ---- files -------------------------------------------------------------------------------
 
     def io(self, given: CheckpointIO) -> CheckpointIO:
-        """The checkpoint IO that the strategy uses: a streaming one in the place of Lightning's default, else the user's."""
+        """The checkpoint IO: a streaming one instead of Lightning's default, or the user's."""
         lightning = lightning_of(self._run.strategy)
         used = checkpoint_io.instead(given, lightning)
         ours = getattr(used, "checkpoint_io", used)
@@ -81,7 +83,7 @@ class Checkpoints:
         """The user has given the strategy a checkpoint IO.
 
         Raises:
-            ConfigError: It saves on all ranks, and checkpoints are to be links.
+            ConfigError: It saves on all ranks, but checkpoints are links.
         """
         if (attach := getattr(io, "attach", None)) is not None:
             if self._run.choices.link_checkpoints:
@@ -96,7 +98,7 @@ class Checkpoints:
         return self._run.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
 
     def landing(self) -> Landing:
-        """Where a checkpoint is loaded to, or a model built, so that it need not fit memory."""
+        """Where a checkpoint is loaded, or a model built, that may not fit memory."""
         run = self._run
         if run.session is not None:
             return Landing(run.session.disk_root())
@@ -104,12 +106,12 @@ class Checkpoints:
         wanted = (run.options.disk_path or (Path.cwd() if trainer is None else local_root(trainer))).expanduser().absolute()
         return Landing(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
 
-    # ---- saving -----------------------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------
 
     def save(self, plain: Callable[[], None], path: PathLike) -> None:
-        """Writes a checkpoint file; with ``link_checkpoints``, where steps are kept, links the store's last step instead.
+        """Writes a checkpoint file, or with ``link_checkpoints`` links to the store's last step.
 
-        Within a batch that ends in a step the links are made when its last hook has run.
+        In a batch that ends in a step, the links are made after its last hook.
         """
         run = self._run
         self.tunes = begins_tuning = _is_of_tuner(path)
@@ -125,14 +127,14 @@ class Checkpoints:
             self._run.session.snapshot(path, [gone for gone, _, saves in self._links if not saves])
 
     def remove(self, plain: Callable[[PathLike], None], path: PathLike) -> None:
-        """Removes a checkpoint: after those that were saved in the same batch, so that one is there whenever the process dies."""
+        """Removes a checkpoint, after those of the same batch are saved: one exists at any time."""
         if self._run.choices.link_checkpoints:
             self._link_later(partial(self._remove, plain, path), Path(path), saves=False)
         else:
             self._remove(plain, path)
 
     def _remove(self, plain: Callable[[PathLike], None], path: PathLike) -> None:
-        if os.path.islink(path):  # of save_last="link": what it names is removed by its own name
+        if os.path.islink(path):  # of save_last="link": its target is removed by its own name
             os.unlink(path)
         else:
             plain(path)
@@ -145,13 +147,13 @@ class Checkpoints:
             action()
 
     def make_links(self) -> None:
-        """The batch is over and its step is kept: checkpoints that were asked for in it are made and removed, in that order."""
+        """The batch's step is kept: makes and removes the checkpoints of this batch."""
         while self._links:
             self._links[0][1]()
             del self._links[0]
 
     def drop_links(self) -> None:
-        """The fit is over: checkpoints of a batch that did not end are not made, and none is removed for them."""
+        """The fit is over: drops an unfinished batch's checkpoints, and keeps the older ones."""
         missing = [str(path) for path, _, saves in self._links if saves]
         self._links = []
         for path in missing:
@@ -160,10 +162,13 @@ class Checkpoints:
                 "store, which has the last step that was kept.", path,
             )  # fmt: skip
 
-    # ---- loading ----------------------------------------------------------------------------------------------------------
+    # ---- loading -----------------------------------------------------------------------------
 
     def load(self, plain: Callable[[], State], path: PathLike) -> State:
-        """A checkpoint file, or a store: a fit goes on in it, and its setup takes over what is there; else its weights are read."""
+        """Loads a checkpoint file or a store.
+
+        A fit continues in the store; an evaluation reads its weights.
+        """
         self.resumed = None
         self.opened.close()
         self.tunes &= not _is_of_tuner(path)
@@ -174,7 +179,7 @@ class Checkpoints:
         if not lightning_of(module.trainer).is_fit(module.trainer):
             return read_for_evaluation(store, module, precision, self.opened)
         own = check_use(store, own).absolute()
-        run.drop_session()  # a parked model's: the store's weights count now, and nobody else may have it open
+        run.drop_session()  # that of a model left on disk: the store must not be open twice
         if not own.exists() or not store.samefile(own):
             store = self._brought(store, own)
         elif run.options.new_run:
@@ -194,9 +199,9 @@ class Checkpoints:
         return state
 
     def _brought(self, path: Path, own: Path) -> Path:
-        """The run's own store, made of another one's last step; or as it is, where an earlier run has made it of that very step."""
+        """Copies another store's last step to the run's own, unless an earlier run has done so."""
         kept = last_kept(path)
-        self._state_of(kept)  # what cannot be gone on from is refused while nothing has changed
+        self._state_of(kept)  # refuses an unusable store before anything changes
         new_run = self._run.options.new_run
         if not new_run and comes_from(own, kept):
             log.warning(
@@ -209,7 +214,10 @@ class Checkpoints:
         return own
 
     def load_weights(self, plain: Callable[..., None], checkpoint: Mapping[str, Mapping[str, object]], *, strict: bool) -> None:
-        """Writes weights to where they live; :meth:`load_waiting` does it for a model on the meta device or in a file."""
+        """Writes weights to their tiers.
+
+        :meth:`load_waiting` does it for a model on the meta device or in a file.
+        """
         if self.resumed is not None:
             return
         session, built = self._run.session, self._run.built
@@ -226,19 +234,19 @@ class Checkpoints:
         self.opened.close()
 
     def load_waiting(self) -> None:
-        """The model has been placed: weights that were loaded before go to where they live."""
+        """The model has been placed: writes weights that were loaded before."""
         if self._waiting is not None:
             (checkpoint, strict), self._waiting = self._waiting, None
             self._run.strategy.load_model_state_dict(checkpoint, strict)
 
     def load_optimizers(self, states: list[State]) -> None:
-        """State goes to the tier that the plan chose; nothing is moved to a device."""
+        """Writes optimizer state to the tiers that the plan chose, not to a device."""
         run = self._run
-        training = run.training
-        if self.resumed is not None and run.session is not None and training is not None and training.state is not None:
-            training.state.changes.restore()
-            for binding, books in zip(run.session.bindings, states, strict=True):
-                binding.take_over(books)
+        kept = None if run.training is None else run.training.state
+        if self.resumed is not None and run.session is not None and kept is not None:
+            kept.changes.restore()
+            for binding, one in zip(run.session.bindings, states, strict=True):
+                binding.take_over(one)
             return
         for optimizer, state in zip(run.strategy.optimizers, states, strict=False):
             optimizer.load_state_dict(state)
@@ -254,10 +262,10 @@ class Checkpoints:
 
 
 def _is_of_tuner(path: PathLike) -> bool:
-    """Whether Lightning's tuners save to the path before they try steps, and load from it when they take these back."""
+    """Whether Lightning's tuners write the path, to undo the steps that they try."""
     return os.path.basename(str(path)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def local_root(trainer: pl.Trainer) -> Path:
-    """Where a Trainer's files go on this machine; a remote root holds checkpoints, not this process's scratch files."""
+    """Where a Trainer's local files go. A remote root holds checkpoints, but not scratch files."""
     return Path.cwd() if "://" in str(trainer.default_root_dir) else Path(trainer.default_root_dir)

@@ -1,4 +1,7 @@
-"""What the strategy's options may be, and which plan ``plan`` stands for."""
+"""Checks of the strategy's options.
+
+A wrong value raises a ConfigError that says what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,19 @@ _AUTO = "holistic"  # the planner behind plan="auto"
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
-    """The planner that ``plan`` names, if it names one: plans that need no profile are none."""
+    """The planner that ``plan`` names, if it names one.
+
+    Built-in plans need no profile and no planner.
+    """
     name = _AUTO if plan == "auto" else plan
     return name if isinstance(name, str) and name in PLANNERS and name not in BUILTIN_PLANS else None
 
 
 def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]:
-    """What makes the plan once the model is known.
+    """A function that makes the plan for a model.
 
     Raises:
-        ConfigError: Not a plan's name, and not a readable plan file.
+        ConfigError: It is neither the name of a plan nor a readable plan file.
     """
     if isinstance(plan, Plan):
         return partial(_given, plan)
@@ -53,21 +59,21 @@ def _given(plan: Plan, model: ModelShape) -> Plan:
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    """The value of an option, if it is allowed; else a ConfigError says what is."""
+    """Checks a name."""
     if value not in allowed:
         raise ConfigError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}.{did_you_mean(value, allowed)}")
     return value
 
 
 def count(name: str, value: int, *, most: int = 1024) -> int:
-    """The same for a number of threads, or of something else."""
+    """Checks a number of at least one."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ConfigError(f"{name}={value!r}; allowed: an integer from 1 to {most}.")
     return value
 
 
 def steps(name: str, value: int) -> int:
-    """The same for a number of steps."""
+    """Checks a number of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(
             f"{name}={value!r}; allowed: a number of steps. To check digests of what is read, pass verify_digests=True."
@@ -76,14 +82,14 @@ def steps(name: str, value: int) -> int:
 
 
 def flag(name: str, value: bool) -> bool:
-    """The same for what is on or off: as text, ``"no"`` would be on."""
+    """Checks a switch. The text ``"no"`` would be on."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}; allowed: True or False.")
     return value
 
 
 def emulated(device: EmulatedDevice | None) -> EmulatedDevice | None:
-    """The same for the device that is none."""
+    """Checks an emulated device."""
     if device is not None and not isinstance(device, EmulatedDevice):
         raise ConfigError(
             f"device={device!r}; allowed: an EmulatedDevice, or None. On which device training computes is the Trainer's choice, "
@@ -93,11 +99,7 @@ def emulated(device: EmulatedDevice | None) -> EmulatedDevice | None:
 
 
 def check_device_memory(options: SessionOptions) -> None:
-    """Refuses a budget that an emulated device has not: no plan could use it.
-
-    Raises:
-        ConfigError: It says how much there is.
-    """
+    """Refuses a budget that is larger than an emulated device: no plan could use it."""
     asked, device = options.device_memory, options.device
     if asked is not None and device is not None and asked > device.memory_bytes:
         raise ConfigError(
@@ -107,7 +109,7 @@ def check_device_memory(options: SessionOptions) -> None:
 
 
 def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
-    """The same for a directory on this machine."""
+    """Checks a directory on this machine."""
     if value is None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
@@ -118,7 +120,7 @@ def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
 
 
 def sources(value: Weights | None) -> Weights | None:
-    """The same for ``weights``."""
+    """Checks ``weights``."""
     paths: Iterable[object] = value.values() if isinstance(value, Mapping) else () if value is None else (value,)
     if not all(isinstance(path, str | os.PathLike) for path in paths):
         raise ConfigError(
@@ -129,11 +131,7 @@ def sources(value: Weights | None) -> Weights | None:
 
 
 def check_planning(plan: object, *, hardware_profile: object, replan_drift: float | None) -> None:
-    """Refuses options of planners where the plan is given: nothing would read them.
-
-    Raises:
-        ConfigError: It says which.
-    """
+    """Refuses options of planners if the plan is given: nothing would read them."""
     given = {"hardware_profile": (hardware_profile, None), "replan_drift": (replan_drift, REPLAN_DRIFT)}
     for name, (value, default) in given.items():
         if value is not None and value != default:
@@ -144,11 +142,7 @@ def check_planning(plan: object, *, hardware_profile: object, replan_drift: floa
 
 
 def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
-    """Refuses options of stores where there is none, and links to a step that may not be kept.
-
-    Raises:
-        ConfigError: It says which.
-    """
+    """Refuses options of stores without a store, and links to a step that may not be kept."""
     if options.new_run and options.disk_path is None:
         raise ConfigError(
             "new_run=True renames the store of an earlier run at disk_path, and there is no disk_path. Pass a disk_path, or leave "
@@ -174,7 +168,7 @@ def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
 
 
 def drift(value: float | None) -> float | None:
-    """The same for a relative difference."""
+    """Checks a relative change."""
     if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
         raise ConfigError(f"replan_drift={value!r}; allowed: a number above 0, or None.")
     return value

@@ -1,8 +1,9 @@
-"""What the package says while it trains reaches the screen as Lightning's own lines do.
+"""Shows the package's log lines on the screen in the same way as Lightning's own.
 
-Lightning gives its logger the level INFO and, where the process has not configured logging, a handler that writes to the standard
-error stream; and it says INFO on rank zero only. The logger ``lightning_hetero`` follows: its level is Lightning's on rank zero,
-and at least WARNING elsewhere. For each record its handler asks whether another handler gets it, so no line is shown twice,
+Lightning gives its logger the level INFO. If the process has not configured logging, it adds a
+handler that writes to standard error, and it logs INFO on rank zero only. The logger
+``lightning_hetero`` follows: its level is Lightning's on rank zero, and at least WARNING on other
+ranks. Its handler checks for each record whether another handler gets it, so no line appears twice,
 whenever the process configures logging.
 """
 
@@ -15,22 +16,19 @@ from typing import TextIO
 from lightning_hetero.strategies.namespaces import Lightning
 
 _NAME = "lightning_hetero"
-_level = logging.NOTSET  # what the logger has got here
+_level = logging.NOTSET  # the level that `speak` has set
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes a record to the standard error stream of the moment, unless another handler gets it."""
+    """Writes a record to the present standard error stream, unless another handler gets it."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # there is no stream to keep: it may be replaced, as notebooks do
+        super().__init__(sys.stderr)
         self.setFormatter(logging.Formatter("lightning-hetero: %(message)s"))
 
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes the record, if nobody else does."""
+        """Writes the record, if no other handler does."""
+        self.stream = sys.stderr  # notebooks replace it
         ours = logging.getLogger(_NAME)
         others = [*ours.handlers, *(logging.getLogger().handlers if ours.propagate else ())]
         if not any(handler is not self for handler in others):
@@ -38,12 +36,14 @@ class _Console(logging.StreamHandler[TextIO]):
 
 
 def speak(lightning: Lightning) -> None:
-    """Lets this process's lines be seen as those of a Lightning are; called once its rank is known.
+    """Sets up the package's logger like that of a Lightning namespace.
 
-    A level that the user has given the logger ``lightning_hetero`` stays.
+    Called once the rank is known.
+
+    If the user has given the logger ``lightning_hetero`` a level, it stays.
 
     Args:
-        lightning: The Lightning whose Trainer runs.
+        lightning: The namespace whose Trainer runs.
     """
     global _level
     logger = logging.getLogger(_NAME)

@@ -1,19 +1,22 @@
-"""How training data is iterated: what a commit record says of it, and how a resume brings it to the same place.
+"""The position in the training data: what a commit record says of it, and how a resume restores it.
 
 [Note: Data]
-A dataloader with ``state_dict`` is asked for it. Any other is replayed: a resume makes its iterator again, and draws, and drops,
-the batches that this iterator had given. That gives the same batches if whatever chooses them is as it was:
+A record has the ``state_dict`` of a dataloader that offers one. Any other dataloader is replayed: a
+resume makes its iterator again, draws the batches that it had given, and drops them. They are the
+same batches if everything that chooses them is the same:
 
-* The iterator is made as it was made. Persistent workers are started once, and draw a base seed then; in later epochs their
-  iterator is reset, and draws none. A record has the moment at which they were started beside the one at which the epoch began.
-* Wherever batches are chosen with the global random numbers, which training draws from too, these are set to what they were: as
-  the iterator is made, as a sampler draws its seed with the first batch, as a short dataloader begins again beside a long one.
-  These are the record's *moments*. More of them than ``_MOMENTS`` are not kept, and a warning says so.
-* What the data remembers is set back to what it was before the iterator was made; see [Note: Memories].
+* The iterator is made in the same way. Persistent workers are started once, and draw a base seed
+  then. In later epochs their iterator is reset and draws none. So a record says at which moment
+  they were started, and at which the epoch began.
+* The global random generators, which training also draws from, are set back wherever they choose
+  batches: when the iterator is made, when a sampler draws its seed with the first batch, when a
+  short dataloader begins again beside a long one. These are the record's *moments*. At most
+  ``_MOMENTS`` are kept; beyond, a warning says so.
+* The state of samplers and datasets is set back; see [Note: State of loaders].
 
-What is counted are batches that the iterator has given, which Lightning's progress does not say: an iterator may have been made in
-the middle of an epoch, Lightning fetches ahead where it does not know the length, and a ``training_step(self, dataloader_iter)``
-takes as many as it likes.
+The count is of batches that the iterator has given. Lightning's progress does not say it: an
+iterator may be made in the middle of an epoch, Lightning fetches ahead if it does not know the
+length, and a ``training_step(self, dataloader_iter)`` takes any number.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ from lightning_hetero.strategies.memories import (
 from lightning_hetero.strategies.namespaces import lightning_of
 
 _MOMENTS = 16
-_BEGIN = -1  # where a moment stands that is before the iterator is made
+_BEGIN = -1  # the position of a moment before the iterator is made
 _MISSING = "the store's record of the training data is not one of this version"
 
 
 def random_state() -> dict[str, Any]:
-    """The global random number generators."""
+    """The states of the global random generators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": memories.python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
@@ -59,10 +62,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what :func:`random_state` gave.
+    """Sets the states that :func:`random_state` returned.
 
     Raises:
-        ConfigError: It does not fit this process.
+        ConfigError: They do not fit this process.
     """
     try:
         memories.set_python_state(random, state["python"])
@@ -76,7 +79,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states of the host's global generators are equal."""
+    """Whether two states of the host's global random generators are equal."""
     if one["python"] != other["python"] or not torch.equal(one["torch"], other["torch"]) or one.keys() != other.keys():
         return False
     if "numpy" not in one:
@@ -87,7 +90,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class _Moment:
-    """Random numbers as they were before an iterator was made, or before it gave a batch."""
+    """Random generators before an iterator was made, or before it gave a batch."""
 
     at: int  # batches given before, or `_BEGIN`
     random: dict[str, Any]
@@ -103,14 +106,13 @@ class TrainingData:
 
     Args:
         trainer: The Trainer.
-        warn: Hears of what cannot be replayed.
+        warn: Is called with a text for everything that cannot be replayed.
     """
 
     def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
         self._trainer, self._warn = trainer, warn
         self._stateful_type = lightning_of(trainer).module("loops.training_epoch_loop")._Stateful
-        self._made: list[Any] = []  # dataloaders that have been made, and whose iterator comes next
-        self._told: set[int] = set()
+        self._made: list[Any] = []  # dataloaders whose iterator is made next
         self._started: _Moment | None = None  # persistent workers were started
         self._moments: list[_Moment] = []
         self._memories = Memories(())
@@ -120,34 +122,34 @@ class TrainingData:
         self._samplers_know_epoch = False
         self._drawn = self._calls = 0
         self._is_lost = False
-        # of the batch before
+        # Of the latest batch:
         self._latest: _Moment | None = None
-        self._after: dict[str, Any] | None = None  # while what follows the last moment can be replayed from it
+        self._after: dict[str, Any] | None = None  # while batches can be replayed from the last moment
         self._states: list[Any] | None = None
-        self._iterators: list[int] = []  # their ids: an iterator that is held on to keeps its workers
+        self._iterators: list[int] = []  # ids; references would keep the workers alive
         self._is_settled = False
 
-    # ---- Lightning's hooks ------------------------------------------------------------------------------------------------
+    # ---- Lightning's hooks -------------------------------------------------------------------
 
     def loader_made(self, loader: Any) -> None:
-        """A training dataloader has been made; the iterator over all of them comes next."""
+        """A training dataloader was made. The iterator over all of them is made next."""
         self._made.append(loader)
-        self._look_for_memories(self._made)
+        self._memories, self._generators = Memories(self._made), generators(self._made)
         for text in memories.said_at_once(self._made):
             self._warn(text)
         self._begin(None)
 
     def follow(self) -> None:
-        """Follows the iterator that Lightning has made, and those that it will make of the same dataloaders.
+        """Follows the iterator that Lightning has made, and later ones of the same dataloaders.
 
-        Called when every ``on_train_start`` hook has run, and every ``on_train_epoch_start`` hook.
+        Called after all ``on_train_start`` hooks and after all ``on_train_epoch_start`` hooks.
         """
         fetcher = self._trainer.fit_loop._data_fetcher
         if fetcher is None or isinstance(fetcher._combined_loader, _Followed):
             return
         self._made = []
         self._follow(fetcher)
-        self._drawn = fetcher.fetched  # ahead, where the length is not known
+        self._drawn = fetcher.fetched  # more than were used, if the length is not known
 
     def _follow(self, fetcher: Any) -> None:
         followed = fetcher._combined_loader
@@ -163,11 +165,7 @@ class TrainingData:
         """A training batch has ended."""
         self._calls += 1
 
-    # ---- an iterator ------------------------------------------------------------------------------------------------------
-
-    def _look_for_memories(self, loaders: list[Any]) -> None:
-        self._memories = Memories(loaders)
-        self._generators = generators(loaders)
+    # ---- an iterator -------------------------------------------------------------------------
 
     def _moment(self, at: int) -> _Moment:
         return _Moment(at, random_state(), take_generators(self._generators), set())
@@ -209,23 +207,23 @@ class TrainingData:
         self._after = random_state()
         self._latest = before
         drew = self._look(combined, changed=not _same(before.random, self._after))
-        if last is self._moments[-1]:  # a replay from there comes to this batch with the same random numbers
+        if last is self._moments[-1]:  # a replay from there reaches this batch with the same random state
             last.drawn_by |= drew
         elif drew:
             before.drawn_by = drew
             self._moments.append(before)
         else:
-            self._after = None  # what follows cannot be replayed from the last moment
+            self._after = None  # later batches cannot be replayed from the last moment
         self._drawn += 1
         self._settle(combined)
         return batch
 
     def _look(self, combined: Any, *, changed: bool = False) -> set[int]:
-        """Which dataloaders have chosen with global random numbers, or begun anew, since it was last asked.
+        """Dataloaders that have used the global generators, or begun again, since the last call.
 
         Args:
-            combined: All of them.
-            changed: The global random numbers have changed.
+            combined: All dataloaders.
+            changed: The global random generators have changed.
         """
         iterators, drew = combined._iterator.iterators, set()
         for number, iterator in enumerate(iterators):
@@ -236,7 +234,7 @@ class TrainingData:
                 iterator._sampler_iter = indices = _Indices(indices, is_simple=_is_simple(combined.flattened[number]))
                 begins = True
             if begins:
-                for moment in self._moments[1:]:  # it does not matter any more what it drew before
+                for moment in self._moments[1:]:  # its earlier draws no longer matter
                     moment.drawn_by.discard(number)
             if begins or (changed if indices is None else indices.take_drew()):
                 drew.add(number)
@@ -246,12 +244,12 @@ class TrainingData:
 
     @property
     def _fetches_ahead(self) -> bool:
-        """Whether Lightning holds batches that no step has had."""
+        """Whether Lightning holds batches that no step has used."""
         fetcher = self._trainer.fit_loop._data_fetcher
         return fetcher is not None and (fetcher.length is None or hasattr(fetcher, "_batch"))
 
     def _settle(self, combined: Any) -> None:
-        """Sees whether nothing that is drawn from now on can need a moment, or too much has."""
+        """Finds whether no later batch can need a moment, or whether there are too many moments."""
         if len(self._moments) > _MOMENTS:
             self._is_lost = True
             names = [_name(combined.flattened[number]) for number in sorted(self._moments[-1].drawn_by)]
@@ -265,16 +263,16 @@ class TrainingData:
         alone = len(indices) == 1 and isinstance(indices[0], _Indices) and indices[0].is_done
         self._is_settled = alone and not self._fetches_ahead
 
-    # ---- records ----------------------------------------------------------------------------------------------------------
+    # ---- records -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a record has of it, as a training batch ends."""
+        """The record's entry as a training batch ends."""
         fetcher = self._trainer.fit_loop._data_fetcher
         loop = self._trainer.fit_loop
         held = len(getattr(fetcher, "batches", ()))
         moments = list(self._moments)
         if self._latest is not None and self._fetches_ahead and self._latest.at > moments[-1].at:
-            moments.append(self._latest)  # so that a batch that Lightning holds is what it was
+            moments.append(self._latest)  # to repeat a batch that Lightning holds
         if hasattr(fetcher, "_batch") and self._calls > 1 and self._drawn % self._calls:
             self._warn(
                 f"training_step has taken {self._drawn} batches of dataloader_iter in {self._calls} calls: those that it keeps for "
@@ -297,18 +295,19 @@ class TrainingData:
         }
 
     def loader_states(self, states: list[Any]) -> list[Any]:
-        """States of dataloaders that have one, with which they give again what Lightning holds."""
+        """States of dataloaders that offer one, from before the batches that Lightning holds."""
         fetcher = self._trainer.fit_loop._data_fetcher
         return states if self._states is None or not getattr(fetcher, "batches", ()) else self._states
 
-    # ---- resumes ----------------------------------------------------------------------------------------------------------
+    # ---- resumes -----------------------------------------------------------------------------
 
     def go_on(self, data: dict[str, Any], ready: int) -> None:
-        """Brings the data to where a record says it was.
+        """Restores the position of a record.
 
         Args:
-            data: What :meth:`state` gave.
-            ready: Batches of the epoch by Lightning's count, which its loop adds to those that are fetched.
+            data: The result of :meth:`state`.
+            ready: Batches of the epoch by Lightning's count. Its loop adds them to those that are
+                fetched.
 
         Raises:
             ConfigError: The dataloaders are not those that training began with.
@@ -325,7 +324,7 @@ class TrainingData:
             raise ConfigError(f"{_MISSING} (it lacks {error}). Go on with the version that wrote it.") from error
         loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = map(_from_epoch, reloaded)
         fetcher, combined = loop._data_fetcher, loop._combined_loader
-        if "loaders" in data and not loop.epoch_loop.batch_progress.is_last_batch:  # stores of before have none
+        if "loaders" in data and not loop.epoch_loop.batch_progress.is_last_batch:  # absent in old stores
             self._compare(data["loaders"], described(combined.flattened))
         self._made = []
         if self._is_lost:
@@ -335,7 +334,7 @@ class TrainingData:
         batches: list[Any] = []
         if not all(isinstance(loader, self._stateful_type) for loader in combined.flattened):
             batches = self._replay(combined, moments, started, drawn, held)
-            set_generators(self._generators, now)  # others may have drawn from them too
+            set_generators(self._generators, now)  # others may have used them too
             fetcher.reset()
             fetcher.fetched, fetcher.done = fetched, done
             if held:
@@ -348,7 +347,7 @@ class TrainingData:
             self._started = started
 
     def _compare(self, kept: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
-        """Warns of an epoch that goes on with other data than it began with."""
+        """Warns if an epoch continues with other data."""
         changed = [f"number of dataloaders {len(kept)} -> {len(now)}"] if len(kept) != len(now) else []
         for number, (before, after) in enumerate(zip(kept, now, strict=False)):
             where = f"dataloader {number}: " if len(kept) > 1 else ""
@@ -392,7 +391,7 @@ class TrainingData:
         return batches
 
     def _draw_again(self, combined: Any, stateful: dict[int, Any], moments: list[_Moment], drawn: int, held: int) -> list[Any]:
-        """Makes the iterator, draws what it had given, and returns the last of it."""
+        """Makes the iterator, draws the batches that it had given, and returns the last ones."""
         if self._samplers_know_epoch:
             set_sampler_epoch(self._trainer)
             self._memories.set_attributes(self._memory)
@@ -417,7 +416,10 @@ class TrainingData:
 
 
 def set_sampler_epoch(trainer: Any) -> None:
-    """Tells samplers which epoch it is, before an iterator is made that may read ahead; Lightning does it when the epoch begins."""
+    """Tells samplers the epoch before an iterator is made that may read ahead.
+
+    Lightning does so later.
+    """
     loop = trainer.fit_loop
     set_epoch = lightning_of(trainer).module("loops.fit_loop")._set_sampler_epoch
     for loader in loop._combined_loader.flattened:
@@ -425,7 +427,10 @@ def set_sampler_epoch(trainer: Any) -> None:
 
 
 def validation_state(trainer: Any) -> dict[str, Any] | None:
-    """What a record has of the dataloaders of the validation inside training; ``None`` before there was one."""
+    """The record's entry of validation's dataloaders inside training.
+
+    ``None`` before the first validation.
+    """
     loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     if loader is None:
         return None
@@ -434,9 +439,10 @@ def validation_state(trainer: Any) -> dict[str, Any] | None:
 
 
 def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
-    """Brings validation's dataloaders to where :func:`validation_state` has seen them.
+    """Restores validation's dataloaders to the result of :func:`validation_state`.
 
-    Persistent workers are started now: the next validation would draw a base seed for them, and it drew none in the first run.
+    Persistent workers are started now. Otherwise the next validation would draw a base seed for
+    them, which it did not do in the first run.
 
     Raises:
         ConfigError: The dataloaders are not those of the first run.
@@ -454,7 +460,7 @@ def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
 
 
 class _EndedError(ConfigError):
-    """The data ends before the batches that had been used."""
+    """The data has fewer batches than had been used."""
 
     def __init__(self, number: int, drawn: int) -> None:
         self.number = number
@@ -465,7 +471,7 @@ class _EndedError(ConfigError):
 
 
 class _Followed:
-    """Stands for Lightning's combined loader where batches are fetched."""
+    """Replaces Lightning's combined loader, and counts the batches that it gives."""
 
     def __init__(self, loader: Any, data: TrainingData) -> None:
         self.loader, self._data = loader, data
@@ -485,11 +491,11 @@ class _Followed:
 
 
 class _Indices:
-    """A sampler's iterator, which notices when the sampler draws from the global random numbers.
+    """A sampler's iterator, which notices when the sampler uses the global random generators.
 
     Args:
         indices: The iterator.
-        is_simple: The sampler draws from them with its first sample, or never.
+        is_simple: The sampler uses them with its first sample, or never.
     """
 
     def __init__(self, indices: Iterator[Any], *, is_simple: bool) -> None:
@@ -510,13 +516,13 @@ class _Indices:
             self.is_done = self._is_simple
 
     def take_drew(self) -> bool:
-        """Whether it has drawn since it was last asked."""
+        """Whether it has used them since the last call."""
         drew, self._drew = self._drew, False
         return drew
 
 
 class _Given:
-    """Stands for a dataloader that has been brought to its place by its own state, while others are replayed."""
+    """Replaces a dataloader that its own state has restored, while others are replayed."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
@@ -526,7 +532,7 @@ class _Given:
 
 
 def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
-    """Makes the iterators of all dataloaders but those."""
+    """Makes the iterators of all dataloaders except the stateful ones."""
     loaders = combined._flattened
     combined._flattened = [_Given(stateful[n]) if n in stateful else loader for n, loader in enumerate(loaders)]
     try:
@@ -536,7 +542,10 @@ def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
 
 
 def _indices(iterator: Any) -> Any:
-    """Where an iterator of a torch dataloader takes its indices from; ``None`` where they are not what chooses samples."""
+    """The source of indices of a torch dataloader's iterator.
+
+    ``None`` if indices do not choose its samples.
+    """
     from torch.utils.data import _DatasetKind
 
     if getattr(iterator, "_dataset_kind", None) != _DatasetKind.Map:
@@ -545,7 +554,7 @@ def _indices(iterator: Any) -> Any:
 
 
 def _is_simple(loader: Any) -> bool:
-    """Whether a dataloader's samplers are torch's own, which draw one seed or all their indices with the first sample."""
+    """Whether its samplers are torch's own, which draw only with the first sample."""
     samplers = [loader.sampler, loader.batch_sampler]
     if isinstance(loader.batch_sampler, BatchSampler):
         samplers.append(loader.batch_sampler.sampler)

@@ -1,10 +1,9 @@
-"""On which device a fit computes: the host's own CPU, or one with memory of its own."""
+"""The device that a fit computes on: the CPU, or a device with memory of its own."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,11 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
     Args:
         trainer: The Trainer.
         accelerator: Its accelerator.
-        name: The strategy's.
+        name: The strategy's name.
 
     Raises:
-        UnsupportedError: It is of a kind without lanes, or there are several, or a launcher has started several processes.
+        UnsupportedError: The package does not support it, there are several, or a launcher has
+            started several processes.
     """
     environment = trainer._accelerator_connector.cluster_environment
     processes = environment.world_size() if environment.creates_processes_externally else 1
@@ -57,32 +57,33 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:
-    """Brings what is no parameter to a device: buffers, metrics, and what modules say of where they are.
+    """Moves all but parameters to a device: buffers, metrics, the modules' ``device``.
 
-    Buffers on the meta device stay: they have no content yet.
+    Buffers on the meta device stay, because they have no content yet.
 
     Args:
-        module: The LightningModule; its parameters are the runtime's.
+        module: The LightningModule. The runtime moves its parameters.
         device: The device.
     """
-    metric: Any = importlib.import_module("torchmetrics").Metric
-    placed: Any = lightning_of(module).fabric("utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
+    from torchmetrics import Metric
+
+    placed = lightning_of(module).fabric("utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        if isinstance(part, metric) and not any(True for _ in part.parameters()):
-            part.to(device)  # its states are no buffers
+        if isinstance(part, Metric) and not any(True for _ in part.parameters()):
+            part.to(device)  # its states are not buffers
         if isinstance(part, placed):
             part._device = device
         for key, buffer in part._buffers.items():
             if buffer is None or (buffer.is_meta and device.type != "meta"):
                 continue
-            if buffer not in moved:  # several modules may have the same one
+            if buffer not in moved:  # modules may share one
                 moved[buffer] = buffer.to(device)
             part._buffers[key] = moved[buffer]
 
 
 def optimizers_to_host(optimizers: Iterable[Optimizer]) -> None:
-    """Brings state to host memory that optimizers have made by their own code on a device."""
+    """Moves optimizer state to host memory that the optimizers' own code has made on a device."""
     for optimizer in optimizers:
         for param, state in list(optimizer.state.items()):
             optimizer.state[param] = tree_map_only(Tensor, lambda t: t.cpu() if type(t) is Tensor else t, state)

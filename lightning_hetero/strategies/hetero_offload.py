@@ -50,45 +50,60 @@ else:
 
 
 class HeteroOffload(_Base):
-    """Trains models that do not fit memory: weights and optimizer state on host or disk, updates in native threads.
+    """Trains models that do not fit memory.
 
-    A plan changes speed and memory, never a bit of the result: in ``32-true`` it is that of ``torch.optim.AdamW(fused=True)`` under
-    plain Lightning. 16-bit weights have fp32 masters.
+    Weights and optimizer state are on host or disk, and native threads run the updates.
+
+    A plan changes speed and memory, never a bit of the result. In ``32-true`` the result is that of
+    ``torch.optim.AdamW(fused=True)`` under plain Lightning. 16-bit weights have fp32 masters.
 
     Args:
-        plan: ``"auto"`` (the first batches are profiled, then the ``"holistic"`` planner decides), the name of another planner,
-            ``"resident"`` (nothing offloaded), ``"host"`` (state in host memory, updates overlap with backward), ``"disk"``
-            (state and the weights of repeated blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
-        block_cls: Classes (or their names) of the blocks that are moved as one, such as ``"LlamaDecoderLayer"``. Default: Hugging
-            Face's ``_no_split_modules``, else modules that repeat.
-        weights: A safetensors file or a Hugging Face directory that gives a model on the meta device its content, read block by
-            block to where the plan puts it; or several, by the name of the module that each is for, such as ``{"model": path}``.
-        host_memory: Host memory for weights, gradients, optimizer state and staging, such as ``"16GiB"``; activations come on top.
-            Default: what is free, at most what a control group leaves; it holds activations too, once a batch has been profiled.
-        device_memory: Memory of the GPU, or of the emulated device, for all of training. Default: what is free there.
-        device: An emulated device with memory of its own, to try plans for accelerators without one.
-        disk_path: A directory for the disk tier, private to this run. Default: a temporary one under the Trainer's root directory.
-        disk_capacity: Most bytes on disk.
-        new_run: Begin anew although ``disk_path`` holds kept steps of an earlier run: its store is renamed, and never removed.
-            Without it such a fit is refused, unless ``ckpt_path`` is that store.
+        plan: ``"auto"`` (profiles the first batches, then runs the ``"holistic"`` planner), the
+            name of another planner, ``"resident"`` (nothing offloaded), ``"host"`` (state in host
+            memory, updates overlap with backward), ``"disk"`` (state and the weights of repeated
+            blocks on disk), the path of a plan file, or a :class:`~lightning_hetero.Plan`.
+        block_cls: Classes (or their names) of the blocks that are moved as one, such as
+            ``"LlamaDecoderLayer"``. Default: Hugging Face's ``_no_split_modules``, otherwise
+            modules that repeat.
+        weights: A safetensors file or a Hugging Face directory with the content of a model on the
+            meta device. It is read block by block to the tiers of the plan. Or several, by the name
+            of the module that each is for, such as ``{"model": path}``.
+        host_memory: Host memory for weights, gradients, optimizer state and staging, such as
+            ``"16GiB"``. Activations come on top. Default: free memory, at most what a control group
+            leaves; it includes activations, once a batch has been profiled.
+        device_memory: Memory of the GPU, or of the emulated device, for all of training. Default:
+            what is free there.
+        device: An emulated device with memory of its own, to try plans for accelerators without
+            one.
+        disk_path: A directory for the disk tier, private to this run. Default: a temporary one
+            under the Trainer's root directory.
+        disk_capacity: Maximum of bytes on disk.
+        new_run: Start anew although ``disk_path`` holds kept steps of an earlier run. Its store is
+            renamed, never removed. Without this such a fit is refused, unless ``ckpt_path`` is that
+            store.
         allow_tmpfs: Accept a ``disk_path`` in memory.
         allow_rotational: Accept a ``disk_path`` on a rotating disk.
         io_backend: ``"auto"``, ``"io_uring"`` or ``"pool"``.
         io_threads: Threads of the ``"pool"`` back end.
-        update_threads: Threads that run updates; default half of the processors that the process may use.
-        durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a crash of the system), ``"none"``.
-        keep_every: Of a run that keeps its steps, keep one of so many, and those before a validation or at the end
-            of an epoch: the others cost nothing, and at a crash as many are lost.
-        verify: Compute so many optimizer steps a second time on a copy of the model in memory, and compare bit by bit; a difference
-            raises :class:`~lightning_hetero.errors.VerificationError`.
-        verify_digests: Check digests of everything read from disk, not only of what a resume finds.
-        link_checkpoints: Checkpoints of a run that keeps its steps are directories of hard links to the store's last step. They
-            take neither time nor space until it is written over, and ``ckpt_path`` takes them like a store.
-        hardware_profile: What planners know of the machine: a profile or its file. Default: the file that the environment variable
-            ``LIGHTNING_HETERO_HARDWARE`` names, else micro-benchmarks, which run once per machine.
-        replan_drift: By how much, relatively, the batch, the budget or the time of a step may differ from what the plan was made
-            for before a new one is made; ``None``: no difference makes a new one.
-        trace: Record what happens; see :attr:`trace`.
+        update_threads: Threads that run updates. Default: half of the processors that the process
+            may use.
+        durability: What a committed step survives: ``"process"`` (``kill -9``), ``"power"`` (a
+            crash of the system), ``"none"``.
+        keep_every: Keep every N-th step, and those before a validation or at the end of an epoch.
+            The others cost nothing; a crash loses at most N steps.
+        verify: Compute this many optimizer steps again on a copy of the model in memory, and
+            compare all bits. A difference raises
+            :class:`~lightning_hetero.errors.VerificationError`.
+        verify_digests: Check digests of all data read from disk, not only in a resume.
+        link_checkpoints: Checkpoints of a run that keeps its steps are directories of hard links to
+            the store's last step. They take neither time nor space until it is written over, and
+            ``ckpt_path`` accepts them like a store.
+        hardware_profile: The planners' description of the machine: a profile or its file. Default:
+            the file that the environment variable ``LIGHTNING_HETERO_HARDWARE`` names, otherwise
+            micro-benchmarks, which run once per machine.
+        replan_drift: Relative change in batch size, budget or step time that triggers a new plan;
+            ``None``: no change does.
+        trace: Record events; see :attr:`trace`.
     """
 
     strategy_name = "hetero_offload"
@@ -169,7 +184,10 @@ class HeteroOffload(_Base):
         )
 
     def setup_environment(self) -> None:
-        """Finds the device that the fit computes on; refuses what there are no lanes for, and several of them."""
+        """Finds the device that the fit computes on.
+
+        Refuses unsupported devices, and several of them.
+        """
         self._root_device = chosen(self.run.module.trainer, self.accelerator, self.strategy_name)
         super(Offloading, self).setup_environment()
         speak(lightning_of(self))

@@ -1,4 +1,4 @@
-"""Which machine a fit is planned for: a given profile, else one of this machine."""
+"""The hardware profile that a fit is planned with: the user's, or one measured on this machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.units import format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
@@ -25,7 +26,8 @@ class Machine:
     """The machine that a strategy plans for.
 
     Args:
-        given: Its profile, or the profile's file. ``None``: the file that the environment variable names, else micro-benchmarks.
+        given: Its profile, or the profile's file. ``None``: the file that the environment variable
+            names, otherwise micro-benchmarks.
 
     Raises:
         ConfigError: The file cannot be read or is not a profile.
@@ -36,19 +38,23 @@ class Machine:
 
     @property
     def is_given(self) -> bool:
-        """Whether a user has said what the machine is, so that nothing is measured."""
+        """Whether the user has given a profile, so that nothing is measured."""
         return self._given is not None or ENVIRONMENT in os.environ
 
     def profile(self, session: Session, *, disk: bool = True, again: bool = False) -> HardwareProfile:
-        """The profile, measured where none was given; capacities are those of the machine, or of the session's emulated device.
+        """The profile, measured if none was given.
+
+        Capacities are the machine's or the emulated device's.
 
         Args:
-            session: What it is planned for.
-            disk: Plans may use the disk: it is measured too.
-            again: What was measured is wrong: measure anew. A profile that was given stays, and a warning says so.
+            session: The session that is planned for.
+            disk: Plans may use the disk, so it is measured too.
+            again: The measured profile is wrong: measure again. A given profile stays, with a
+                warning.
 
         Raises:
-            ConfigError: The environment variable names no profile, or it has a device with memory of its own and the session none.
+            ConfigError: The environment variable names no profile, or the profile and the session
+                have different kinds of devices.
         """
         found = self._given
         if found is None:
@@ -80,8 +86,9 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
 
     Args:
         host: The machine that emulates it.
-        device: The device. Without a bandwidth its copies run at half of what memory gives, which they read and write. Set rates
-            of updates count as those of fp32 weights, which have 8 bytes of state each.
+        device: The device. Without a set bandwidth its copies run at half of the memory's, because
+            they read and write memory. Set rates of updates are for fp32 weights with 8 bytes of
+            state each.
     """
     h2d, d2h = (rate or host.host_dram_bytes_per_s / 2 for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s))
     read, write = (device.disk_bytes_per_s or rate for rate in (host.disk_read_bytes_per_s, host.disk_write_bytes_per_s))
@@ -112,20 +119,20 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
 
 
 def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
-    device, executor = session.options.device, session.executor
-    on_device = device is not None and device.partitioned
-    options: dict[str, Any] = {"device": device.device.type if device is not None else "cpu"}
-    options |= {"update_threads": session.options.engine.threads(), "disk": disk, "refresh": again}
-    with executor.cleared() if on_device and executor is not None else nullcontext():
-        return _of_disk(session, options)
-
-
-def _of_disk(session: Session, options: dict[str, Any]) -> HardwareProfile:
     from lightning_hetero.profiling import hardware
 
-    try:
-        return hardware.measure(session.disk_root(), **options)
-    except ConfigError as error:  # a file system in memory, for instance: it is no tier then
-        log.info("planning without a disk: %s", error)
-        found = hardware.measure(None, **options)
-        return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+    device = session.options.device
+    measure = partial(
+        hardware.measure,
+        device=device.device.type if device is not None else "cpu",
+        update_threads=session.options.engine.threads(),
+        disk=disk,
+        refresh=again,
+    )
+    with executor_of(session).cleared() if device is not None and device.partitioned else nullcontext():
+        try:
+            return measure(session.disk_root())
+        except ConfigError as error:  # for example a file system in memory, which is no tier
+            log.info("planning without a disk: %s", error)
+            found = measure(None)
+            return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)

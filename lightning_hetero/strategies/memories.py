@@ -1,11 +1,13 @@
-"""What training data remembers beside its position: random number generators of its own, states, attributes that change.
+"""State of dataloaders besides their position: generators, ``state_dict``, attributes.
 
-[Note: Memories]
-Carried, because the main process has them: generators (torch's, Python's and NumPy's) that a dataloader, its samplers, its dataset
-or its ``collate_fn`` hold; ``state_dict`` of samplers and datasets that also have ``load_state_dict``; plain attributes of samplers
-that iterating changes, such as an epoch that a sampler counts by itself; the epoch that a dataset is told by ``set_epoch``. They
-are taken before an iterator is made, and set back before a resume makes it again. Other attributes of a dataset are not set: a
-number may be a file's descriptor of the process that died. What else can be seen to change is named in a warning.
+[Note: State of loaders]
+A record carries this state, as the main process has it: generators of torch, Python and NumPy in a
+dataloader, its samplers, its dataset or its ``collate_fn``; the ``state_dict`` of samplers and
+datasets that also have ``load_state_dict``; plain attributes of samplers that iterating changes,
+such as an epoch that a sampler counts itself; the epoch that ``set_epoch`` gives a dataset. It is
+taken before an iterator is made, and set before a resume makes it again. Other attributes of a
+dataset are not set: a number may be a file descriptor of the process that died. If others are seen
+to change, a warning names them.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.encoding import dumps
 
 _WORDS = 625  # of Python's generator: 624 and an index
-_DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # how far objects are looked through for generators
-_SAMPLES = 256  # of a container, to see that its order changes
+_DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # limits of the search for generators
+_SAMPLES = 256  # items of a container that show a change of its order
 _PLAIN = (bool, int, float, str)
 _EPOCHS = ("epoch", "_epoch")
 _NOT_LOOKED_INTO = ("builtins", "torch", "numpy", "lightning", "pytorch_lightning", "logging", "threading")
 
 
-# ---- what describes a dataloader ----------------------------------------------------------------------------------------------
+# ---- description of a dataloader -------------------------------------------------------------
 
 
 def described(loaders: Iterable[Any]) -> list[dict[str, Any]]:
-    """What decides which samples the batches of an epoch have, for each dataloader; ``None`` where it does not say."""
+    """For each dataloader, what decides the samples of an epoch's batches; ``None`` if unknown."""
     rows = []
     for loader in loaders:
         dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
@@ -71,7 +73,7 @@ def _class_name(value: Any) -> str | None:
     return None if value is None else type(value).__qualname__
 
 
-# ---- generators ---------------------------------------------------------------------------------------------------------------
+# ---- generators ------------------------------------------------------------------------------
 
 
 def python_state(generator: Any) -> list[Any]:
@@ -81,7 +83,7 @@ def python_state(generator: Any) -> list[Any]:
 
 
 def set_python_state(generator: Any, state: list[Any]) -> None:
-    """Sets what :func:`python_state` gave."""
+    """Sets the result of :func:`python_state`."""
     version, words, gauss = state
     generator.setstate((version, struct.unpack(f"<{_WORDS}I", words), gauss))
 
@@ -125,7 +127,7 @@ def _set(generator: Any, state: Any) -> None:
 
 
 def generators(loaders: Iterable[Any]) -> dict[str, Any]:
-    """The generators that dataloaders draw from beside the global ones, by where they were found."""
+    """The dataloaders' generators besides the global ones, by the place where they were found."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, value, _ in _objects(loaders):
@@ -141,10 +143,10 @@ def take_generators(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Sets what :func:`take_generators` gave.
+    """Sets the result of :func:`take_generators`.
 
     Raises:
-        ConfigError: The dataloaders have other generators, or of another kind.
+        ConfigError: The dataloaders have other generators, or generators of another kind.
     """
     if found.keys() != states.keys():
         there, kept = (", ".join(sorted(names)) or "none" for names in (found, states))
@@ -159,14 +161,14 @@ def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             raise ConfigError(f"the generator {name} cannot take its state of the store: {error}.") from error
 
 
-# ---- states and attributes ----------------------------------------------------------------------------------------------------
+# ---- states and attributes -------------------------------------------------------------------
 
 
 class Memories:
-    """What samplers and datasets of some dataloaders remember, but for generators.
+    """State of the samplers and datasets of dataloaders, except generators.
 
     Args:
-        loaders: The dataloaders, as they are before the first iterator is made.
+        loaders: The dataloaders, before the first iterator is made.
     """
 
     def __init__(self, loaders: Iterable[Any]) -> None:
@@ -181,7 +183,10 @@ class Memories:
         self._made = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
 
     def take(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """What is carried, before an iterator is made; ``warn`` hears of what is not."""
+        """The record's entry before an iterator is made.
+
+        Calls ``warn`` for state that is not in it.
+        """
         states = {}
         for name, value in self._stateful.items():
             state = copy.deepcopy(value.state_dict())
@@ -204,22 +209,22 @@ class Memories:
         return {"states": states, "attributes": changed}
 
     def set(self, memory: Mapping[str, Any]) -> None:
-        """Sets what :meth:`take` gave.
+        """Sets the result of :meth:`take`.
 
         Raises:
-            ConfigError: The dataloaders have no such sampler or dataset.
+            ConfigError: The dataloaders lack one of its samplers or datasets.
         """
         for name, state in memory["states"].items():
             self._find(name, self._stateful).load_state_dict(state)
         self.set_attributes(memory)
 
     def set_attributes(self, memory: Mapping[str, Any]) -> None:
-        """The part of :meth:`set` that sets attributes."""
+        """Sets only the attributes."""
         for name, attributes in memory["attributes"].items():
             vars(self._find(name, self._others).value).update(attributes)
 
     def forget(self) -> bool:
-        """Sets states back to what they were when the objects were made; false if there are none."""
+        """Restores the states with which the objects were made. Returns false if there are none."""
         for name, state in self._made.items():
             self._stateful[name].load_state_dict(state)
         return bool(self._made)
@@ -240,11 +245,12 @@ def _has_state(value: Any) -> bool:
 
 
 class _Object:
-    """A sampler or dataset without a ``state_dict``, and what it was like before it was first iterated.
+    """A sampler or dataset without ``state_dict``, and its attributes before it was first iterated.
 
     Args:
-        value: It.
-        is_sampler: All its plain attributes are carried; of others it is the epoch that ``set_epoch`` tells them.
+        value: The object.
+        is_sampler: All its plain attributes are carried. Of a dataset only the epoch from
+            ``set_epoch`` is.
     """
 
     def __init__(self, value: Any, *, is_sampler: bool) -> None:
@@ -257,16 +263,19 @@ class _Object:
         return found if self._is_sampler else {key: found[key] for key in _EPOCHS if told and key in found}
 
     def changed(self) -> dict[str, Any]:
-        """The attributes to set back."""
+        """The attributes that a resume sets."""
         return {key: v for key, v in self._carried().items() if key not in self._first or self._first[key] != v}
 
     def remembers(self) -> list[str]:
-        """Other attributes that have changed: numbers that count, lists in another order. What only grows may be a cache."""
+        """Other attributes that have changed: numbers, and lists in another order.
+
+        Growing ones may be caches.
+        """
         now, before = self._fingerprints(), self._prints
         return sorted(k for k in now.keys() & before.keys() if now[k][:2] == before[k][:2] and now[k][2] != before[k][2])
 
     def _fingerprints(self) -> dict[str, tuple[Any, ...]]:
-        """Of each number, and of each sequence of numbers or strings: its type, its length, and some of what it holds."""
+        """Type, length and some content of each number and each sequence of numbers or strings."""
         prints: dict[str, tuple[Any, ...]] = {}
         carried = self._carried()
         for key, v in vars(self.value).items():
@@ -292,14 +301,14 @@ def _items(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A tensor's or an array's one number; anything else as it is."""
+    """The number in a tensor or array of one element; any other value unchanged."""
     numpy = sys.modules.get("numpy")
     arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.generic, numpy.ndarray)
     return value.item() if isinstance(value, arrays) and value.ndim == 0 else value
 
 
 def said_at_once(loaders: Iterable[Any]) -> list[str]:
-    """Warnings about training dataloaders that can be given before they are iterated."""
+    """Warnings about training dataloaders before they are iterated."""
     found = []
     for loader in loaders:
         kind = type(loader).__name__
@@ -327,22 +336,22 @@ def said_at_once(loaders: Iterable[Any]) -> list[str]:
 
 
 def has_persistent_workers(loader: Any) -> bool:
-    """Whether a dataloader's workers live on from one epoch to the next."""
+    """Whether a dataloader keeps its workers from one epoch to the next."""
     return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
 
 
-# ---- where to look ------------------------------------------------------------------------------------------------------------
+# ---- the search ---------------------------------------------------------------------------
 
 
 def _objects(loaders: Iterable[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Everything that dataloaders refer to and that may remember: where it is, what it is, and its role.
+    """All objects of dataloaders that may have state: place, object and role.
 
-    The role is ``"sampler"``, ``"data"``, or empty for what torch itself makes.
+    The role is ``"sampler"``, ``"data"``, or empty for objects that torch makes.
     """
     seen: set[int] = set()
     for number, loader in enumerate(loaders):
         if _has_state(loader):
-            continue  # it answers for itself
+            continue  # its state has everything
         at = f"dataloader {number}: "
         if isinstance(loader, DataLoader):
             yield f"{at}generator", loader.generator, ""

@@ -1,26 +1,25 @@
-"""What metrics in a module have counted, so that a batch that begins again counts once."""
+"""States of the metrics in a module, so that a repeated batch counts once."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from torch import Tensor, nn
 
+# Attributes of a metric that are not its states:
 _BOOKS = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync", "_enable_grad")
 
 
 class MetricStates:
-    """Copies of the states of all metrics (``torchmetrics.Metric``) in a module, which are no buffers.
+    """Copies of the states of all metrics in a module. They are not buffers.
 
     Args:
-        root: The module; metrics that it gets later are not known.
+        root: The module. Metrics that it gets later are not known.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        metric: Any = importlib.import_module("torchmetrics").Metric
-        self._metrics = [module for module in root.modules() if isinstance(module, metric)]
-        self._before: list[tuple[Any, dict[str, Any]]] = []
+        from torchmetrics import Metric
+
+        self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
+        self._before: list[tuple[nn.Module, dict[str, object]]] = []
 
     def remember(self) -> None:
         """A step begins."""
@@ -30,12 +29,12 @@ class MetricStates:
         ]
 
     def restore(self) -> None:
-        """Sets the states to what they were."""
+        """Restores the states."""
         for metric, states in self._before:
             vars(metric).update({name: _copy(value) for name, value in states.items()})
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     """Metrics change tensors in place, and append to lists."""
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -1,10 +1,10 @@
-"""Offloading behind one of Lightning's strategies: from setup to teardown, and what users may ask."""
+"""Offloading behind one of Lightning's strategies, from setup to teardown."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +16,8 @@ from torch import nn
 from lightning_hetero import callbacks
 from lightning_hetero.convert.importing import ModelWeights, Weights
 from lightning_hetero.errors import ConfigError, HeteroError
-from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.stalls import describe, stalls
 from lightning_hetero.ir.trace import Trace
-from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice
@@ -34,13 +31,13 @@ from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
+from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
 from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.verification import Verifier, reference_bytes
-from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,19 +45,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RECORD = "pass trace=True to the strategy to record one"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the options of :class:`~lightning_hetero.strategies.hetero_offload.HeteroOffload` ask for.
+    """The options of a strategy, checked.
 
     Attributes:
-        options: What the session is made with.
-        autoplan: What makes the plan as training goes on; ``None`` where it was given.
+        options: Options of the session.
+        autoplan: Makes the plan during training; ``None`` if the user gave a plan.
         device: An emulated device.
-        weights: Files that the model gets its weights from.
-        verify: Steps that are computed a second time.
+        weights: Files with the model's initial weights.
+        verify: The number of steps that are computed twice.
         link_checkpoints: Checkpoints are links to the store.
     """
 
@@ -73,7 +68,7 @@ class Choices:
 
 
 class OffloadRun:
-    """The model of one strategy on its tiers: :meth:`setup` places it, :meth:`teardown` gives it back.
+    """Places a strategy's model on its tiers in :meth:`setup`, gives it back in :meth:`teardown`.
 
     Args:
         strategy: Lightning's strategy, whose methods call those of this object.
@@ -82,10 +77,11 @@ class OffloadRun:
 
     Attributes:
         choices: As given, or as a group has chosen for this rank.
-        options: What the session is made with, as the device and the user have changed it since.
-        session: The runtime session, from ``setup`` on. A model that is too large to come back keeps it after ``teardown``.
-        training: The steps of the fit under way.
-        checkpoints: What is saved and loaded.
+        options: Options of the session, as device and user have changed them since.
+        session: The runtime session, from ``setup`` on. A model that is too large for memory keeps
+            it after ``teardown``.
+        training: The steps of the current fit.
+        checkpoints: Saves and loads.
         built: The model that was made in :meth:`building`, until it is placed.
     """
 
@@ -95,8 +91,8 @@ class OffloadRun:
         self.training: Training | None = None
         self.built: Construction | None = None
         self.checkpoints = Checkpoints(self)
-        self._callback: callbacks.PlanningCallback | None = None  # of the fit under way, or of the last one
-        self._imported: weakref.ref[nn.Module] | None = None  # the model that has got its weights from files
+        self._callback: callbacks.PlanningCallback | None = None  # of the current or the last fit
+        self._imported: weakref.ref[nn.Module] | None = None  # the model that got its weights from files
         self._last_plan: Plan | None = None
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
@@ -109,14 +105,14 @@ class OffloadRun:
 
     @property
     def autoplan(self) -> Autoplan | None:
-        """What makes the plan as training goes on; ``None`` where it was given."""
+        """Makes the plan during training; ``None`` if the user gave a plan."""
         return self.choices.autoplan
 
     @property
     def module(self) -> pl.LightningModule:
-        """The LightningModule, once the Trainer has connected it."""
-        module = self.strategy.lightning_module
-        assert module is not None, "the Trainer connects it before anything else"
+        """The LightningModule; the Trainer connects it before it calls anything else."""
+        if (module := self.strategy.lightning_module) is None:
+            raise RuntimeError("the strategy has no module: no Trainer has connected one")
         return module
 
     @property
@@ -128,17 +124,17 @@ class OffloadRun:
     @property
     def executor(self) -> Executor:
         """The executor while a session runs."""
-        assert self.session is not None, "a session runs"
-        assert self.session.executor is not None, "a session that runs has an executor"
-        return self.session.executor
+        if self.session is None:
+            raise RuntimeError("no session runs")
+        return executor_of(self.session)
 
-    # ---- setup ------------------------------------------------------------------------------------------------------------
+    # ---- setup -------------------------------------------------------------------------------
 
     def use_device(self, device: torch.device) -> torch.device:
-        """Makes ready for the device that the fit computes on, which is given back with its number.
+        """Prepares for the device that the fit computes on, and returns it with its number.
 
         Raises:
-            ConfigError: An emulated device was asked for too.
+            ConfigError: The user also asked for an emulated device.
         """
         lanes: Device | None = self.choices.device
         if device.type != "cpu":
@@ -150,35 +146,42 @@ class OffloadRun:
             lanes = CudaDevice.of(device, self.options.device_memory)
             device = lanes.device
         plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
-        self._change(replace(self.options, device=lanes, plans=plans))
+        self.change(replace(self.options, device=lanes, plans=plans))
         return device
 
-    def _change(self, options: SessionOptions) -> None:
+    def change(self, options: SessionOptions) -> None:
+        """Sets other options, also those of the session under way."""
         self.options = options
         if self.session is not None:
             self.session.options = options
 
     @contextmanager
     def building(self, *, empty: bool) -> Iterator[None]:
-        """``empty``: parameters have no memory until :meth:`setup` initializes them block by block.
+        """A model is built in the context.
 
-        Else those that take more than half of the budget wait in a file until :meth:`setup` places them.
+        With ``empty``, parameters have no memory until :meth:`setup` initializes them block by
+        block. Otherwise those beyond half of the budget wait in a file until :meth:`setup` places
+        them.
         """
-        device = torch.device("meta" if empty else "cpu")  # what the plan puts on another device goes there in `setup`
+        device = torch.device("meta" if empty else "cpu")  # `setup` moves weights to another device
         if self.built is None:
             self.built = Construction(host_budget(self.options, 0) // 2, self.checkpoints.landing)
         with device, self.strategy.precision_plugin.tensor_init_context(), self.built.observed():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Places the model; in ``fit`` the optimizers are made between its reserved memory and its files."""
+        """Places the model.
+
+        In ``fit`` the optimizers are made after its memory is reserved, and before its files are
+        written.
+        """
         if self.strategy.accelerator is not None:
             self.strategy.accelerator.setup(trainer)
         self._failed = False
         fits = lightning_of(trainer).is_fit(trainer)
         resumed = self.checkpoints.resumed if fits else None
         session = self._open(resumed, fits=fits)
-        self._move_rest()  # before optimizers are made, as plain Lightning does it
+        self._move_rest()  # before optimizers are made, as in plain Lightning
         if fits:
             self._start_fit(trainer, session, resumed)
         else:
@@ -188,12 +191,12 @@ class OffloadRun:
         self.checkpoints.load_waiting()
 
     def _open(self, resumed: State | None, *, fits: bool) -> Session:
-        """The session for the model: the one that has it parked, or a new one."""
+        """The session of the last fit, if it keeps the model on disk, or a new one."""
         module, session = self.module, self.session
         if resumed is not None:
             self.drop_session()
         elif session is not None and session.root is module and session.has_model():
-            if fits:  # parked: the model was too large to come back into memory
+            if fits:  # the model was too large to come back into memory
                 session.make_way()
                 session.unpark()
                 self._leave_room_for_reference()
@@ -248,13 +251,13 @@ class OffloadRun:
         )
 
     def _placed(self) -> None:
-        """The session has started: the model has its content."""
+        """The session has started, and the model has its content."""
         self.built = None
-        self._move_rest()  # what had no content before
+        self._move_rest()  # buffers that had no content before
         self._imported = weakref.ref(self.module)
 
     def _content(self) -> ModelWeights | None:
-        """What the model's first setup reads from files; later ones go on with what it has become."""
+        """The files that the model's first setup reads. Later setups keep the trained weights."""
         module, weights = self.module, self.choices.weights
         if weights is None or (self._imported is not None and self._imported() is module):
             return None
@@ -266,16 +269,16 @@ class OffloadRun:
         return Verifier(self.module, steps, device=device) if steps else None
 
     def _leave_room_for_reference(self) -> None:
-        """Of a GPU, plans have what the reference of ``verify`` leaves them."""
+        """Plans may use the GPU memory that the reference of ``verify`` leaves free."""
         device = self.options.device
         if self.choices.verify and isinstance(device, CudaDevice):
             left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
-            self._change(replace(self.options, device=left))
+            self.change(replace(self.options, device=left))
 
     def _recovery(self, session: Session) -> Recovery | None:
-        """Begins steps again, unless other ranks would have to repeat them too."""
-        executor = session.executor
-        if self._peers is not None or executor is None or executor.device is None:
+        """Repeats steps, except in a group, where the other ranks would have to repeat them."""
+        executor = self.executor
+        if self._peers is not None or executor.device is None:
             return None
         return Recovery(session, executor, strategy=self.strategy, module=self.module, on_demotion=self._demoted)
 
@@ -289,16 +292,16 @@ class OffloadRun:
         if self.options.device is not None:
             move_rest(self.module, self.strategy.root_device)
 
-    # ---- while it runs ----------------------------------------------------------------------------------------------------
+    # ---- while it runs -----------------------------------------------------------------------
 
     def loader_made(self, dataloader: object) -> None:
-        """A dataloader has been made, and its iterator comes next."""
+        """A dataloader was made. Its iterator is made next."""
         state = None if self.training is None else self.training.state
         if state is not None and state.is_training:
             state.data.loader_made(dataloader)
 
     def train_starts(self) -> None:
-        """Goes on where the store's last step ended."""
+        """Continues where the store's last step ended."""
         state = None if self.training is None else self.training.state
         if state is None:
             return
@@ -310,8 +313,8 @@ class OffloadRun:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A batch that only reads runs inside."""
-        executor = None if self.session is None else self.session.executor  # steps may be called after the Trainer's teardown
+        """A batch that only reads weights runs in the context."""
+        executor = None if self.session is None else self.session.executor  # None after the Trainer's teardown
         if self._peers is not None:
             self._peers.batch_begins(training=False)
         if executor is not None:
@@ -323,21 +326,27 @@ class OffloadRun:
                 executor.end_batch()
 
     def take_step_seconds(self) -> float | None:
-        """As a training batch ends: seconds of the optimizer step's batches; ``None`` if none has ended."""
+        """As a training batch ends: seconds of the batches of its optimizer step.
+
+        ``None`` without a step.
+        """
         return None if self.training is None else self.training.take_step_seconds()
 
     def snapshot_state(self) -> StateSnapshot | None:
-        """For who saves in the background: what a state has to be read from; ``None`` where all of it is in ordinary memory."""
+        """Keeps the present state readable for saving in the background.
+
+        ``None`` if all of it is in memory.
+        """
         return None if self.session is None else self.session.snapshot_state()
 
-    # ---- teardown ---------------------------------------------------------------------------------------------------------
+    # ---- teardown ----------------------------------------------------------------------------
 
     def failed(self) -> None:
-        """The Trainer was interrupted: :meth:`teardown` must not count on the engine."""
+        """The Trainer was interrupted, so :meth:`teardown` must not rely on the engine."""
         self._failed = True
 
     def teardown(self) -> None:
-        """Gives the model back, or leaves it on disk where it does not fit."""
+        """Gives the model back, or leaves it on disk if it does not fit memory."""
         self._last_plan = self.plan
         self.checkpoints.end()
         if self.training is not None:
@@ -369,7 +378,7 @@ class OffloadRun:
             )  # fmt: skip
 
     def _parks(self, session: Session) -> bool:
-        """Stops the session; whether it keeps the model."""
+        """Stops the session. Returns whether it keeps the model on disk."""
         try:
             return session.stop()
         except HeteroError:
@@ -380,7 +389,7 @@ class OffloadRun:
             return False
 
     def drop_session(self) -> None:
-        """The model is somebody else's from now on, or its store is."""
+        """Ends the session, because another object owns the model or its store from now on."""
         if self.session is not None:
             self.session.abandon()
             self._forget_session(self.session)
@@ -392,86 +401,23 @@ class OffloadRun:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), **dict.fromkeys(("session", "training", "built", "_imported"))}
 
-    # ---- what users ask ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
-        """The door to weights outside their block's forward: inside the context they are ordinary parameters in memory.
-
-        Before and after training, weights that are in memory stay as they are.
-
-        Args:
-            params: A module, or parameters.
-
-        Raises:
-            ConfigError: They have no content yet: the model is on the meta device.
-        """
-        wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
-        if self.session is None and any(p.is_meta for p in wanted):
-            raise ConfigError(
-                "materialize() got parameters on the meta device, which have no content before the Trainer's setup. Call it from a "
-                "hook such as on_fit_start, or later."
-            )
-        with nullcontext() if self.session is None else self.session.materialized(wanted):
-            yield
+    # ---- while there is a session, and after it -------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, one rule per block, with its prediction if it was planned; ``None`` before the first setup."""
+        """The plan in force, or that of the last session; ``None`` before the first setup."""
         executor = None if self.session is None else self.session.executor
         return self._last_plan if executor is None else executor.plan
 
     @property
-    def model_profile(self) -> ModelProfile | None:
-        """What the first batches have shown of the model, once there is a plan."""
-        return None if self.autoplan is None else self.autoplan.model
-
-    def operator_measures(self) -> tuple[OperatorMeasure, ...]:
-        """Every operator of the recorded batch, forward and backward: seconds, FLOP, and memory before, during and after it."""
-        return () if self.autoplan is None else self.autoplan.operators()
-
-    def replan(self, *, host_memory: str | int | None = None) -> None:
-        """Asks for a new plan: the next training batches are timed again, and the plan comes into force after them.
-
-        Args:
-            host_memory: A new budget, in force from then on; the plan then comes before the next batch, which raises a
-                :class:`~lightning_hetero.errors.PlanError` if none fits.
-
-        Raises:
-            ConfigError: The strategy was given a plan instead of a planner.
-        """
-        if self.autoplan is None:
-            raise ConfigError('replan() needs a planner, and this strategy was given a plan. Pass plan="auto".')
-        budget = parse_bytes(host_memory, name="host_memory")
-        if budget is not None:
-            self._change(replace(self.options, host_memory=budget))
-        self.autoplan.request(budget=budget is not None)
-
-    def prediction_error(self) -> dict[str, float]:
-        """How far the plan's prediction is from its steps so far: ``step_time_error``, ``host_peak_error``.
-
-        Mean absolute errors relative to what is measured; empty before there are any.
-        """
-        return {} if self._callback is None else self._callback.error.compute()
-
-    @property
     def trace(self) -> Trace:
-        """Spans of the latest steps, with ``trace=True``; without it there are none, and a warning says so."""
-        if not self.options.trace:
-            log.warning("There is no trace: %s.", _RECORD)
+        """Spans of the latest steps."""
         return self.session.recorder.trace() if self.session is not None else self._last_trace
 
-    def stall_report(self) -> str:
-        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
-        if not self.options.trace:
-            return f"no trace: {_RECORD}"
-        trace = self.trace
-        found = stalls(trace)
-        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
-
     def memory_report(self) -> dict[str, int]:
-        """``host_peak_bytes`` of the process, ``disk_bytes`` of files, ``bytes_read`` and ``bytes_written`` so far.
-
-        On a device with memory of its own also ``device_peak_bytes``, the most that was in use there since the fit began.
-        """
+        """Peaks of memory and bytes on disk, as the session counts them."""
         return self.session.memory_report() if self.session is not None else dict(self._last_report)
+
+    def prediction_error(self) -> dict[str, float]:
+        """Errors of the plan's prediction by name; empty before the first step."""
+        return {} if self._callback is None else self._callback.error.compute()

@@ -1,16 +1,20 @@
-"""What Lightning's methods do in a strategy that offloads: each calls the strategy's run."""
+"""Lightning's side of a strategy that offloads: its methods call the strategy's run."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.stalls import describe, stalls
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.runtime.options import SessionOptions
@@ -19,6 +23,7 @@ from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.resume import State
+from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,17 +33,21 @@ if TYPE_CHECKING:
 else:
     _Base = object  # the namespace's class comes second among the bases (strategies.namespaces)
 
+log = logging.getLogger(__name__)
+
+_RECORD = "pass trace=True to the strategy to record one"
+
 
 class Offloading(_Base):
     """Lightning's side of a strategy that offloads, in one process or in one of several.
 
     Attributes:
-        run: Places the model, trains it, saves it; made by the strategy's constructor.
+        run: Places, trains and saves the model; made by the strategy's constructor.
     """
 
     run: OffloadRun
 
-    # ---- setup and teardown -----------------------------------------------------------------------------------------------
+    # ---- setup and teardown ------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Places the model."""
@@ -49,38 +58,38 @@ class Offloading(_Base):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` parameters have no memory until ``setup`` initializes them block by block.
+        """With ``empty_init``, ``setup`` gives parameters memory and content block by block.
 
-        Else those that take more than half of the budget wait in a file until ``setup`` places them.
+        Otherwise those beyond half of the budget wait in a file until ``setup`` places them.
         """
         with self.run.building(empty=bool(empty_init)):
             yield
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remembers that teardown must not count on the engine."""
+        """Teardown must not rely on the engine."""
         self.run.failed()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Gives the model back, or leaves it on disk where it does not fit."""
+        """Gives the model back, or leaves it on disk if it does not fit memory."""
         self.run.teardown()
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Takes note of a training dataloader before its iterator is made."""
+        """Notes a training dataloader before its iterator is made."""
         dataloader = super().process_dataloader(dataloader)
         self.run.loader_made(dataloader)
         return dataloader
 
     def on_train_start(self) -> None:
-        """Goes on where the store's last step ended."""
+        """Continues where the store's last step ended."""
         super().on_train_start()
         self.run.train_starts()
 
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Begins a batch that trains."""
-        training = self.run.training  # steps may be called by hand after the Trainer has torn down
+        """Runs a batch that trains."""
+        training = self.run.training  # None if called after the Trainer's teardown
         plain = super().training_step
         return plain(*args, **kwargs) if training is None else training.training_step(plain, args, kwargs)
 
@@ -91,25 +100,28 @@ class Offloading(_Base):
             self.run.training.loss = weakref.ref(closure_loss)
 
     def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Begins a batch that only reads."""
+        """Runs a batch that only reads weights."""
         with self.run.evaluating():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Begins a batch that only reads."""
+        """Runs a batch that only reads weights."""
         with self.run.evaluating():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: object, **kwargs: object) -> object:
-        """Begins a batch that only reads."""
+        """Runs a batch that only reads weights."""
         with self.run.evaluating():
             return super().predict_step(*args, **kwargs)
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Lightning's checkpoint IO, streaming while something lives on disk; one that the user gave stays."""
+        """Lightning's checkpoint IO, streaming while weights or state are on disk.
+
+        The user's own stays.
+        """
         self._checkpoint_io = io = self.run.checkpoints.io(super().checkpoint_io)
         return io
 
@@ -119,16 +131,19 @@ class Offloading(_Base):
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
-        """Writes a checkpoint file; with ``link_checkpoints``, where steps are kept, links the store's last step instead."""
+        """Writes a checkpoint file, or with ``link_checkpoints`` links to the store's last step."""
         plain = super().save_checkpoint
         self.run.checkpoints.save(lambda: plain(checkpoint, filepath, storage_options), filepath)
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
-        """Removes a checkpoint: after those that were saved in the same batch, so that one is there whenever the process dies."""
+        """Removes a checkpoint, after those of the same batch are saved: one exists at any time."""
         self.run.checkpoints.remove(super().remove_checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """A checkpoint file, or a store: a fit goes on in it, ``setup`` takes over what is there; else its weights are read."""
+        """Loads a checkpoint file or a store.
+
+        A fit continues in the store; an evaluation reads its weights.
+        """
         plain = super().load_checkpoint
         return self.run.checkpoints.load(lambda: plain(checkpoint_path, weights_only), checkpoint_path)
 
@@ -139,14 +154,17 @@ class Offloading(_Base):
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
-        """Writes weights to where they live; ``setup`` does it for a model on the meta device or in a file."""
+        """Writes weights to their tiers.
+
+        ``setup`` does it for a model on the meta device or in a file.
+        """
         self.run.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, list[State]]) -> None:
-        """State goes to the tier that the plan chose; nothing is moved to a device."""
+        """Writes optimizer state to the tiers that the plan chose, not to a device."""
         self.run.checkpoints.load_optimizers(checkpoint["optimizer_states"])
 
-    # ---- what users ask ---------------------------------------------------------------------------------------------------
+    # ---- for users -----------------------------------------------------------------------------
 
     @property
     def session(self) -> Session | None:
@@ -155,52 +173,94 @@ class Offloading(_Base):
 
     @property
     def options(self) -> SessionOptions:
-        """What the session is made with."""
+        """Options of the session."""
         return self.run.options
 
     @property
     def autoplan(self) -> Autoplan | None:
-        """What makes the plan as training goes on; ``None`` where it was given."""
+        """Makes the plan during training; ``None`` if the user gave a plan."""
         return self.run.autoplan
 
     @property
     def offload_plan(self) -> Plan | None:
-        """The plan in force, one rule per block, with its prediction if it was planned.
+        """The plan in force, one rule per block, with its prediction if a planner made it.
 
         ``None`` before the first setup.
         """
         return self.run.plan
 
-    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """As :meth:`~lightning_hetero.strategies.offload.OffloadRun.materialize`; likewise the others."""
-        return self.run.materialize(params)
+    @contextmanager
+    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
+        """Access to weights outside their block's forward: they are in memory in the context.
+
+        Before and after training, weights that are in memory stay as they are.
+
+        Args:
+            params: A module, or parameters.
+
+        Raises:
+            ConfigError: They have no content yet, because the model is on the meta device.
+        """
+        wanted = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+        if self.session is None and any(p.is_meta for p in wanted):
+            raise ConfigError(
+                "materialize() got parameters on the meta device, which have no content before the Trainer's setup. Call it from a "
+                "hook such as on_fit_start, or later."
+            )
+        with nullcontext() if self.session is None else self.session.materialized(wanted):
+            yield
 
     @property
     def model_profile(self) -> ModelProfile | None:
-        """What the first batches have shown of the model, once there is a plan."""
-        return self.run.model_profile
+        """The model as measured in the first batches, once there is a plan."""
+        return None if self.autoplan is None else self.autoplan.model
 
     def operator_measures(self) -> tuple[OperatorMeasure, ...]:
-        """Every operator of the recorded batch, forward and backward: seconds, FLOP, and memory before, during and after it."""
-        return self.run.operator_measures()
+        """The recorded batch's operators: seconds, FLOP, memory before, during and after each."""
+        return () if self.autoplan is None else self.autoplan.operators()
 
     def replan(self, *, host_memory: str | int | None = None) -> None:
-        """Asks for a new plan, with a new budget if one is given."""
-        self.run.replan(host_memory=host_memory)
+        """Asks for a new plan. The next training batches are timed again, then it comes into force.
+
+        Args:
+            host_memory: A new budget, in force from now on. The plan then comes before the next
+                batch, which raises a :class:`~lightning_hetero.errors.PlanError` if none fits.
+
+        Raises:
+            ConfigError: The strategy was given a plan instead of a planner.
+        """
+        if self.autoplan is None:
+            raise ConfigError('replan() needs a planner, and this strategy was given a plan. Pass plan="auto".')
+        budget = parse_bytes(host_memory, name="host_memory")
+        if budget is not None:
+            self.run.change(replace(self.options, host_memory=budget))
+        self.autoplan.request(budget=budget is not None)
 
     def prediction_error(self) -> dict[str, float]:
-        """How far the plan's prediction is from its steps so far: ``step_time_error``, ``host_peak_error``."""
+        """Errors of the plan's prediction so far: ``step_time_error``, ``host_peak_error``.
+
+        Mean absolute errors relative to the measurements; empty before the first step.
+        """
         return self.run.prediction_error()
 
     @property
     def trace(self) -> Trace:
-        """Spans of the latest steps, with ``trace=True``."""
+        """Spans of the latest steps, with ``trace=True``. Otherwise empty, with a warning."""
+        if not self.options.trace:
+            log.warning("There is no trace: %s.", _RECORD)
         return self.run.trace
 
     def stall_report(self) -> str:
-        """For each of the latest steps a line that says what compute waited for, with ``trace=True``."""
-        return self.run.stall_report()
+        """With ``trace=True``, one line per latest step that says what compute waited for."""
+        if not self.options.trace:
+            return f"no trace: {_RECORD}"
+        trace = self.trace
+        found = stalls(trace)
+        return "\n".join(describe(step, found) for step in sorted({span.step for span in trace.spans}))
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes so far: peak of host memory, files on disk, read and written; with a device also its peak."""
+        """``host_peak_bytes`` of the process, ``disk_bytes``, ``bytes_read`` and ``bytes_written``.
+
+        With a device that has memory of its own, also ``device_peak_bytes`` since the fit began.
+        """
         return self.run.memory_report()

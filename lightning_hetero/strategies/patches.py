@@ -1,6 +1,6 @@
-"""Replaces attributes of single objects of Lightning and torch, and puts back what was there.
+"""Replaces methods of single objects of Lightning and torch, and restores them.
 
-Which ones, and why, is listed in :mod:`lightning_hetero.borrowed`.
+:mod:`lightning_hetero.borrowed` lists which ones, and why.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ _ABSENT = object()
 
 
 class Patches:
-    """Attributes of instances that stand replaced until :meth:`restore`."""
+    """Methods of instances that stay replaced until :meth:`restore`."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[object, str, object]] = []
 
     def replace(self, owner: object, name: str, value: Callable[..., object]) -> None:
-        """Gives one instance another method, in front of the one of its class."""
+        """Gives one instance another method than its class."""
         attributes = vars(owner)
         self._replaced.append((owner, name, attributes.get(name, _ABSENT)))
         attributes[name] = value
 
     def restore(self) -> None:
-        """Puts back what was there, the latest first. Calling it twice does no harm."""
+        """Restores the methods, the latest first. A second call does nothing."""
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is _ABSENT:

@@ -1,6 +1,7 @@
-"""A plan for a session: what the planner finds for the machine as training may use it, and what the session says to that.
+"""A plan for a session: the planner proposes one for the available memory, the session checks it.
 
-Planner and session count memory each in its own way; what is run fits both accounts, in the way in which the training loop runs it.
+Planner and session count memory in different ways. The plan that runs fits both accounts, for the
+way in which the training loop runs it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from dataclasses import dataclass, replace
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
 
 _ATTEMPTS = 4
 _CAPACITIES = {"device": "device_memory_bytes", "host": "host_memory_bytes", "disk": "disk_capacity_bytes"}
-_SPARE = 0.9  # of the memory that the machine has free, this much is planned with
+_SPARE = 0.9  # the fraction of the machine's free memory that plans may use
+_MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, in either direction; steps of the bisection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +34,9 @@ class _Loop:
 
     Attributes:
         deferred: Updates wait for all gradients.
-        accumulates: Gradients live through several batches.
-        micro_batches: Batches of one optimizer step.
-        speculates: Updates that can be taken back are tried before all gradients are known.
+        speculates: Revocable updates are tried before all gradients are known.
+        accumulates: Gradients stay in memory for several batches.
+        micro_batches: Batches per optimizer step.
     """
 
     deferred: bool = False
@@ -47,6 +50,17 @@ class _Loop:
         return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
 
 
+def executor_of(session: Session) -> Executor:
+    """The executor of a session that has started.
+
+    Raises:
+        RuntimeError: It has not started, or has ended.
+    """
+    if session.executor is None:
+        raise RuntimeError("the session does not run")
+    return session.executor
+
+
 def search(
     session: Session,
     model: ModelProfile,
@@ -56,22 +70,22 @@ def search(
     micro_batches: int,
     short_bytes: int,
 ) -> tuple[Plan, HardwareProfile]:
-    """A plan that fits both the machine as the planner sees it and the session's own account of its budget.
+    """Finds a plan that fits both the planner's account of memory and the session's.
 
     Args:
-        session: What the plan is for.
+        session: The session that is to run the plan.
         model: Its model, as measured.
-        hardware: The machine, whoever else uses it.
+        hardware: The whole machine, including what other processes use.
         planner: A name in ``PLANNERS``.
-        micro_batches: Batches of one optimizer step.
-        short_bytes: Of the device's memory, to keep clear of.
+        micro_batches: Batches per optimizer step.
+        short_bytes: Device memory to leave free.
 
     Returns:
-        The plan, and the machine that it was made for: with the capacities that training may use.
+        The plan, and the machine that it was made for, with the capacities that training may use.
 
     Raises:
         PlanError: No plan fits.
-        ConfigError: The planner lacks something.
+        ConfigError: The planner needs a package that is not installed.
     """
     loop = _loop(session, micro_batches)
     machine = room = machine_of(session, model, hardware, micro_batches=micro_batches, short_bytes=short_bytes)
@@ -87,14 +101,14 @@ def search(
         try:
             fitting = session.fitting(plan)
             if fitting.blocks != plan.blocks and session.device_memory is not None:
-                plan = replace(fitting, predicted=None)  # it was made of another plan
+                plan = replace(fitting, predicted=None)  # the prediction was for another plan
             plan = _in_loop(plan, model, machine, loop)
             session.check(plan)
             return plan, machine
         except OutOfMemoryBudgetError as error:
             on_device = error.tier == "device"
             refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
-        except PlanError as error:  # of the plan as this loop runs it: with all gradients at once, for instance
+        except PlanError as error:  # it does not fit as this loop runs it, for instance with all gradients at once
             refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
         if short <= 0:
             break
@@ -104,14 +118,10 @@ def search(
 
 
 def with_prediction(session: Session, plan: Plan, model: ModelProfile, machine: HardwareProfile, *, micro_batches: int) -> Plan:
-    """A plan that runs, with what is predicted for it; on more memory, where the planner's account says that it does not fit.
+    """A plan that already runs, with its prediction; arguments as for :func:`refined`.
 
-    Args:
-        session: What the plan is for.
-        plan: It.
-        model: The model, as measured.
-        machine: The machine that plans are made for.
-        micro_batches: Batches of one optimizer step.
+    If the plan does not fit by the planner's account, it is predicted for a machine with more
+    memory.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -124,26 +134,25 @@ def with_prediction(session: Session, plan: Plan, model: ModelProfile, machine: 
     return plan
 
 
-_MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, to either side; halvings of the interval
-
-
 def refined(
     session: Session, model: ModelProfile, plan: Plan, machine: HardwareProfile, *, micro_batches: int, step_s: float
 ) -> tuple[float, Plan] | None:
-    """By what factor the rates of all but compute differ from the machine's profile, if that explains what a step takes.
+    """Finds the factor of all rates except compute's that explains the measured time of a step.
 
-    Compute has been timed in this model's own batches, the other rates by micro-benchmarks: so those are what is wrong.
+    Compute was timed in this model's own batches, the other rates by micro-benchmarks. So the
+    latter are taken to be wrong.
 
     Args:
-        session: What the plan runs in.
+        session: The session that runs the plan.
         model: Its model, as measured.
         plan: The plan in force.
-        machine: What it was made for, as :func:`search` gives it.
-        micro_batches: Batches of one optimizer step.
-        step_s: Seconds that a step takes.
+        machine: The machine that the plan was made for, as :func:`search` returns it.
+        micro_batches: Batches per optimizer step.
+        step_s: Measured seconds of a step.
 
     Returns:
-        The factor, and the plan with its prediction for such rates; ``None`` if no factor between 1/64 and 64 gives such a step.
+        The factor, and the plan with its prediction for such rates. ``None`` if no factor between
+        1/64 and 64 explains the time.
     """
 
     def predicted_s(scale: float) -> float:
@@ -158,7 +167,7 @@ def refined(
             low, high = (low, middle) if predicted_s(middle) < step_s else (middle, high)
         scale = (low * high) ** 0.5
         return scale, _in_loop(replace(plan, predicted=None), model, scaled(machine, scale), _loop(session, micro_batches))
-    except PlanError:  # it fits the session, and not the machine as planners see it
+    except PlanError:  # it fits by the session's account, but not by the planner's
         return None
 
 
@@ -168,13 +177,12 @@ def iteration_s(session: Session, model: ModelProfile, plan: Plan, machine: Hard
     Raises:
         PlanError: It does not fit the machine.
     """
-    found = _in_loop(replace(plan, predicted=None), model, machine, _loop(session, micro_batches)).predicted
-    assert found is not None
-    return found.iteration_s
+    plan = fitted(plan, model.shape(), device=not machine.shared_memory)
+    return _prediction(plan, model, machine, _loop(session, micro_batches)).iteration_s
 
 
 def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
-    """The machine with other rates of all work but compute: links, disk, updates in host memory, and its bandwidth."""
+    """The machine with all rates scaled except compute's."""
     keys = ["link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s", "link_d2h_bytes_per_s"]
     keys += ["disk_read_bytes_per_s", "disk_write_bytes_per_s"]
     keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
@@ -194,7 +202,10 @@ def _loop(session: Session, micro_batches: int) -> _Loop:
 def machine_of(
     session: Session, model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int, short_bytes: int = 0
 ) -> HardwareProfile:
-    """The machine with the capacities that training may use, and the speed that this model reaches; arguments as for ``search``."""
+    """The machine with the capacities that training may use and the speed that this model reaches.
+
+    Arguments as for :func:`search`.
+    """
     loop = _loop(session, micro_batches)
     spare = _SPARE if session.options.host_memory is None else 1
     memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
@@ -219,13 +230,14 @@ def machine_of(
 
 
 def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
-    """What planners count beyond the session's budget: the process itself, activations where the user gave it, what they round up.
+    """Bytes that planners count beyond the session's budget.
 
-    The two accounts are compared for plans that both know, and the largest difference counts: the session has the last word.
+    These are the process itself, rounding, and activations if the user gave a budget. The accounts
+    are compared for all plans that both know, and the largest difference counts: the session
+    decides.
     """
-    assert session.executor is not None
     shared = session.device_memory is None
-    plans = [session.executor.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
+    plans = [executor_of(session).plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
     differences = []
     for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
         needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)
@@ -235,7 +247,10 @@ def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
 
 
 def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop: _Loop, planner: str) -> Plan:
-    """What the planner finds; an optimizer whose own code runs on a device leaves it no choice but of activations."""
+    """The planner's plan.
+
+    With an optimizer that runs its own code on a device, only activations can be planned.
+    """
     if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
         return PLANNERS[planner](model, room, updates=loop.updates)
     try:
@@ -245,28 +260,31 @@ def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop:
 
 
 def _in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Plan:
-    """The plan with a prediction for the way in which the training loop runs it.
+    """The plan with its prediction for this training loop.
 
-    Raises:
-        PlanError: It does not fit the machine then.
+    Raises PlanError if it does not fit the machine then.
     """
     if plan.predicted is not None and loop == _Loop():
         return plan
-    if loop.speculates:  # most verdicts keep what was tried; without room for that nothing is
+    plan = fitted(plan, model.shape(), device=not machine.shared_memory)
+    return replace(plan, predicted=_prediction(plan, model, machine, loop))
+
+
+def _prediction(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Prediction:
+    if loop.speculates:  # most tried updates stay; if there is no memory for trying, none is tried
         with suppress(PlanError):
-            return _predicted(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
+            return _simulated(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
     waits = Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD
-    return _predicted(plan, model, machine, loop, waits, room_for=loop.updates)
+    return _simulated(plan, model, machine, loop, waits, room_for=loop.updates)
 
 
-def _predicted(
+def _simulated(
     plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop, updates: Updates, *, room_for: Updates
-) -> Plan:
+) -> Prediction:
     shape = model.shape()
-    plan = fitted(plan, shape, device=not machine.shared_memory)
     space = cache_sizes(plan, model, machine, updates=room_for)
     order = tuple(range(len(shape.blocks)))
     last = StepSignature(order=order, training=True, updates=updates)
     batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
     schedules = steady(plan, shape, batches, sizes=space)
-    return replace(plan, predicted=simulate(schedules, plan, model, machine, sizes=space).prediction)
+    return simulate(schedules, plan, model, machine, sizes=space).prediction

@@ -1,11 +1,13 @@
 """Puts the runtime into a precision plugin while a fit lasts.
 
-``Strategy.backward`` and ``Strategy.optimizer_step`` stay Lightning's own. What they call of the precision plugin is the innermost
-place that every backward and every optimizer step comes through, so the runtime stands there.
+``Strategy.backward`` and ``Strategy.optimizer_step`` stay Lightning's own. Every backward and every
+optimizer step passes through the precision plugin's methods of these names, so the runtime replaces
+those.
 
-With speculation the runtime also clips gradients by norm and divides them by the loss's scale. Both are done with torch's own
-functions and to the same bits, but in part block by block during backward; see the notes in ``runtime.speculation``. Plugins and
-scalers of another make are left alone: then all updates follow the verdict.
+With speculation the runtime also clips gradients by norm and divides them by the loss's scale. It
+uses torch's own functions and gets the same bits, but does part of the work block by block during
+backward; see the notes in ``runtime.speculation``. Plugins and scalers of other classes are not
+replaced: then all updates follow the verdict.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def can_serve(precision: Precision, trainer: pl.Trainer) -> bool:
-    """Whether clipping and scaling are Lightning's and torch's own, and nothing looks at gradients between them and the step."""
+    """Whether clipping and scaling are Lightning's and torch's own, and the step follows."""
     lightning = lightning_of(trainer)
     plugins = lightning.module("plugins.precision")
     known = (plugins.Precision, plugins.MixedPrecision)
@@ -43,7 +45,10 @@ def can_serve(precision: Precision, trainer: pl.Trainer) -> bool:
 
 
 class _Around(partial[object]):
-    """A method of a plugin with ours around it. Copied or pickled with the plugin, it is the plugin's own method again."""
+    """A plugin's method inside ours.
+
+    If it is copied or pickled with the plugin, the plugin's own method results.
+    """
 
     def __reduce__(self) -> tuple[object, ...]:
         inner = self.args[0]
@@ -52,18 +57,18 @@ class _Around(partial[object]):
 
 
 def around(plugin: Precision, name: str, ours: Callable[..., object]) -> Callable[..., object]:
-    """What stands in the place of a plugin's method: ``ours``, which gets the method in front of its arguments."""
+    """A replacement of a plugin's method: ``ours``, whose first argument is that method."""
     return _Around(ours, getattr(plugin, name))
 
 
 class PrecisionHooks:
-    """What of a precision plugin, and of its loss scaler, stands replaced until :meth:`close`.
+    """Replaces methods of a precision plugin and its loss scaler until :meth:`close`.
 
     Args:
         plugin: The precision plugin.
-        backward: Called as the plugin's ``backward``, with that in front of its arguments.
-        optimizer_step: The same for ``optimizer_step``.
-        speculates: The runtime under way, if it clips and divides gradients in the plugin's place.
+        backward: Replaces the plugin's ``backward``, as in :func:`around`.
+        optimizer_step: Replaces the plugin's ``optimizer_step``.
+        speculates: The executor, if it clips and unscales gradients instead of the plugin.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class PrecisionHooks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, plugin and scaler work as they were made, on gradients that are not the runtime's."""
+        """In the context plugin and scaler are restored, for gradients of another model."""
         self.close()
         try:
             yield
@@ -105,5 +110,5 @@ class PrecisionHooks:
         executor.clip(self._plugin.main_params(optimizer), clip_val)
 
     def close(self) -> None:
-        """The plugin and the scaler are as they were."""
+        """Restores the plugin and the scaler."""
         self._patches.restore()

@@ -1,13 +1,16 @@
-"""A device whose memory turns out to be too small: the plan gives something up, and the step begins again from its first batch.
+"""Repeats a step that did not fit the device's memory, under a plan that needs less of it.
 
 [Note: Clean state]
-A step is begun again only if nothing of it lasts: its gradients are dropped, buffers, metrics and random generators are set back,
-and no update has begun, or only such that are taken back. To make sure of the latter, updates wait for all gradients, if the host
-has room for them, in batches of which nobody knows that they fit: under the plan in force none as large has fitted and ended in a
-step, or torch can be given less of the device than when one did (somebody else uses it, or it is cut up). That changes no bit.
+A step can be repeated only from a clean state: its gradients are dropped, buffers, metrics and
+random generators are set back, and no update has begun, or only updates that can be revoked. For
+the latter, updates wait for all gradients if the host has memory for them, in every batch that may
+not fit. A batch may not fit if no batch of its size has fitted and ended in a step under the plan
+in force, or if torch can get less of the device now than it could then, because another process
+uses it or it is fragmented. Waiting changes no bit.
 
-``training_step`` is called again, and so are the hooks before backward. What they log with ``self.log`` is logged once, by the
-first attempt that comes to it; what a module counts in attributes of its own counts twice.
+``training_step`` runs again, and so do the hooks before backward. ``self.log`` takes effect once,
+in the first attempt that reaches the call. If a module counts in attributes of its own, it counts
+twice.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_MOST = 16  # demotions of one step
-_SLACK_BYTES = 32 * MIB  # so much less of the device is as much: gradients on their way to the host come and go
+_MOST = 16  # plans that one step may give up
+_SLACK_BYTES = 32 * MIB  # smaller differences do not count: gradients on their way to the host come and go
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
@@ -58,12 +61,10 @@ class _Batch:
     """One call of ``training_step``.
 
     Attributes:
-        run: Runs it.
-        args: What it is called with.
-        kwargs: The same, by name.
+        run: Runs it, with ``args`` and ``kwargs``.
         generators: Random generators before it.
-        backward: What its backward is called with beside the loss.
-        logged: How many calls of ``log`` count: those of all attempts but the repeated ones.
+        backward: Arguments of its backward besides the loss.
+        logged: Calls of ``log`` that have taken effect, over all attempts.
     """
 
     run: Callable[..., STEP_OUTPUT]
@@ -75,14 +76,14 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fitted:
-    """What has fitted, and ended in a step.
+class _Demand:
+    """What decides whether a batch fits.
 
     Attributes:
-        plan: Under this plan.
-        elements: Those of the largest batch.
-        side: The longest side of any.
-        spare_bytes: So much torch could be given as it began; 0 where nobody knows.
+        plan: The plan in force.
+        elements: Of all tensors of the batch.
+        side: The longest side of any of them.
+        spare_bytes: Bytes that torch could get as the batch began; 0 if unknown.
     """
 
     plan: Plan
@@ -90,16 +91,27 @@ class _Fitted:
     side: int
     spare_bytes: int
 
+    def has_less_than(self, fitted: _Demand) -> bool:
+        """Whether there is less memory than for the other."""
+        return self.spare_bytes < fitted.spare_bytes - _SLACK_BYTES
+
+    def fits_like(self, fitted: _Demand | None) -> bool:
+        """Whether it fits because the other did."""
+        if fitted is None or fitted.plan is not self.plan:
+            return False
+        return self.elements <= fitted.elements and self.side <= fitted.side and not self.has_less_than(fitted)
+
 
 class Recovery:
-    """Begins steps again on a device that is too small for them; see [Note: Clean state].
+    """Repeats steps on a device that is too small for them; see [Note: Clean state].
 
     Args:
         session: The session.
         executor: Its executor.
         strategy: Lightning's strategy.
         module: The LightningModule.
-        on_demotion: Told of each lack of memory, before the plan changes; gives a lesser plan what is predicted for it.
+        on_demotion: Called with each error before the plan changes. Returns a function that
+            predicts a lesser plan.
     """
 
     def __init__(
@@ -116,19 +128,19 @@ class Recovery:
         self._result = lightning_of(module.trainer).module("loops.optimization.automatic").ClosureResult
         self._buffers, self._metrics = ChangingBuffers(session.root), MetricStates(session.root)
         self._log = _Log(module)
-        self._batches: list[_Batch] = []  # of the step under way
-        self._repeats = False  # an earlier batch of the step is under way once more
-        self._fitted: _Fitted | None = None
-        self._spare_bytes = 0  # what torch could be given as the batch under way began
+        self._batches: list[_Batch] = []  # of the current step
+        self._repeats = False  # an earlier batch of the step is repeated now
+        self._fitted: _Demand | None = None  # the largest that ended in a step
+        self._spare_bytes = 0  # what torch could get as the current batch began
         self._demotions = 0
 
     def step_ended(self) -> None:
-        """The optimizer's step is over: the next batch begins another one."""
+        """The optimizer's step is over. The next batch begins another one."""
         self._batches.clear()
         self._demotions = 0
 
     def training_step(self, run: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
-        """Runs a batch's forward, under lesser plans if need be."""
+        """Runs a batch's forward, under lesser plans if necessary."""
         executor = self._executor
         if not self._batches:
             self._buffers.remember()
@@ -136,7 +148,7 @@ class Recovery:
         batch = _Batch(run, args, kwargs, Generators(executor.lanes.device))
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
-        executor.batch.probing = executor.may_defer and self._may_not_fit()
+        executor.batch.probing = executor.may_defer and not self._demand().fits_like(self._fitted)
 
         def again() -> STEP_OUTPUT:
             self._repeat_earlier()
@@ -152,14 +164,16 @@ class Recovery:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
-        """Runs a batch's backward; under lesser plans the batch's forward too, whose loss is the same.
+        """Runs a batch's backward.
+
+        Under a lesser plan its forward runs again too, and gives the same loss.
 
         Args:
-            run: Runs it, from a loss as the precision plugin has scaled it.
+            run: Runs it from a loss as the precision plugin has scaled it.
             loss: That loss.
-            held: The loss before, which Lightning holds.
-            args: Optimizer, and what the backward is called with.
-            kwargs: The same, by name.
+            held: The unscaled loss, which Lightning holds.
+            args: The optimizer and further arguments of backward.
+            kwargs: Its keyword arguments.
         """
         module = self._module
         if self._repeats or not self._batches:
@@ -194,11 +208,14 @@ class Recovery:
         self._has_fitted()
 
     def step_failed(self, error: BaseException) -> HeteroError:
-        """What to raise where memory was too small for what follows backward: nothing of that is done twice."""
+        """The error to raise if memory was too small after backward.
+
+        Nothing after backward is repeated.
+        """
         why = "in the optimizer's step, after backward, which does not begin again: what is in memory may be of two steps"
         return _final(error, why)
 
-    # ---- details ------------------------------------------------------------------------------------------------------------
+    # ---- attempts ----------------------------------------------------------------------------
 
     def _until_it_fits(self, attempt: Callable[[], _T], again: Callable[[], _T]) -> _T:
         while True:
@@ -210,7 +227,10 @@ class Recovery:
             attempt = again
 
     def _repeat_earlier(self) -> None:
-        """Forward and backward of the step's earlier batches; their hooks have logged what they log."""
+        """Repeats the step's earlier batches.
+
+        Hooks of their backward have logged before, so they are silent.
+        """
         backward: Callable[..., Tensor] = self._strategy.backward
         self._repeats = True
         try:
@@ -239,10 +259,10 @@ class Recovery:
             return batch.run(*batch.args, **batch.kwargs)
 
     def _give_up(self, error: BaseException) -> None:
-        """Throws away what the step has done, and goes on with a plan that needs less of the device.
+        """Discards the step's results, and changes to a plan that needs less of the device.
 
         Raises:
-            BatchMemoryError: The step cannot begin again, or nothing is left to give up.
+            BatchMemoryError: The step cannot be repeated, or no lesser plan is left.
         """
         executor = self._executor
         where = executor.where
@@ -281,38 +301,31 @@ class Recovery:
                 f"Go on from the last checkpoint, or with ckpt_path from the last step that disk_path has kept",
             )
 
-    def _size(self) -> tuple[int, int]:
-        """Of the latest batch: elements, and the longest side."""
+    def _demand(self) -> _Demand:
         batch = self._batches[-1]
         shapes = [leaf.shape for leaf in tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
-        return sum(shape.numel() for shape in shapes), max((side for shape in shapes for side in shape), default=0)
-
-    def _may_not_fit(self) -> bool:
-        """Whether no batch as large as this one has fitted under the plan in force, with no more memory than there is now."""
-        fitted = self._fitted
-        if fitted is None or fitted.plan is not self._executor.plan:
-            return True
-        elements, side = self._size()
-        return elements > fitted.elements or side > fitted.side or self._has_less_than(fitted)
-
-    def _has_less_than(self, fitted: _Fitted) -> bool:
-        return self._spare_bytes < fitted.spare_bytes - _SLACK_BYTES
+        sides = (side for shape in shapes for side in shape)
+        return _Demand(self._executor.plan, sum(shape.numel() for shape in shapes), max(sides, default=0), self._spare_bytes)
 
     def _has_fitted(self) -> None:
-        executor = self._executor
-        if not executor.armed:  # only a batch that ends in a step meets the gradients of those before
+        """A backward has fitted.
+
+        Only a batch that ends in a step holds the gradients of those before it.
+        """
+        if not self._executor.armed:
             return
-        if not self._may_not_fit():
-            return  # that it did says nothing new: memory that comes and goes, or goes by little and little, changes nothing
-        now, fitted = _Fitted(executor.plan, *self._size(), self._spare_bytes), self._fitted
-        if fitted is not None and fitted.plan is executor.plan and not self._has_less_than(fitted):
-            largest = (max(getattr(row, key) for row in (now, fitted)) for key in ("elements", "side", "spare_bytes"))
-            now = _Fitted(executor.plan, *largest)
+        now, fitted = self._demand(), self._fitted
+        if now.fits_like(fitted):
+            return  # changes nothing: memory that varies a little would otherwise lower the mark again and again
+        if fitted is not None and fitted.plan is now.plan and not now.has_less_than(fitted):
+            now = _Demand(
+                now.plan, *(max(getattr(row, key) for row in (now, fitted)) for key in ("elements", "side", "spare_bytes"))
+            )
         self._fitted = now
 
 
 def _bare(error: BaseException) -> BaseException:
-    """The error without what its frames hold: tensors that are in the way."""
+    """The error without its frames, which hold tensors."""
     seen: BaseException | None = error
     while seen is not None:
         if seen.__traceback__ is not None:
@@ -331,9 +344,10 @@ def _final(error: BaseException, why: str) -> HeteroError:
 
 
 class _Log:
-    """Stands in for ``log`` while a batch runs: what an earlier attempt has logged is left out.
+    """Replaces ``log`` while a batch runs, and leaves out the calls of earlier attempts.
 
-    It is one object for the whole fit, and compiled code leaves its graph for it, so that it stays compiled.
+    It is one object for the whole fit, and compiled code breaks its graph for it, so the code stays
+    compiled.
 
     Args:
         module: The LightningModule.
@@ -341,13 +355,19 @@ class _Log:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._batch: _Batch | None = None  # whose calls are counted; None: they are left out
+        self._batch: _Batch | None = None  # whose calls are counted; None: calls are left out
         self._log: Callable[..., None] = module.log
-        self._calls = 0  # of the attempt under way
+        self._calls = 0  # of the current attempt
 
     @contextmanager
     def of(self, batch: _Batch, *, begins: bool = False, silent: bool = False) -> Iterator[None]:
-        """Inside, ``log`` is this; ``begins``: an attempt does; ``silent``: hooks run that have logged before."""
+        """Replaces ``log`` in the context.
+
+        Args:
+            batch: The batch whose calls count.
+            begins: An attempt starts.
+            silent: Hooks run that have logged before.
+        """
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:

@@ -1,4 +1,4 @@
-"""``ckpt_path`` as a store: reads its last record, and lets Lightning's loops go on as if the process had never ended."""
+"""A store as ``ckpt_path``: reads its last record, and restores Lightning's loops."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-State = dict[str, Any]  # a training state or a checkpoint: what it holds is Lightning's and the user's
+State = dict[str, Any]  # a training state or a checkpoint: its values are Lightning's and the user's
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def is_store(path: Any) -> bool:
+def is_store(path: object) -> bool:
     """Whether a ``ckpt_path`` is a store's directory."""
     return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
 
 
 def check_use(path: Path, disk_path: Path | None) -> Path:
-    """Refuses a store as ``ckpt_path`` of a fit that has no store of its own to go on in; returns that one's path.
+    """Returns ``disk_path``, where a fit with a store as ``ckpt_path`` continues.
 
     Raises:
         ConfigError: ``disk_path`` is missing.
@@ -54,15 +54,13 @@ def check_use(path: Path, disk_path: Path | None) -> Path:
 
 
 def last_kept(path: Path) -> Path:
-    """Where a store's last kept step is: there, or in its newest pin, where its last record is not that of a kept step.
+    """The directory of a store's last kept step: its own, or that of its newest pin.
 
-    Where no record can be read, the pin is the last step that is known to be whole, and a warning says so.
+    It is the pin if the last record is not of a kept step. It is also the pin if no record can be
+    read: then the pin is the last step that is certainly whole, and a warning says so.
 
     Raises:
-        ConfigError: As :func:`read_state`; likewise the others.
-        StoreBusyError: A process uses it.
-        StoreCorruptError: It has no valid record.
-        StoreError: A file cannot be read.
+        HeteroError: As :func:`read_state`.
     """
     found = pins(path)
     if not found:
@@ -81,10 +79,10 @@ def read_state(path: Path) -> State:
     """The training state of a store's last step.
 
     Args:
-        path: The store; no living process uses it.
+        path: The store. No process uses it.
 
     Raises:
-        ConfigError: It is no store of this version, or its last record stands for no step.
+        ConfigError: It is not a store of this version, or its last record is not of a step.
         StoreBusyError: A process uses it.
         StoreCorruptError: It has no valid record.
         StoreError: A file cannot be read.
@@ -107,18 +105,20 @@ def _checked_state(last: record.StepRecord, path: Path) -> State:
 
 
 def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Precision, opened: ExitStack) -> State:
-    """The last kept step of a store in the form of a Lightning checkpoint that is evaluated; nothing is written.
+    """The last kept step of a store as a Lightning checkpoint for evaluation. Nothing is written.
 
     Args:
-        path: The store; no living process uses it.
-        module: The LightningModule, which says under which names tied weights are wanted.
+        path: The store. No process uses it.
+        module: The LightningModule. Its parameters' names are those of tied weights in the result.
         precision: The Trainer's precision plugin.
-        opened: Keeps the files open; weights are lazy tensors, which can be read until it is closed.
+        opened: Keeps the files open. Weights are lazy tensors, which can be read until it is
+            closed.
 
     Raises:
-        ConfigError: It is no store of this version, its last record stands for no step, or it has not all weights.
+        ConfigError: It is not a store of this version, its last record is not of a step, or it
+            lacks weights.
         StoreBusyError: A process uses it.
-        StoreCorruptError: A file is not what the record names.
+        StoreCorruptError: A file differs from its record.
     """
     store = stored_model.last_kept(opened.enter_context(StoreFiles(path)), opened)
     if store.record is None:
@@ -132,8 +132,8 @@ def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Preci
             weights[name] = weights[first[parameter]]
     checkpoint = as_checkpoint(state, precision)
     del checkpoint["loops"]  # an evaluation begins with its first batch
-    # The record has the callbacks as they were when the step's batch ended. What ModelCheckpoint and EarlyStopping know of the
-    # validation after that batch is newer in this process, or unknown; an older "best" would be a wrong one.
+    # The record has the callbacks' state at the end of the step's batch. ModelCheckpoint and
+    # EarlyStopping may know of a later validation in this process; an older "best" would be wrong.
     trainer = module.trainer
     newer = {callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)}
     callbacks = {key: value for key, value in state["callbacks"].items() if key not in newer}
@@ -148,7 +148,7 @@ def _last_record(path: Path) -> record.StepRecord:
         os.close(manifest_fd)
     layout = layout_of(path, manifest)
     ring = path / "COMMIT"
-    if not ring.exists() or ring.stat().st_size == 0:  # the process died while it laid the store out, or the file was lost
+    if not ring.exists() or ring.stat().st_size == 0:  # the process died while it made the store, or the file was lost
         raise _no_record(path)
     if (names := ring.stat().st_nlink) > 1:
         old, own = shlex.quote(str(ring)), shlex.quote(f"{path}/COMMIT.own")
@@ -178,10 +178,10 @@ def _no_record(path: Path) -> HeteroError:
 
 
 def check_loops(state: State, path: Path, trainer: pl.Trainer) -> None:
-    """Refuses progress of loops, or a datamodule's state, that does not look like what this Trainer has.
+    """Refuses progress of loops, or a datamodule's state, of another form than this Trainer's.
 
     Raises:
-        ConfigError: Names the first place that differs.
+        ConfigError: Names the first difference.
     """
     like = {"fit_loop": value_shapes.like(trainer.fit_loop.state_dict())}
     if state["datamodule"] is not None:
@@ -190,7 +190,7 @@ def check_loops(state: State, path: Path, trainer: pl.Trainer) -> None:
 
 
 def as_checkpoint(state: State, precision: Precision) -> State:
-    """A training state in the form of a Lightning checkpoint without weights and optimizer state."""
+    """A training state as a Lightning checkpoint, without weights and optimizer state."""
     checkpoint = {
         "epoch": state["epoch"],
         "global_step": state["global_step"],
@@ -232,10 +232,11 @@ def load_buffers(module: pl.LightningModule, buffers: dict[str, torch.Tensor]) -
 
 
 def go_on(trainer: Any, state: State, data: TrainingData) -> None:
-    """Brings loops, data and random numbers to where they were when the last batch had ended.
+    """Restores loops, data and random generators to the end of the last batch.
 
-    Lightning has restored the loops' progress. Left to itself it would not run the validation that was due after that batch, and
-    would begin the epoch's data anew; see [Note: Data]. Called when every ``on_train_start`` hook has run.
+    Called after all ``on_train_start`` hooks, when Lightning has restored the loops' progress.
+    Without this, Lightning would skip a validation that was due, and begin the epoch's data again;
+    see [Note: Data].
     """
     loop = trainer.fit_loop
     data.go_on(state["data"], loop.epoch_loop.batch_progress.current.ready)
@@ -243,7 +244,7 @@ def go_on(trainer: Any, state: State, data: TrainingData) -> None:
         restore_validation(trainer, state["validation"])
     _begin_averaging(trainer)
     end_batch(trainer)
-    # The data has been brought to the right place; Lightning cannot know.
+    # Lightning does not know that the data is at the right place.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     try:
         set_random_state(state["random"][str(trainer.global_rank)])
@@ -254,7 +255,7 @@ def go_on(trainer: Any, state: State, data: TrainingData) -> None:
 
 
 def _begin_averaging(trainer: Any) -> None:
-    """Has callbacks that average weights go on: they make their scheduler as an epoch begins, and this one has begun."""
+    """Lets callbacks that average weights make their scheduler, as they do when an epoch begins."""
     averaging = lightning_of(trainer).module("callbacks").StochasticWeightAveraging
     if trainer.fit_loop.restarted_mid_epoch:
         for callback in trainer.callbacks:
@@ -263,17 +264,18 @@ def _begin_averaging(trainer: Any) -> None:
 
 
 def end_batch(trainer: Any) -> None:
-    """Has Lightning's loops do what was due after the batch whose end they were restored to."""
+    """Makes Lightning's loops continue with what was due after the batch."""
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop
     loops = lightning_of(trainer).module("loops.evaluation_loop")
     if epoch_loop._should_check_val_fx(loop._data_fetcher):
         epoch_loop.val_loop._restart_stage = loops.RestartStage.RESTARTED_MID_EVALUATION
-        epoch_loop.val_loop.batch_progress.reset_on_run()  # with its first batch
+        epoch_loop.val_loop.batch_progress.reset_on_run()  # it begins with its first batch
     else:
         epoch_loop._batches_that_stepped += 1
         if epoch_loop._num_ready_batches_reached():
-            # A loop that restarts fetches a batch before it asks whether the epoch is over: there is none left.
+            # A restarting loop fetches a batch before it checks whether the epoch is over, but none
+            # is left.
             loop._data_fetcher.reset()
             loop._data_fetcher.done = True
-    loop._restarting = False  # a restarting loop leaves out schedulers that watch a metric
+    loop._restarting = False  # a restarting loop skips schedulers that monitor a metric

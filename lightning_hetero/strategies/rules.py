@@ -1,4 +1,4 @@
-"""Reads from the Trainer when updates may run: during backward, or only after every gradient is known."""
+"""When the Trainer and its hooks allow updates: during backward, or after all gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _CLIPPED = "gradients are clipped by their global norm"
 _SCALED = "the loss is scaled"
 
-# Hooks that see or change gradients: whoever overrides one must find them as plain Lightning leaves them.
+# These hooks see or change gradients. If one is overridden, it must find all gradients, as in plain
+# Lightning.
 _MODULE_HOOKS = (
     "configure_gradient_clipping",
     "on_before_optimizer_step",
@@ -41,7 +42,7 @@ def step_rules(trainer: pl.Trainer, module: pl.LightningModule, precision: Preci
     accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in callbacks_of(trainer))
     by_hand = "" if module.automatic_optimization else "optimization is manual"
     combined = [type(o).__name__ for o in trainer.optimizers if members(o) != [o]]
-    if by_hand or combined:  # user code runs between the steps of optimizers
+    if by_hand or combined:  # user code runs between optimizer steps
         why = by_hand or f"{combined[0]} runs other optimizers"
         return StepRules(deferred=why, accumulates=True, keep_gradients=True, waits=True, norms=True)
     by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"

@@ -1,4 +1,4 @@
-"""The steps of one fit, from a batch to the commit, as Lightning's hooks come to them."""
+"""The steps of one fit, from a batch to the commit, as Lightning's hooks reach them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def _clipping_of(trainer: pl.Trainer) -> tuple[str, object]:
-    """The way in which gradients are clipped. Clipping by norm reads its threshold when it clips."""
+    """How gradients are clipped. Clipping by norm reads its threshold when it clips."""
     threshold = trainer.gradient_clip_val
     if not threshold:
         return "", None
@@ -42,36 +42,38 @@ def _clipping_of(trainer: pl.Trainer) -> tuple[str, object]:
 
 
 class Peers(Protocol):
-    """The other processes of a group that trains the same model. A process that trains alone has none."""
+    """The other processes of a group that trains the same model."""
 
     def rules(self, rules: StepRules) -> StepRules:
-        """The rules of a fit, for gradients that all ranks average."""
+        """The rules of a fit if all ranks average gradients."""
 
     def batch_begins(self, *, training: bool) -> None:
         """A batch is about to begin."""
 
     def gradients_computed(self) -> None:
-        """A backward has left its gradients, and no hook has seen them yet."""
+        """A backward has ended, and no hook has seen its gradients yet."""
 
 
 class Training:
     """The steps of one fit.
 
-    Contract: made when the session has started; :meth:`close` when the fit ends, orderly or not. One thread calls.
+    Contract: made after the session has started; :meth:`close` when the fit ends, normally or not.
+    One thread calls.
 
     Args:
-        session: The session, with its executor.
-        executor: It.
+        session: The session.
+        executor: Its executor.
         module: The LightningModule.
-        precision: The precision plugin, which calls :meth:`backward` and :meth:`optimizer_step` until :meth:`close`.
+        precision: The precision plugin. It calls :meth:`backward` and :meth:`optimizer_step` until
+            :meth:`close`.
         speculates: Updates may run before all gradients are known.
-        autoplan: Makes the plan as training goes on; ``None`` where it was given.
-        state: Takes the training state of every step that is kept; ``None`` where none is.
-        verifier: Computes steps a second time.
-        recovery: Begins a step again where the device's memory is too small.
-        peers: The other ranks.
-        is_trial: Whether steps are only tried, so that none is kept.
-        make_links: Makes the checkpoints that were asked for during a batch that has ended.
+        autoplan: Makes the plan during training; ``None`` if the user gave a plan.
+        state: Takes the training state of each kept step; ``None`` if none is kept.
+        verifier: Computes steps again.
+        recovery: Repeats a step if the device's memory is too small.
+        peers: The other ranks of a group.
+        is_trial: Whether a tuner only tries steps, which are not kept.
+        make_links: Makes the linked checkpoints of a batch that has ended.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class Training:
         self._session, self._executor, self._module, self._precision = session, executor, module, precision
         self._autoplan, self.state, self._verifier = autoplan, state, verifier
         self._recovery, self._peers, self._is_trial, self._make_links = recovery, peers, is_trial, make_links
-        # With manual optimization an `optimizer.step()` is in the middle of its batch, which may go on to use the weights.
+        # With manual optimization `optimizer.step()` is called within a batch, which may still use
+        # the weights.
         self._is_manual = not module.automatic_optimization
         self._began_s = self._step_s = 0.0
         self._stepped = False
-        self.step_ended = False  # the batch under way ends in an optimizer step
-        self.loss: weakref.ref[Tensor] | None = None  # of the backward under way; Lightning holds it
-        self._clipping = _clipping_of(module.trainer)  # that the rules in force know
+        self.step_ended = False  # the current batch ends in an optimizer step
+        self.loss: weakref.ref[Tensor] | None = None  # of the current backward; Lightning holds it
+        self._clipping = _clipping_of(module.trainer)  # as the rules in force have it
         self._hooks = self._make_hooks(speculates=speculates)
         if state is not None:
             state.attach(self.batch_ended)
@@ -113,10 +116,11 @@ class Training:
         )
 
     def _follow_clipping(self, trainer: pl.Trainer) -> None:
-        """A callback has changed how the Trainer clips gradients: from this batch on updates follow that.
+        """A callback has changed how the Trainer clips gradients: applies that from this batch on.
 
         Raises:
-            OutOfMemoryBudgetError: Updates have to wait for all gradients now, which do not fit the budget.
+            OutOfMemoryBudgetError: Updates must wait for all gradients now, which do not fit the
+                budget.
         """
         self._clipping = _clipping_of(trainer)
         log.info(
@@ -125,7 +129,7 @@ class Training:
             trainer.gradient_clip_algorithm,
         )
         if self._autoplan is not None:
-            self._autoplan.abandon_batch()  # its profile would be that of two ways
+            self._autoplan.abandon_batch()  # its profile would mix two kinds of clipping
         self._hooks.close()
         rules = step_rules(trainer, self._module, self._precision)
         if self._peers is not None:
@@ -133,15 +137,15 @@ class Training:
         self._session.follow(rules)
         self._hooks = self._make_hooks(speculates=rules.speculates)
 
-    # ---- a batch ----------------------------------------------------------------------------------------------------------
+    # ---- a batch -----------------------------------------------------------------------------
 
     def training_step(self, plain: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
         """Runs a batch's ``training_step``.
 
         Args:
             plain: Lightning's own.
-            args: What it is called with.
-            kwargs: The same, by name.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
         """
         trainer = self._module.trainer
         if _clipping_of(trainer) != self._clipping:
@@ -184,15 +188,15 @@ class Training:
         *args: object,
         **kwargs: object,
     ) -> None:
-        """The precision plugin's ``backward``: the runtime has gradients to itself between the hooks before and those after.
+        """Runs the precision plugin's ``backward``. Only the runtime sees gradients until it ends.
 
         Args:
             plain: The plugin's own.
             loss: As the plugin has scaled it.
             module: The LightningModule.
             optimizer: The optimizer, if there is one.
-            args: What the backward is called with.
-            kwargs: The same, by name.
+            args: Further arguments of the backward.
+            kwargs: Its keyword arguments.
         """
         if self._recovery is None:
             self._backward(plain, loss, module, optimizer, *args, **kwargs)
@@ -214,7 +218,7 @@ class Training:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What is done inside is no part of the step's time."""
+        """The time in the context is not part of the step's time."""
         began_s = now_s()
         try:
             yield
@@ -222,7 +226,10 @@ class Training:
             self._began_s += now_s() - began_s
 
     def optimizer_step(self, plain: Callable[..., object], optimizer: Optimizer, *args: object, **kwargs: object) -> object:
-        """The precision plugin's ``optimizer_step``: only a batch that ends in a step comes here, and its updates may run."""
+        """Runs the precision plugin's ``optimizer_step``.
+
+        Only a batch that ends in a step calls it, so updates may run.
+        """
         session, executor = self._session, self._executor
         self._stepped = self.step_ended = True
         executor.arm(session.binding_of(optimizer))
@@ -254,7 +261,7 @@ class Training:
             self._verifier = None
 
     def batch_ended(self) -> None:
-        """All hooks of a training batch have run: an optimizer step that it ended in is kept."""
+        """All hooks of a training batch have run: keeps its optimizer step."""
         if not self.step_ended or self.state is None:
             return
         self.step_ended = False
@@ -264,7 +271,10 @@ class Training:
         self._make_links()
 
     def take_step_seconds(self) -> float | None:
-        """As a training batch ends: seconds of the optimizer step's batches, loading them left out; ``None`` if none has ended."""
+        """As a training batch ends: seconds of its optimizer step's batches without loading.
+
+        ``None`` without a step.
+        """
         self._step_s += now_s() - self._began_s
         if not self._stepped:
             return None
@@ -272,10 +282,10 @@ class Training:
         return seconds
 
     def close(self) -> None:
-        """The fit is over: module and precision plugin are as they were.
+        """The fit is over: restores module and precision plugin.
 
-        This object is empty then. The traceback of an error that ended the fit may keep it, and must not
-        keep the memory of the session.
+        Then this object is empty: the traceback of an error may keep it alive, but must not keep
+        the session's memory.
         """
         if self.state is not None:
             self.state.detach()

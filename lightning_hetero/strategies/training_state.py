@@ -1,10 +1,11 @@
-"""What a training run is beside weights and optimizer state, taken at the end of a batch: what a commit record carries.
+"""The training state in a commit record, besides weights and optimizer state.
 
 [Note: What is carried]
-Carried: the loops' progress, the optimizers' groups and step counts, what callbacks have unfrozen ([Note: Changes]), schedulers,
-the precision plugin's state, what callbacks and the datamodule return from ``state_dict``, hyper-parameters, persistent buffers,
-the random number generators of torch, NumPy and Python by rank, and how the data was iterated. Not carried: what
-``on_save_checkpoint`` hooks would add, metrics of an epoch that is not over, loggers. For the data see [Note: Data].
+Carried: the loops' progress; the optimizers' groups and step counts; parameters that callbacks have
+frozen or unfrozen ([Note: Changes]); schedulers; the states of precision plugin, callbacks and
+datamodule; hyper-parameters; persistent buffers; random generators of torch, NumPy and Python by
+rank; the position in the data ([Note: Data]). Not carried: additions of ``on_save_checkpoint``
+hooks, metrics of an unfinished epoch, loggers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.encoding import dumps
@@ -35,7 +36,7 @@ class TrainingState:
 
     Args:
         trainer: The Trainer.
-        changes: What callbacks change of model and optimizers.
+        changes: Changes of model and optimizers by callbacks.
     """
 
     def __init__(self, trainer: Any, changes: Changes) -> None:
@@ -46,10 +47,10 @@ class TrainingState:
         self._warned: set[str] = set()
         self.data = TrainingData(trainer, self._warn)
 
-    # ---- hooks ------------------------------------------------------------------------------------------------------------
+    # ---- hooks -------------------------------------------------------------------------------
 
     def attach(self, after_batch: Callable[[], None]) -> None:
-        """Calls ``after_batch`` when the last hook of a training batch has run, until :meth:`detach`."""
+        """Calls ``after_batch`` after each training batch's last hook, until :meth:`detach`."""
         module = self._trainer.lightning_module
 
         def batch_ends() -> None:
@@ -63,20 +64,20 @@ class TrainingState:
                 self._warn(f"what {type(owner).__name__}.on_save_checkpoint adds to checkpoints is not kept with the steps")
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         self._patches.restore()
 
     @property
     def is_training(self) -> bool:
-        """Whether dataloaders that are made now are those of training."""
+        """Whether dataloaders that are made now are for training."""
         return bool(self._trainer.training)
 
     @property
     def may_be_last(self) -> bool:
-        """Whether no other step may follow the batch whose hooks have just run.
+        """Whether the batch whose hooks have just run may end the last step.
 
-        What runs before the next step can stop training: hooks of the validation that is due, and those at the end of the epoch.
-        Once they run it is too late to take the state that the step had.
+        Hooks of a validation that is due, or of the epoch's end, can stop training before the next
+        step. When they run it is too late to take this step's state.
         """
         trainer = self._trainer
         steps = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
@@ -95,20 +96,22 @@ class TrainingState:
         batch = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
         return bool((batch + 1) % every + more >= every)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------
 
-    def take(self, books: Callable[[], list[dict[str, Any]]], files: StateFiles) -> str:
-        """The state as text (see ``store.format.encoding``), as it is when the hooks of a training batch have run.
+    def take(self, books: Callable[[], list[dict[str, object]]], files: StateFiles) -> str:
+        """The state as text (see ``store.format.encoding``) after the hooks of a training batch.
 
         Args:
-            books: Gives what the record says of each optimizer.
-            files: Where what is too large for a record goes.
+            books: Returns the record's entry of each optimizer.
+            files: Takes values that are too large for a record.
 
         Returns:
-            The text; empty, with a warning, where something that a resume needs has no safe form.
+            The text. It is empty, with a warning, if a value that a resume needs cannot be encoded
+            safely.
 
         Raises:
-            StoreError: A file cannot be written; :class:`OutOfDiskError` where there is no room for it.
+            StoreError: A file cannot be written; :class:`OutOfDiskError` if there is no room for
+                it.
         """
         trainer = self._trainer
         try:
@@ -134,7 +137,7 @@ class TrainingState:
         fields["hyper_parameters"] = self._hyper(files)
         return "{" + ",".join(f'"{key}":{text}' for key, text in fields.items()) + "}"
 
-    def _loops(self) -> dict[str, Any]:
+    def _loops(self) -> dict[str, object]:
         loops = after_batch(self._trainer.fit_loop.state_dict())
         if states := loops["state_dict"].get("combined_loader"):
             return {**loops, "state_dict": {**loops["state_dict"], "combined_loader": self.data.loader_states(states)}}
@@ -152,7 +155,7 @@ class TrainingState:
         return self._optional(files, [type(module).__qualname__, state], "the datamodule's state") or "null" if state else "null"
 
     def _hyper(self, files: StateFiles) -> str:
-        fields: dict[str, Any] = {}
+        fields: dict[str, object] = {}
         for owner in (self._trainer.lightning_module, self._trainer.datamodule):
             if owner is not None and owner.hparams:
                 fields[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
@@ -160,7 +163,7 @@ class TrainingState:
                     fields[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
         return self._optional(files, fields, "hyper_parameters") or "{}"
 
-    def _optional(self, files: StateFiles, value: Any, what: str) -> str:
+    def _optional(self, files: StateFiles, value: object, what: str) -> str:
         try:
             return files.put(value, what)
         except ConfigError as error:
@@ -176,7 +179,7 @@ class TrainingState:
 def call_after(patches: Patches, module: pl.LightningModule, name: str, then: Callable[[], None]) -> None:
     """Calls ``then`` after a module's hook, until the patches are restored.
 
-    The module's own hook comes after those of all callbacks, and Lightning offers nothing after that.
+    Lightning runs the module's hook after those of all callbacks, and has no later hook.
     """
     hook: Callable[..., object] = getattr(module, name)
 
@@ -190,14 +193,14 @@ def call_after(patches: Patches, module: pl.LightningModule, name: str, then: Ca
 
 
 def after_batch(loops: dict[str, Any]) -> dict[str, Any]:
-    """The loops' state once the batch counts as completed, which Lightning does right after its hooks."""
+    """The loops' state with the batch counted as completed; Lightning does so after the hooks."""
     progress = loops["epoch_loop.batch_progress"]
     counts = {key: {**progress[key], "completed": progress[key]["completed"] + 1} for key in ("total", "current")}
     return {**loops, "epoch_loop.batch_progress": {**progress, **counts}}
 
 
-def persistent_buffers(module: Any) -> Iterable[tuple[str, Tensor]]:
-    """The buffers that a ``state_dict`` has, by name."""
+def persistent_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Names and values of the buffers in a ``state_dict``."""
     for prefix, owner in module.named_modules():
         for name, value in owner._buffers.items():
             if value is not None and name not in owner._non_persistent_buffers_set:

@@ -1,16 +1,18 @@
-"""``verify=N``: the first N optimizer steps are computed a second time, by plain Lightning's arithmetic, and compared bit by bit.
+"""``verify=N``: computes the first N optimizer steps again in plain Lightning, and compares bits.
 
-[Note: Replay]
-The reference is a copy of the module with everything in ordinary memory, and an ordinary optimizer (torch's fused Adam where the
-engine's kernels run; fp32 masters where weights have 16 bits). It takes weights and optimizer state over as the first batch
-begins, and from then on goes its own way. The batches of a step are kept with the random numbers' state at which they
-began. When the step is over the reference runs them: training steps, backwards, clipping, update; then losses, weights,
-buffers and optimizer state are compared. So whatever goes wrong on the way is found: a stale weight, a lost gradient, a torn
-update. What callbacks do to weights or gradients is not repeated, and shows as a difference.
+[Note: Reference]
+The reference is a copy of the module, entirely in memory, with an ordinary optimizer: torch's fused
+Adam instead of the engine's kernels, fp32 masters for 16-bit weights. It copies weights and
+optimizer state as the first batch begins, and is independent from then on. The batches of a step
+are kept, each with the random generators at its beginning. After the step the reference repeats it:
+training steps, backwards, clipping, update. Then losses, weights, buffers and optimizer state are
+compared. So every kind of fault shows: a stale weight, a lost gradient, a torn update. Changes by
+callbacks are not repeated, and show as differences.
 
 [Note: Reference on a device]
-Processors round differently, so each part of the reference runs where the plan has it run: forward, backward and clipping on the
-device, an update on the device or, on masters there, on the CPU. All of it is in memory, of which plans have the rest.
+Processors round differently, so each part of the reference runs where the plan runs it: forward,
+backward and clipping on the device; an update on the device, or on the CPU with masters there. The
+reference takes its memory first, and plans have the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,10 @@ from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.units import format_bytes
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
+
 log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
@@ -47,108 +53,122 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Batch:
     """One training batch as it began."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     number: int
     generators: Generators
 
 
-class Verifier:
-    """Replays optimizer steps of one fit, and compares.
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A copy of the module with its own optimizer and loss scaler."""
 
-    Contract: made before a session hooks into the module; :meth:`batch_begins` and :meth:`batch_ended` around every training step,
-    :meth:`check` when the optimizer's step is over. The training run is the same with it and without.
+    module: pl.LightningModule
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler | None
+
+
+class Verifier:
+    """Repeats optimizer steps of one fit on a reference, and compares; see [Note: Reference].
+
+    Contract: made before a session hooks into the module. :meth:`batch_begins` and
+    :meth:`batch_ended` surround each training step; :meth:`check` follows each optimizer step.
+    Training is not changed.
 
     Args:
         module: The LightningModule, as the user has made it.
-        steps: How many steps are replayed.
-        device: Where it computes, if that has memory of its own, which has room for the reference: :func:`reference_bytes`.
+        steps: The number of steps to verify.
+        device: The device, if it has memory of its own. It has room for :func:`reference_bytes`.
 
     Raises:
-        ConfigError: The device's kernels need not repeat themselves.
+        ConfigError: The device's kernels may be nondeterministic.
         UnsupportedError: The module optimizes manually, or cannot be copied.
-        OutOfMemoryBudgetError: The machine has no memory for the reference: says how much is needed.
+        OutOfMemoryBudgetError: The host has no memory for the reference. Says how much it needs.
     """
 
-    def __init__(self, module: Any, steps: int, *, device: torch.device | None = None) -> None:
+    def __init__(self, module: pl.LightningModule, steps: int, *, device: torch.device | None = None) -> None:
         if not module.automatic_optimization:
             raise UnsupportedError(
                 "verify=N replays steps of automatic optimization, and optimization is manual. Leave verify out."
             )
-        if device is not None and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        self._device = device or _CPU
+        self._has_device = self._device.type != "cpu"
+        if self._has_device and not torch.are_deterministic_algorithms_enabled():
             raise ConfigError(
                 f"verify={steps} compares bits, and kernels of {device} may add in another order each time. Pass "
                 f"Trainer(deterministic=True), or leave verify out."
             )
         self.steps_left = steps
-        self._device = device
         self._on_cpu: Collection[int] = ()
-        self._originals: dict[int, int] = {}  # the id of the parameter that the reference's one, by its id, stands for
+        self._originals: dict[int, int] = {}  # id of a parameter of the reference -> id of the original
         self._step = 0
         self._batches: list[_Batch] = []
         self._losses: list[Tensor | None] = []
-        self._filled = False
-        self._optimizer: Any = None
-        self._scaler: Any = None
-        # Parameters have no memory until the first batch begins: a checkpoint may be loaded before.
-        memo: dict[int, Any] = {
+        self._reference: _Reference | None = None  # until the first batch: a checkpoint may be loaded before
+        memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
         }
         try:
-            self._module: Any = copy.deepcopy(module, memo)
-        except Exception as error:  # whatever the module's attributes are
+            self._copy: pl.LightningModule = copy.deepcopy(module, memo)  # its parameters have no memory yet
+        except Exception as error:  # user code may raise anything
             raise UnsupportedError(
                 f"verify=N copies the module, and {type(module).__name__} cannot be copied: {error!r}. Leave out of it what cannot "
                 f"be copied (open files, locks, iterators), or leave verify out."
             ) from error
-        if device is None:
-            _check_memory(reference_bytes(self._module), "a reference of the model")
+        if not self._has_device:
+            _check_memory(reference_bytes(self._copy), "a reference of the model")
 
     def batch_begins(
-        self, module: Any, optimizer: Optimizer, precision: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: pl.LightningModule,
+        optimizer: Optimizer,
+        precision: Precision,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
-        """Keeps what a training batch begins with.
+        """Keeps a training batch as it begins.
 
         Args:
-            module: The LightningModule; no update of it is under way.
+            module: The LightningModule. No update of it is in progress.
             optimizer: Its optimizer.
             precision: The precision plugin.
-            args: What its training step is called with.
-            kwargs: The same, by name.
+            args: Arguments of its training step.
+            kwargs: Keyword arguments of its training step.
         """
-        if not self._filled:
-            self._fill(module, optimizer, precision)
+        if self._reference is None:
+            self._reference = self._make_reference(module, optimizer, precision)
         number = module.trainer.fit_loop.epoch_loop.batch_idx
-        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, Generators(self._device or _CPU)))
+        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, Generators(self._device)))
 
-    def batch_ended(self, output: Any) -> None:
-        """Keeps the loss in what the training step has returned."""
+    def batch_ended(self, output: object) -> None:
+        """Keeps the loss that the training step has returned."""
         loss = _loss(output)
         self._losses.append(None if loss is None else loss.detach().clone())
 
-    def check(self, module: Any, optimizer: Optimizer, precision: Any, on_cpu: Collection[int] = ()) -> None:
-        """Replays the step that has just ended, and compares.
+    def check(self, module: pl.LightningModule, optimizer: Optimizer, precision: Precision, on_cpu: Collection[int] = ()) -> None:
+        """Repeats the step that has just ended, and compares.
 
         Args:
-            module: The LightningModule; no update of it is under way.
+            module: The LightningModule. No update of it is in progress.
             optimizer: Its optimizer.
             precision: The precision plugin.
-            on_cpu: The ids of the parameters that the CPU has updated, where a device computes.
+            on_cpu: Ids of the parameters that the CPU has updated.
 
         Raises:
             VerificationError: Names the first tensor that differs, and how.
-            UnsupportedError: The optimizer's parameters are no longer those of the first step, or norms are of two processors.
-            OutOfMemoryBudgetError: The device has no room for the reference's activations, or the host for what it updates.
+            UnsupportedError: The optimizer has other parameters than in the first step, or norms
+                are computed on two processors.
+            OutOfMemoryBudgetError: The device has no room for the reference's activations, or the
+                host for its updates.
         """
+        if self._reference is None:
+            return  # no batch has begun
         self._step += 1
-        self._refuse_norms(module.trainer, on_cpu)
-        if self._device is not None and set(on_cpu) != set(self._on_cpu):
-            params = {id(p): p for p in module.parameters() if id(p) in on_cpu and p.requires_grad}.values()
-            _check_memory(sum(_update_bytes(p) for p in params), "what of its reference the CPU updates")
-            self._on_cpu = frozenset(on_cpu)
-        before = Generators(self._device or _CPU)
+        if self._has_device:
+            self._plan_updates(module, on_cpu)
+        before = Generators(self._device)
         try:
-            self._replay(module.trainer, optimizer, precision)
+            self._replay(self._reference, module.trainer, optimizer, precision)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryBudgetError(
                 f"verify=N: in step {self._step} {self._device} has no room for the activations of the reference, which keeps them "
@@ -157,52 +177,55 @@ class Verifier:
             ) from error
         finally:
             before.restore()
-        self._compare(module, optimizer)
+        self._compare(self._reference, module, optimizer)
         self.steps_left -= 1
         self._batches, self._losses = [], []
         if not self.steps_left:
             log.info("verify: losses, weights and optimizer state of %d steps are bitwise those of the reference.", self._step)
 
-    # ---- the reference ------------------------------------------------------------------------------------------------------
+    # ---- the reference -----------------------------------------------------------------------
 
-    def _fill(self, module: Any, optimizer: Optimizer, precision: Any) -> None:
-        """Gives the reference the module's content as it is now."""
-        self._filled = True
+    def _make_reference(self, module: pl.LightningModule, optimizer: Optimizer, precision: Precision) -> _Reference:
+        """Gives the copy the module's present content."""
         twins: dict[int, nn.Parameter] = {}
-        for ours, theirs in zip(module.modules(), self._module.modules(), strict=True):
+        for ours, theirs in zip(module.modules(), self._copy.modules(), strict=True):
             theirs.training = ours.training
             for key, param in ours._parameters.items():
                 if param is not None:
                     if id(param) not in twins:
-                        content = materialize(param.detach()).clone().to(self._device or param.device)
+                        content = materialize(param.detach()).clone().to(self._device if self._has_device else param.device)
                         twins[id(param)] = nn.Parameter(content, requires_grad=param.requires_grad)
                     theirs._parameters[key] = twins[id(param)]
             for key, buffer in ours._buffers.items():
                 theirs._buffers[key] = None if buffer is None else buffer.detach().clone()
-        self._module._trainer = module._trainer
+        self._copy._trainer = module._trainer
         for name in ("log", "log_dict"):
-            setattr(self._module, name, _no_log)
+            setattr(self._copy, name, _no_log)
         self._originals = {id(twin): original for original, twin in twins.items()}
-        self._optimizer = _twin_optimizer(optimizer, twins, None if self._device is None else self._place)
-        self._scaler = copy.deepcopy(getattr(precision, "scaler", None))
+        twin_optimizer = _twin_optimizer(optimizer, twins, self._place if self._has_device else None)
+        return _Reference(self._copy, twin_optimizer, copy.deepcopy(getattr(precision, "scaler", None)))
 
-    def _refuse_norms(self, trainer: Any, on_cpu: Collection[int]) -> None:
-        norms = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
-        if norms and on_cpu and self._device is not None and self._device.type != "cpu":
+    def _plan_updates(self, module: pl.LightningModule, on_cpu: Collection[int]) -> None:
+        """Updates run on the processors of the plan, from this step on."""
+        trainer = module.trainer
+        if on_cpu and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
             raise UnsupportedError(
                 f"verify=N: gradients are clipped by norm, and some are on the CPU then, so that their norms may have other last "
                 f"bits than on {self._device}. Verify without gradient_clip_val, with gradient_clip_algorithm='value', with a "
                 f'plan that updates on the device, or with accelerator="cpu".'
             )
+        if set(on_cpu) != set(self._on_cpu):
+            params = {id(p): p for p in module.parameters() if id(p) in on_cpu and p.requires_grad}.values()
+            _check_memory(sum(_update_bytes(p) for p in params), "what of its reference the CPU updates")
+            self._on_cpu = frozenset(on_cpu)
 
     def _place(self, twin: Tensor) -> torch.device:
         """Where the update of a parameter runs."""
-        assert self._device is not None
         return _CPU if self._originals[id(twin)] in self._on_cpu else self._device
 
-    def _replay(self, trainer: Any, optimizer: Optimizer, precision: Any) -> None:
-        module, twin = self._module, self._optimizer
-        self._copy_numbers(optimizer)
+    def _replay(self, reference: _Reference, trainer: pl.Trainer, optimizer: Optimizer, precision: Precision) -> None:
+        module, twin, scaler = reference.module, reference.optimizer, reference.scaler
+        self._copy_options(optimizer, twin)
         module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
         for batch, ours in zip(self._batches, self._losses, strict=True):
             batch.generators.restore()
@@ -211,47 +234,48 @@ class Verifier:
             if loss is not None and ours is not None:
                 self._same("the loss", ours, loss.detach())
                 loss = loss / trainer.accumulate_grad_batches
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
             module.on_after_backward()
-        if self._scaler is not None:
-            self._scaler.unscale_(twin)
+        if scaler is not None:
+            scaler.unscale_(twin)
         module.on_before_optimizer_step(twin)
         module.configure_gradient_clipping(
             twin, gradient_clip_val=trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
         )
-        if self._scaler is None:
+        if scaler is None:
             twin.step()
         else:
-            self._scaler.step(twin)
-            self._scaler.update()
+            scaler.step(twin)
+            scaler.update()
 
-    def _copy_numbers(self, optimizer: Optimizer) -> None:
-        """Learning rates and the like of this step: schedulers and callbacks change those of the real optimizer."""
-        for ours, theirs in zip(optimizer.param_groups, self._optimizer.param_groups, strict=False):
+    @staticmethod
+    def _copy_options(optimizer: Optimizer, twin: Optimizer) -> None:
+        """Copies learning rates and the like, which schedulers and callbacks may have changed."""
+        for ours, theirs in zip(optimizer.param_groups, twin.param_groups, strict=False):
             theirs.update({k: v for k, v in ours.items() if k not in ("params", "fused", "foreach")})
-        counts = [[len(g["params"]) for g in o.param_groups] for o in (optimizer, self._optimizer)]
-        if counts[0] != counts[1]:
+        now, before = ([len(g["params"]) for g in o.param_groups] for o in (optimizer, twin))
+        if now != before:
             raise UnsupportedError(
-                f"verify=N: the optimizer's groups had {counts[1]} parameters and now have {counts[0]}. Verify steps before "
+                f"verify=N: the optimizer's groups had {before} parameters and now have {now}. Verify steps before "
                 f"parameters are added to it, or leave verify out."
             )
 
-    # ---- the comparison -----------------------------------------------------------------------------------------------------
+    # ---- the comparison ----------------------------------------------------------------------
 
-    def _compare(self, module: Any, optimizer: Optimizer) -> None:
-        for (name, ours), (_, theirs) in zip(module.named_parameters(), self._module.named_parameters(), strict=True):
+    def _compare(self, reference: _Reference, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        for (name, ours), (_, theirs) in zip(module.named_parameters(), reference.module.named_parameters(), strict=True):
             self._same(name, ours.detach(), theirs.detach())
-        for (name, ours), (_, theirs) in zip(module.named_buffers(), self._module.named_buffers(), strict=True):
-            self._same(name, ours, theirs)
+        for (name, buffer), (_, other) in zip(module.named_buffers(), reference.module.named_buffers(), strict=True):
+            self._same(name, buffer, other)
         names = {id(p): name for name, p in module.named_parameters()}
-        for group, other in zip(optimizer.param_groups, self._optimizer.param_groups, strict=True):
-            for param, twin in zip(group["params"], other["params"], strict=True):
-                ours, theirs = optimizer.state.get(param, {}), self._optimizer.state.get(twin, {})
-                if ours.keys() != theirs.keys():
-                    raise self._error(names[id(param)], f"has optimizer state {sorted(ours)}, the reference {sorted(theirs)}")
-                for key, value in theirs.items():
+        for group, other_group in zip(optimizer.param_groups, reference.optimizer.param_groups, strict=True):
+            for param, twin in zip(group["params"], other_group["params"], strict=True):
+                state, wanted = optimizer.state.get(param, {}), reference.optimizer.state.get(twin, {})
+                if state.keys() != wanted.keys():
+                    raise self._error(names[id(param)], f"has optimizer state {sorted(state)}, the reference {sorted(wanted)}")
+                for key, value in wanted.items():
                     if isinstance(value, Tensor):
-                        self._same(f"{key} of {names[id(param)]}", ours[key], value)
+                        self._same(f"{key} of {names[id(param)]}", state[key], value)
 
     def _same(self, name: str, ours: Tensor, theirs: Tensor) -> None:
         got, wanted = materialize(ours).cpu(), theirs.cpu()
@@ -261,7 +285,7 @@ class Verifier:
             return
         differ = (_bits(got) != _bits(wanted)).flatten()
         if not differ.any():
-            return  # not a number in the same places
+            return  # NaN in the same places
         at = int(differ.nonzero()[0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape)) if got.ndim else ()
         a, b = got.flatten()[at], wanted.flatten()[at]
@@ -276,18 +300,18 @@ class Verifier:
         )
 
 
-def _no_log(*_: Any, **__: Any) -> None:
+def _no_log(*_: object, **__: object) -> None:
     """The reference logs nothing."""
 
 
-def _loss(output: Any) -> Tensor | None:
-    """The loss in what a training step returns."""
+def _loss(output: object) -> Tensor | None:
+    """The loss in the result of a training step."""
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
 
 
 def reference_bytes(module: nn.Module, *, apart: bool = False) -> int:
-    """What a reference of a model takes, without its activations.
+    """Bytes of a model's reference, without its activations.
 
     Args:
         module: The model.
@@ -316,10 +340,15 @@ def _check_memory(needed: int, what: str) -> None:
 def _twin_optimizer(
     optimizer: Optimizer, twins: dict[int, nn.Parameter], place: Callable[[Tensor], torch.device] | None
 ) -> Optimizer:
-    """An ordinary optimizer of the twins, with the same state; ``place`` says where each of them is updated.
+    """An ordinary optimizer of the reference's parameters, with the same state.
+
+    Args:
+        optimizer: The original.
+        twins: The reference's parameters, by the ids of the originals.
+        place: Returns the device of each parameter's update; ``None``: where the parameter is.
 
     Raises:
-        UnsupportedError: It runs other optimizers, of which there is no copy.
+        UnsupportedError: It runs other optimizers, which would not be copied.
     """
     if inner := next(held(optimizer), None):
         raise UnsupportedError(
@@ -335,19 +364,19 @@ def _twin_optimizer(
         for group in state["param_groups"]:
             group.update(fused=True, foreach=None)
     make = partial(_like, optimizer)
-    place = place if native else None  # others run where the weights are
+    place = place if native else None  # other optimizers run where the weights are
     if place is not None or any(p.dtype in adam.MASTERED for g in groups for p in g["params"]):
         twin: Optimizer = MasterWeightOptimizer(groups, make, place=place)
     else:
         twin = make(groups)
     twin.load_state_dict(state)
-    # Only where an optimizer leaves unscaling to the scaler can gradients be clipped in between.
+    # Gradients can be clipped after unscaling only if the optimizer leaves unscaling to the scaler.
     vars(twin)["_step_supports_amp_scaling"] = False
     return twin
 
 
-def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class, made as unpickling makes one: constructors differ."""
+def _like(optimizer: Optimizer, groups: list[dict[str, object]]) -> Optimizer:
+    """A new optimizer of the same class, made as unpickling does, because constructors differ."""
     new = type(optimizer).__new__(type(optimizer))
     new.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
     return new
@@ -358,7 +387,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _ulp_distance(a: Tensor, b: Tensor) -> int:
-    """How many numbers of their dtype lie between two, plus one."""
+    """The distance of two numbers, counted in numbers of their dtype."""
 
     def rank(value: Tensor) -> int:
         bits = int(_bits(value))

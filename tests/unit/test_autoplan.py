@@ -253,11 +253,12 @@ def test_a_request_while_profiling_changes_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_prediction_errors_are_relative_to_measurements() -> None:
-    error = PredictionError()
+    error, prediction = PredictionError(), plan(1.0).predicted
+    assert prediction is not None
     assert error.compute() == {}
-    error.update(plan(1.0), 2.0, 0)
+    error.update(prediction, 2.0, 0)
     assert error.compute() == {"step_time_error": pytest.approx(0.5)}
-    error.update(plan(1.0), 0.5, 400)
+    error.update(prediction, 0.5, 400)
     assert error.compute() == {"step_time_error": pytest.approx((0.5 + 1.0) / 2), "host_peak_error": pytest.approx(0.5)}
 
 
