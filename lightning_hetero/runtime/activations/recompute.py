@@ -49,28 +49,6 @@ class _Argument:
     requires_grad: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Autocast:
-    """Autocast of one device type as a forward found it."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> _Autocast:
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def resumed(self) -> torch.autocast:
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
-
-
 class Rerun:
     """What one forward needs to be run again; see [Note: Recomputation].
 
@@ -107,7 +85,7 @@ class Rerun:
         saved = [_Argument(save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in flat]
         self._arguments: tuple[list[object], TreeSpec] | None = (saved, spec)
         self._random = RandomState.now(device)
-        self._autocast = [_Autocast.now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
+        self._autocast = [_autocast_now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
         self._buffers = buffers.now()
         self.record = Record()
         self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
@@ -157,7 +135,7 @@ class Rerun:
         with ExitStack() as stack:
             stack.enter_context(self._random.resumed())
             for autocast in self._autocast:
-                stack.enter_context(autocast.resumed())
+                stack.enter_context(autocast)
             stack.enter_context(self._buffers.as_they_were())
             stack.enter_context(torch.enable_grad())
             is_inside = stack.enter_context(inside())
@@ -312,6 +290,16 @@ class FoundBuffers:
         finally:
             for row, buffer in after:
                 row.owner._buffers[row.key] = buffer
+
+
+def _autocast_now(device_type: str) -> torch.autocast:
+    """A context with autocast as it is now."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
 
 def _given(leaf: object) -> object:
