@@ -80,6 +80,7 @@ RETYPED = (
 TORCH = (
     Borrowed("torch.utils._pytree", "Finds the tensors in batches and in what modules return."),
     Borrowed("torch.utils._python_dispatch", "TorchDispatchMode sees every operator."),
+    Borrowed("torch._ops.OpOverload", "The type of the operators that it sees."),
     Borrowed("torch._C.DisableTorchFunction", "Reads a parameter past the handle that it is."),
     Borrowed("torch._C.DisableTorchFunctionSubclass", "The same for subclasses."),
     Borrowed("torch._C._disabled_torch_function_impl", "The same for one function."),
