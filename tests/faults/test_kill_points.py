@@ -160,7 +160,7 @@ def die_at(root: Path, file: Path, case: Case) -> None:
     from lightning_hetero._native import DONE
     from lightning_hetero.runtime.executor import Executor
     from lightning_hetero.runtime.kept_steps import KeptSteps
-    from lightning_hetero.runtime.speculation import Speculation
+    from lightning_hetero.runtime.speculation import Speculation, Trial
 
     strategy = strategy_of(root, case)
     step, tried = [0], list[Any]()
@@ -179,11 +179,11 @@ def die_at(root: Path, file: Path, case: Case) -> None:
     def dies(where: str) -> Callable[..., None]:
         return lambda *_: die(where)
 
-    def remember(_: Speculation, __: Any, tickets: Any, *___: Any) -> None:
+    def submitted(_: Speculation, trial: Trial, *__: Any) -> None:
         if step[0] == case.at:
-            tried.append(tickets)  # which lanes fill
+            tried.append(trial.tickets)  # which lanes fill
 
-    around(Speculation, "remember", after=remember)
+    around(Speculation, "submitted", after=submitted)
     around(Speculation, "clip", before=dies("tried"))
     around(Speculation, "discard", after=dies("discarded"))
     around(Executor, "commit", before=dies("redone" if case.clips else "kept"), after=dies(COMMITTED))
