@@ -112,7 +112,7 @@ class Executor:
     @property
     def has_begun(self) -> bool:
         """Whether the step under way has made an update that cannot be taken back."""
-        return self.updater.has_begun and not self.speculation.trying  # these only speculate before the verdict
+        return self.updater.has_begun and not self.speculation.trying  # which can take back all of them
 
     # ---- the step --------------------------------------------------------------------------------
 
