@@ -162,10 +162,6 @@ class Autoplan:
 
         First the plan made for the same model before, then everything in memory, then as little as
         possible in memory.
-
-        Args:
-            on_device: The device has memory of its own. An optimizer that runs its own code there
-                needs everything on the device.
         """
         device = (BUILTIN_PLANS["resident"],) if on_device else ()
         return self._known, BUILTIN_PLANS["host"], *device, BUILTIN_PLANS["disk"]
@@ -200,11 +196,7 @@ class Autoplan:
         session.profile = self.model
 
     def request(self, *, budget: bool = False) -> None:
-        """Asks for a new plan.
-
-        Args:
-            budget: Only the budget has changed, so the model's profile stays valid.
-        """
+        """Asks for a new plan. If only the budget has changed, the model's profile stays valid."""
         if self.stage is Stage.RUN:
             log.info("planning anew: asked for%s.", ", with another budget" if budget else "")
             self.stage, self._reason = Stage.PLAN if budget else Stage.TIME, ""
@@ -255,12 +247,7 @@ class Autoplan:
             self.profiler = None
 
     def demoted(self, error: BaseException, memory_bytes: int) -> None:
-        """A batch did not fit the device's memory: see [Note: A batch that does not fit].
-
-        Args:
-            error: The error. That of torch's allocator does not say how much memory was missing.
-            memory_bytes: The device's memory.
-        """
+        """A batch did not fit the device's memory: see [Note: A batch that does not fit]."""
         self.abandon_batch()
         if self._from_profile:  # otherwise the plan did not know yet what the batch needs
             self._keep_clear(error, memory_bytes)

@@ -42,14 +42,7 @@ Groups = list[list[list[int]]]  # per optimizer and group, the numbers of the pa
 
 
 class Changes:
-    """The changes since a fit began.
-
-    Args:
-        module: The model as the fit begins.
-        optimizers: Its optimizers as they were made.
-        found: The training state that the fit resumes from.
-        schedulers: Lightning's configurations of the learning rate schedulers.
-    """
+    """The changes since a fit began."""
 
     def __init__(
         self, module: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any] | None, schedulers: Sequence[Any] = ()

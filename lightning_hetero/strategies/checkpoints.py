@@ -47,9 +47,6 @@ class Checkpoints:
 
     A method's argument ``plain`` is the method of Lightning's strategy that it wraps.
 
-    Args:
-        run: The strategy's run.
-
     Attributes:
         resumed: The training state of the store at ``ckpt_path``, from its loading until training
             starts.

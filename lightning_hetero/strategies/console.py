@@ -41,9 +41,6 @@ def speak(lightning: Lightning) -> None:
     Called once the rank is known.
 
     If the user has given the logger ``lightning_hetero`` a level, it stays.
-
-    Args:
-        lightning: The namespace whose Trainer runs.
     """
     global _level
     logger = logging.getLogger(_NAME)

@@ -102,12 +102,7 @@ class _Moment:
 
 
 class TrainingData:
-    """Follows the iterator of one fit's training data.
-
-    Args:
-        trainer: The Trainer.
-        warn: Is called with a text for everything that cannot be replayed.
-    """
+    """Follows the iterator of one fit's training data; warns of what cannot be replayed."""
 
     def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
         self._trainer, self._warn = trainer, warn
@@ -221,9 +216,7 @@ class TrainingData:
     def _look(self, combined: Any, *, changed: bool = False) -> set[int]:
         """Dataloaders that have used the global generators, or begun again, since the last call.
 
-        Args:
-            combined: All dataloaders.
-            changed: The global random generators have changed.
+        If the generators have ``changed``, dataloaders without indices may have used them.
         """
         iterators, drew = combined._iterator.iterators, set()
         for number, iterator in enumerate(iterators):
@@ -304,16 +297,12 @@ class TrainingData:
     def go_on(self, data: dict[str, Any], ready: int) -> None:
         """Restores the position of a record.
 
-        Args:
-            data: The result of :meth:`state`.
-            ready: Batches of the epoch by Lightning's count. Its loop adds them to those that are
-                fetched.
-
         Raises:
             ConfigError: The dataloaders are not those that training began with.
         """
         loop = self._trainer.fit_loop
         try:
+            # Lightning's loop adds the epoch's ready batches to those that are fetched.
             fetched, held, done = data["fetched"] - ready, data["held"], data["done"]
             reloaded, drawn, now = data["reloaded"], data["drawn"], data["generators"]
             moments = [_Moment(m["at"], m["random"], m["generators"], set(m["drawn_by"])) for m in data["moments"]]
@@ -493,9 +482,7 @@ class _Followed:
 class _Indices:
     """A sampler's iterator, which notices when the sampler uses the global random generators.
 
-    Args:
-        indices: The iterator.
-        is_simple: The sampler uses them with its first sample, or never.
+    A simple sampler uses them with its first sample, or never.
     """
 
     def __init__(self, indices: Iterator[Any], *, is_simple: bool) -> None:

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> torch.device:
     """The device that the Trainer's flags choose.
 
-    Args:
-        trainer: The Trainer.
-        accelerator: Its accelerator.
-        name: The strategy's name.
-
     Raises:
         UnsupportedError: The package does not support it, there are several, or a launcher has
             started several processes.
@@ -60,10 +55,6 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
     """Moves all but parameters to a device: buffers, metrics, the modules' ``device``.
 
     Buffers on the meta device stay, because they have no content yet.
-
-    Args:
-        module: The LightningModule. The runtime moves its parameters.
-        device: The device.
     """
     from torchmetrics import Metric
 

@@ -165,11 +165,7 @@ def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 
 
 class Memories:
-    """State of the samplers and datasets of dataloaders, except generators.
-
-    Args:
-        loaders: The dataloaders, before the first iterator is made.
-    """
+    """State of samplers and datasets, except generators; made before the first iterator."""
 
     def __init__(self, loaders: Iterable[Any]) -> None:
         self._stateful: dict[str, Any] = {}
@@ -245,12 +241,9 @@ def _has_state(value: Any) -> bool:
 
 
 class _Object:
-    """A sampler or dataset without ``state_dict``, and its attributes before it was first iterated.
+    """A sampler or dataset without ``state_dict``, and its attributes before its first iteration.
 
-    Args:
-        value: The object.
-        is_sampler: All its plain attributes are carried. Of a dataset only the epoch from
-            ``set_epoch`` is.
+    All plain attributes of a sampler are carried. Of a dataset only ``set_epoch``'s epoch is.
     """
 
     def __init__(self, value: Any, *, is_sampler: bool) -> None:

@@ -9,11 +9,7 @@ _BOOKS = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced"
 
 
 class MetricStates:
-    """Copies of the states of all metrics in a module. They are not buffers.
-
-    Args:
-        root: The module. Metrics that it gets later are not known.
-    """
+    """Copies of the states of all metrics in a module. They are not buffers."""
 
     def __init__(self, root: nn.Module) -> None:
         from torchmetrics import Metric

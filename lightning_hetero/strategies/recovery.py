@@ -167,13 +167,6 @@ class Recovery:
         """Runs a batch's backward.
 
         Under a lesser plan its forward runs again too, and gives the same loss.
-
-        Args:
-            run: Runs it from a loss as the precision plugin has scaled it.
-            loss: That loss.
-            held: The unscaled loss, which Lightning holds.
-            args: The optimizer and further arguments of backward.
-            kwargs: Its keyword arguments.
         """
         module = self._module
         if self._repeats or not self._batches:
@@ -348,9 +341,6 @@ class _Log:
 
     It is one object for the whole fit, and compiled code breaks its graph for it, so the code stays
     compiled.
-
-    Args:
-        module: The LightningModule.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:

@@ -58,9 +58,6 @@ def last_kept(path: Path) -> Path:
 
     It is the pin if the last record is not of a kept step. It is also the pin if no record can be
     read: then the pin is the last step that is certainly whole, and a warning says so.
-
-    Raises:
-        HeteroError: As :func:`read_state`.
     """
     found = pins(path)
     if not found:
@@ -76,17 +73,7 @@ def last_kept(path: Path) -> Path:
 
 
 def read_state(path: Path) -> State:
-    """The training state of a store's last step.
-
-    Args:
-        path: The store. No process uses it.
-
-    Raises:
-        ConfigError: It is not a store of this version, or its last record is not of a step.
-        StoreBusyError: A process uses it.
-        StoreCorruptError: It has no valid record.
-        StoreError: A file cannot be read.
-    """
+    """The training state of a store's last step."""
     try:
         last = _last_record(path)
     except StoreCorruptError as error:

@@ -30,13 +30,7 @@ _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward", "on_before_z
 
 
 def step_rules(trainer: pl.Trainer, module: pl.LightningModule, precision: Precision) -> StepRules:
-    """The rules for one ``fit``.
-
-    Args:
-        trainer: The Trainer.
-        module: The LightningModule.
-        precision: The precision plugin.
-    """
+    """The rules for one ``fit``."""
     lightning = lightning_of(trainer)
     schedule = lightning.module("callbacks").GradientAccumulationScheduler
     accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, schedule) for c in callbacks_of(trainer))

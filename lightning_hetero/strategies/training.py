@@ -140,13 +140,7 @@ class Training:
     # ---- a batch -----------------------------------------------------------------------------
 
     def training_step(self, plain: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
-        """Runs a batch's ``training_step``.
-
-        Args:
-            plain: Lightning's own.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Runs a batch's ``training_step``."""
         trainer = self._module.trainer
         if _clipping_of(trainer) != self._clipping:
             self._follow_clipping(trainer)
@@ -188,16 +182,7 @@ class Training:
         *args: object,
         **kwargs: object,
     ) -> None:
-        """Runs the precision plugin's ``backward``. Only the runtime sees gradients until it ends.
-
-        Args:
-            plain: The plugin's own.
-            loss: As the plugin has scaled it.
-            module: The LightningModule.
-            optimizer: The optimizer, if there is one.
-            args: Further arguments of the backward.
-            kwargs: Its keyword arguments.
-        """
+        """Runs the precision plugin's ``backward`` from a scaled loss."""
         if self._recovery is None:
             self._backward(plain, loss, module, optimizer, *args, **kwargs)
         else:

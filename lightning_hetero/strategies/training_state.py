@@ -32,12 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingState:
-    """Takes the state of one fit.
-
-    Args:
-        trainer: The Trainer.
-        changes: Changes of model and optimizers by callbacks.
-    """
+    """Takes the state of one fit."""
 
     def __init__(self, trainer: Any, changes: Changes) -> None:
         self._trainer, self.changes = trainer, changes
@@ -100,10 +95,6 @@ class TrainingState:
 
     def take(self, books: Callable[[], list[dict[str, object]]], files: StateFiles) -> str:
         """The state as text (see ``store.format.encoding``) after the hooks of a training batch.
-
-        Args:
-            books: Returns the record's entry of each optimizer.
-            files: Takes values that are too large for a record.
 
         Returns:
             The text. It is empty, with a warning, if a value that a resume needs cannot be encoded

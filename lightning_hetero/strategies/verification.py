@@ -126,15 +126,7 @@ class Verifier:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
-        """Keeps a training batch as it begins.
-
-        Args:
-            module: The LightningModule. No update of it is in progress.
-            optimizer: Its optimizer.
-            precision: The precision plugin.
-            args: Arguments of its training step.
-            kwargs: Keyword arguments of its training step.
-        """
+        """Keeps a training batch as it begins."""
         if self._reference is None:
             self._reference = self._make_reference(module, optimizer, precision)
         number = module.trainer.fit_loop.epoch_loop.batch_idx
@@ -311,12 +303,7 @@ def _loss(output: object) -> Tensor | None:
 
 
 def reference_bytes(module: nn.Module, *, apart: bool = False) -> int:
-    """Bytes of a model's reference, without its activations.
-
-    Args:
-        module: The model.
-        apart: All weights have masters, as on a device.
-    """
+    """Bytes of a model's reference, without its activations."""
     params = {id(p): p for p in module.parameters()}.values()
     updates = sum(p.nbytes + _update_bytes(p, apart=apart) for p in params if p.requires_grad)
     return sum(p.nbytes for p in params) + updates
@@ -341,11 +328,6 @@ def _twin_optimizer(
     optimizer: Optimizer, twins: dict[int, nn.Parameter], place: Callable[[Tensor], torch.device] | None
 ) -> Optimizer:
     """An ordinary optimizer of the reference's parameters, with the same state.
-
-    Args:
-        optimizer: The original.
-        twins: The reference's parameters, by the ids of the originals.
-        place: Returns the device of each parameter's update; ``None``: where the parameter is.
 
     Raises:
         UnsupportedError: It runs other optimizers, which would not be copied.
