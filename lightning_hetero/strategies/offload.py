@@ -27,9 +27,9 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.strategies.autoplan import Autoplan
-from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
+from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
 from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.strategies.recovery import Recovery
@@ -217,7 +217,7 @@ class OffloadRun:
         strategy, module = self.strategy, self.module
         strategy.setup_optimizers(trainer)
         optimizers = session.cut(strategy.optimizers)
-        changes = Changes(module, optimizers, resumed, strategy.lr_scheduler_configs)
+        changes = ModelChanges(module, optimizers, resumed, strategy.lr_scheduler_configs)
         changes.check()
         changes.to_model()
         rules = step_rules(trainer, module, strategy.precision_plugin)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.strategies.changes import Changes
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
+from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.patches import Patches
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class TrainingState:
     """Takes the state of one fit."""
 
-    def __init__(self, trainer: Any, changes: Changes) -> None:
+    def __init__(self, trainer: Any, changes: ModelChanges) -> None:
         self._trainer, self.changes = trainer, changes
         self._lightning = lightning_of(trainer)
         self._calls = self._lightning.module("trainer.call")

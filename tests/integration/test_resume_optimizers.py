@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop, lr_scheduler
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.strategies.changes import Changes
+from lightning_hetero.strategies.model_changes import ModelChanges
 
 SHAPE = Shape(layers=2)
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -217,8 +217,8 @@ def test_any_order_but_the_one_that_was_made_is_refused(order: list[int], cut: i
         rows = [params[number] for number in order]
         return AdamW([{"params": rows[:cut]}, {"params": rows[cut:]}])
 
-    state = {"changes": Changes(module, [made(list(range(8)))], None).take(), "optimizers": []}
-    again = Changes(module, [made(order)], state)
+    state = {"changes": ModelChanges(module, [made(list(range(8)))], None).take(), "optimizers": []}
+    again = ModelChanges(module, [made(order)], state)
     if order == list(range(8)):
         again.check()
     else:

@@ -41,7 +41,7 @@ _NUMBER = "a number"  # an option that is neither a flag nor a tensor
 Groups = list[list[list[int]]]  # per optimizer and group, the numbers of the parameters
 
 
-class Changes:
+class ModelChanges:
     """The changes since a fit began."""
 
     def __init__(
