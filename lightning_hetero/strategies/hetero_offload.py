@@ -14,7 +14,13 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
-from lightning_hetero.strategies.choices import (
+from lightning_hetero.strategies.console import speak
+from lightning_hetero.strategies.devices import chosen
+from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
+from lightning_hetero.strategies.offload import Choices, OffloadRun
+from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.option_checks import (
     REPLAN_DRIFT,
     check_device_memory,
     check_keeping,
@@ -30,12 +36,6 @@ from lightning_hetero.strategies.choices import (
     sources,
     steps,
 )
-from lightning_hetero.strategies.console import speak
-from lightning_hetero.strategies.devices import chosen
-from lightning_hetero.strategies.machine import Machine
-from lightning_hetero.strategies.namespaces import Lightning, lightning_of
-from lightning_hetero.strategies.offload import Choices, OffloadRun
-from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
