@@ -34,9 +34,9 @@ from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
 from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
-from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier, reference_bytes
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.precision import PrecisionHooks
 from lightning_hetero.strategies.recovery import OUT_OF_MEMORY, Recovery
-from lightning_hetero.strategies.rules import step_rules
 from lightning_hetero.strategies.training_state import TrainingState
+from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier
 
 if TYPE_CHECKING:
