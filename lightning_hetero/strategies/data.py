@@ -35,9 +35,9 @@ import torch
 from torch.utils.data import BatchSampler
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.strategies import memories
-from lightning_hetero.strategies.memories import (
-    Memories,
+from lightning_hetero.strategies import loader_state
+from lightning_hetero.strategies.loader_state import (
+    LoaderState,
     described,
     generators,
     has_persistent_workers,
@@ -53,7 +53,7 @@ _MISSING = "the store's record of the training data is not one of this version"
 
 def random_state() -> dict[str, Any]:
     """The states of the global random generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": memories.python_state(random)}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
     if torch.cuda.is_available():
@@ -68,7 +68,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         ConfigError: They do not fit this process.
     """
     try:
-        memories.set_python_state(random, state["python"])
+        loader_state.set_python_state(random, state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             importlib.import_module("numpy").random.set_state(state["numpy"])
@@ -110,7 +110,7 @@ class TrainingData:
         self._made: list[Any] = []  # dataloaders whose iterator is made next
         self._started: _Moment | None = None  # persistent workers were started
         self._moments: list[_Moment] = []
-        self._memories = Memories(())
+        self._loader_state = LoaderState(())
         self._memory: dict[str, Any] = {}
         self._generators: dict[str, Any] = {}
         self._loaders: list[dict[str, Any]] = []
@@ -129,8 +129,8 @@ class TrainingData:
     def loader_made(self, loader: Any) -> None:
         """A training dataloader was made. The iterator over all of them is made next."""
         self._made.append(loader)
-        self._memories, self._generators = Memories(self._made), generators(self._made)
-        for text in memories.said_at_once(self._made):
+        self._loader_state, self._generators = LoaderState(self._made), generators(self._made)
+        for text in loader_state.said_at_once(self._made):
             self._warn(text)
         self._begin(None)
 
@@ -167,7 +167,7 @@ class TrainingData:
 
     def _begin(self, combined: Any) -> None:
         """An iterator is made next."""
-        self._memory = self._memories.take(self._warn)
+        self._memory = self._loader_state.take(self._warn)
         self._moments = [self._moment(_BEGIN)]
         if combined is not None:
             self._moments[0].drawn_by = set(range(len(combined.flattened)))
@@ -363,11 +363,11 @@ class TrainingData:
         if started is not None:
             self._set(started)
             _iterate(combined, stateful)
-        self._memories.set(self._memory)
+        self._loader_state.set(self._memory)
         try:
             batches = self._draw_again(combined, stateful, moments, drawn, held)
         except _EndedError as error:
-            if error.number or not self._memories.forget():
+            if error.number or not self._loader_state.forget():
                 raise
             self._warn(
                 "what samplers or datasets return as state_dict before an epoch begins stands for the end of the one before: the "
@@ -383,7 +383,7 @@ class TrainingData:
         """Makes the iterator, draws the batches that it had given, and returns the last ones."""
         if self._samplers_know_epoch:
             set_sampler_epoch(self._trainer)
-            self._memories.set_attributes(self._memory)
+            self._loader_state.set_attributes(self._memory)
         self._set(moments[0])
         _iterate(combined, stateful)
         if not self._samplers_know_epoch:

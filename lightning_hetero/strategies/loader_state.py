@@ -164,7 +164,7 @@ def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 # ---- states and attributes -------------------------------------------------------------------
 
 
-class Memories:
+class LoaderState:
     """State of samplers and datasets, except generators; made before the first iterator."""
 
     def __init__(self, loaders: Iterable[Any]) -> None:
