@@ -16,7 +16,7 @@ from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
-from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import Choices, OffloadRun
 from lightning_hetero.strategies.offloading import Offloading

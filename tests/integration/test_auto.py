@@ -28,8 +28,8 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.process_memory import Heap
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine
-from lightning_hetero.strategies.machine import ENVIRONMENT
+from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine_profile
+from lightning_hetero.strategies.machine_profile import ENVIRONMENT
 
 DEEP = Shape(layers=24)
 PLANNERS = ["auto", "lohan", "autohete", "protrain", "deep_optimizer_states", "zero_offload", "zero_infinity"]
@@ -103,7 +103,7 @@ def test_the_first_steps_correct_the_machine_and_change_no_bit(
     expected = run(recipe, "auto", tmp_path)
     params = sum(p.numel() for p in LitModel(recipe).parameters())
     monkeypatch.delenv(ENVIRONMENT)
-    monkeypatch.setattr(machine, "_measured", lambda *a, **k: replace(HARDWARE, cpu_update_params_per_s=params / 0.5))
+    monkeypatch.setattr(machine_profile, "_measured", lambda *a, **k: replace(HARDWARE, cpu_update_params_per_s=params / 0.5))
     strategy = HeteroOffloadStrategy()
     taken = strategy.run.take_step_seconds
     monkeypatch.setattr(strategy.run, "take_step_seconds", lambda: None if taken() is None else 5.0)

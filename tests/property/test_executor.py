@@ -30,7 +30,7 @@ from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from lightning_hetero.strategies.machine import emulated
+from lightning_hetero.strategies.machine_profile import emulated
 
 MIRROR_PAGES = 16 * 4096
 FIRST = 2  # the first steps learn in which order blocks are used, and warm the cache

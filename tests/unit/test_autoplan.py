@@ -18,7 +18,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
-from lightning_hetero.strategies.machine import Machine
+from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.planning import iteration_s, refined, scaled
 
 GIB = 2**30

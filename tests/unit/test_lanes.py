@@ -22,7 +22,7 @@ from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
 from lightning_hetero.runtime.lanes.memory import Arena
-from lightning_hetero.strategies.machine import emulated as emulated_machine
+from lightning_hetero.strategies.machine_profile import emulated as emulated_machine
 
 HOST = torch.device("cpu")
 
