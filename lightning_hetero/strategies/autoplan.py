@@ -11,7 +11,7 @@ replaces the predicted one, so the same difference does not count as a drift aga
 
 [Note: A batch that does not fit]
 If the device's memory is too small for a batch, the runtime continues with a lesser plan
-(``strategies/recovery.py``), and the next batches are recorded and timed again; a profile is the
+(``strategies/step_retry.py``), and the next batches are recorded and timed again; a profile is the
 same under any plan (``profiling/memory.py``). Then a new plan is made. If the plan that failed was
 made from a profile of these batches, the new one leaves the missing memory free. If there is no
 such plan, training continues with the lesser one, which fits.

@@ -32,8 +32,8 @@ from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
 from lightning_hetero.strategies.planning import executor_of
-from lightning_hetero.strategies.recovery import Recovery
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
+from lightning_hetero.strategies.step_retry import StepRetry
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
@@ -244,7 +244,7 @@ class OffloadRun:
             autoplan=self.autoplan,
             state=state,
             verifier=verifier,
-            recovery=self._recovery(session),
+            retry=self._retry(session),
             peers=self._peers,
             is_trial=lambda: self.checkpoints.tunes or bool(vars(trainer)["fast_dev_run"]),
             make_links=self.checkpoints.make_links,
@@ -275,12 +275,12 @@ class OffloadRun:
             left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
             self.change(replace(self.options, device=left))
 
-    def _recovery(self, session: Session) -> Recovery | None:
+    def _retry(self, session: Session) -> StepRetry | None:
         """Repeats steps, except in a group, where the other ranks would have to repeat them."""
         executor = self.executor
         if self._peers is not None or executor.device is None:
             return None
-        return Recovery(session, executor, strategy=self.strategy, module=self.module, on_demotion=self._demoted)
+        return StepRetry(session, executor, strategy=self.strategy, module=self.module, on_demotion=self._demoted)
 
     def _demoted(self, error: BaseException) -> Callable[[Plan], Plan]:
         if self.autoplan is None or self.session is None:

@@ -19,7 +19,7 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.precision import PrecisionHooks
-from lightning_hetero.strategies.recovery import OUT_OF_MEMORY, Recovery
+from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, StepRetry
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier
@@ -70,7 +70,7 @@ class Training:
         autoplan: Makes the plan during training; ``None`` if the user gave a plan.
         state: Takes the training state of each kept step; ``None`` if none is kept.
         verifier: Computes steps again.
-        recovery: Repeats a step if the device's memory is too small.
+        retry: Repeats a step if the device's memory is too small.
         peers: The other ranks of a group.
         is_trial: Whether a tuner only tries steps, which are not kept.
         make_links: Makes the linked checkpoints of a batch that has ended.
@@ -87,14 +87,14 @@ class Training:
         autoplan: Autoplan | None,
         state: TrainingState | None,
         verifier: Verifier | None,
-        recovery: Recovery | None,
+        retry: StepRetry | None,
         peers: Peers | None,
         is_trial: Callable[[], bool],
         make_links: Callable[[], None],
     ) -> None:
         self._session, self._executor, self._module, self._precision = session, executor, module, precision
         self._autoplan, self.state, self._verifier = autoplan, state, verifier
-        self._recovery, self._peers, self._is_trial, self._make_links = recovery, peers, is_trial, make_links
+        self._retry, self._peers, self._is_trial, self._make_links = retry, peers, is_trial, make_links
         # With manual optimization `optimizer.step()` is called within a batch, which may still use
         # the weights.
         self._is_manual = not module.automatic_optimization
@@ -150,10 +150,10 @@ class Training:
             with self._hooks.aside():
                 verifier.batch_begins(self._module, self._module.trainer.optimizers[0], self._precision, args, kwargs)
         self._began_s = now_s()
-        if self._recovery is None:
+        if self._retry is None:
             output = self._forward(plain, *args, **kwargs)
         else:
-            output = self._recovery.training_step(partial(self._forward, plain), args, kwargs)
+            output = self._retry.training_step(partial(self._forward, plain), args, kwargs)
         if verifier is not None:
             verifier.batch_ended(output)
         return output
@@ -183,11 +183,11 @@ class Training:
         **kwargs: object,
     ) -> None:
         """Runs the precision plugin's ``backward`` from a scaled loss."""
-        if self._recovery is None:
+        if self._retry is None:
             self._backward(plain, loss, module, optimizer, *args, **kwargs)
         else:
             held = None if self.loss is None else self.loss()
-            self._recovery.backward(partial(self._backward, plain), loss, held, (optimizer, *args), kwargs)
+            self._retry.backward(partial(self._backward, plain), loss, held, (optimizer, *args), kwargs)
 
     def _backward(self, plain: Callable[..., object], loss: Tensor, *args: object, **kwargs: object) -> None:
         executor = self._executor
@@ -221,15 +221,15 @@ class Training:
         try:
             output = plain(optimizer, *args, **kwargs)
         except OUT_OF_MEMORY as error:
-            if self._recovery is None:
+            if self._retry is None:
                 raise
-            raise self._recovery.step_failed(error) from error
+            raise self._retry.step_failed(error) from error
         finally:
             executor.arm(None)
             if not self._is_manual:
                 executor.end_batch()
-            if self._recovery is not None:
-                self._recovery.step_ended()
+            if self._retry is not None:
+                self._retry.step_ended()
         if not self._is_manual:
             session.await_record()
         if self._verifier is not None:

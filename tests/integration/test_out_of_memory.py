@@ -26,7 +26,7 @@ from lightning_hetero.ir.plan import Plan, Saved
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, recovery
+from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, step_retry
 
 ON_GPU = {"accelerator": StandIn(), "devices": 1}
 SHAPE = Shape(layers=6, dropout=0.2, counting=False)
@@ -80,7 +80,7 @@ def test_a_step_is_repeated_under_a_smaller_plan(
 
 def test_no_smaller_plan_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(shape=SHAPE)
-    monkeypatch.setattr(recovery, "_MOST", 0)
+    monkeypatch.setattr(step_retry, "_MOST", 0)
     least, _ = needs(HOST, partial(run, recipe, tmp_path=tmp_path), monkeypatch)
     with pytest.raises(OutOfMemoryBudgetError, match=r"has nothing left to give up.*Use a smaller batch") as refusal:
         run(recipe, HeteroOffloadStrategy(HOST, device=EmulatedDevice(memory=least)), tmp_path)
@@ -191,14 +191,14 @@ def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repea
     monkeypatch.setattr(CudaLanes, "spare_bytes", lambda lanes: next(spare))
     recipe, waits = Recipe(shape=FOUR, steps=4), []
     expected = run(recipe, "auto", tmp_path, module_class=Failing)
-    step = recovery.Recovery.training_step
+    step = step_retry.StepRetry.training_step
 
     def notes(one: Any, *args: Any) -> Any:
         found = step(one, *args)
         waits.append(one._executor.batch.probing)
         return found
 
-    monkeypatch.setattr(recovery.Recovery, "training_step", notes)
+    monkeypatch.setattr(step_retry.StepRetry, "training_step", notes)
     _, strategy, got = failing(recipe, HOST, [(3, "backward", "blocks.0")], tmp_path, monkeypatch, on=ON_GPU)
     assert_same(got, expected)
     assert len({row.saved for row in strategy.plan.blocks}) > 1

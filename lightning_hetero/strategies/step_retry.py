@@ -102,7 +102,7 @@ class _Demand:
         return self.elements <= fitted.elements and self.side <= fitted.side and not self.has_less_than(fitted)
 
 
-class Recovery:
+class StepRetry:
     """Repeats steps on a device that is too small for them; see [Note: Clean state].
 
     Args:
