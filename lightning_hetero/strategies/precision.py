@@ -21,8 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.strategies.method_patches import Patches
 from lightning_hetero.strategies.namespaces import lightning_of
-from lightning_hetero.strategies.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

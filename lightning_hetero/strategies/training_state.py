@@ -21,9 +21,9 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
+from lightning_hetero.strategies.method_patches import Patches
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import lightning_of
-from lightning_hetero.strategies.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
