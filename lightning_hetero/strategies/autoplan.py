@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -85,6 +86,13 @@ class Batch:
     micro_batches: int
 
 
+class Hardware(Protocol):
+    """Gives a session's hardware profile; see :meth:`machine_profile.Machine.profile`."""
+
+    def __call__(self, session: Session, *, disk: bool, again: bool) -> HardwareProfile:
+        """The profile, measured with the disk, or measured again, if necessary."""
+
+
 class Autoplan:
     """Plans for one strategy.
 
@@ -107,9 +115,7 @@ class Autoplan:
         moved_s: Seconds to move weights and state to where that plan puts them.
     """
 
-    def __init__(
-        self, planner: str, hardware: Callable[..., HardwareProfile], *, drift: float | None, corrects: bool = True
-    ) -> None:
+    def __init__(self, planner: str, hardware: Hardware, *, drift: float | None, corrects: bool = True) -> None:
         self.planner, self._hardware, self._drift, self._corrects = planner, hardware, drift, corrects
         self.stage = Stage.RECORD
         self.plan: Plan | None = None

@@ -210,7 +210,7 @@ class Checkpoints:
             bring(kept, own)
         return own
 
-    def load_weights(self, plain: Callable[..., None], checkpoint: Mapping[str, Mapping[str, object]], *, strict: bool) -> None:
+    def load_weights(self, plain: Callable[[], None], checkpoint: Mapping[str, Mapping[str, object]], *, strict: bool) -> None:
         """Writes weights to their tiers.
 
         :meth:`load_waiting` does it for a model on the meta device or in a file.
@@ -222,7 +222,7 @@ class Checkpoints:
         if session is None and any(away):
             self._waiting = (checkpoint, strict)
             return
-        plain(checkpoint, strict=strict)
+        plain()
         if session is not None:
             session.commit()
         for value in checkpoint["state_dict"].values():

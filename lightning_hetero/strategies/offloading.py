@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -90,8 +91,8 @@ class Offloading(_Base):
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Runs a batch that trains."""
         training = self.run.training  # None if called after the Trainer's teardown
-        plain = super().training_step
-        return plain(*args, **kwargs) if training is None else training.training_step(plain, args, kwargs)
+        plain = partial(super().training_step, *args, **kwargs)
+        return plain() if training is None else training.training_step(plain, args, kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """A backward begins."""
@@ -158,7 +159,8 @@ class Offloading(_Base):
 
         ``setup`` does it for a model on the meta device or in a file.
         """
-        self.run.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict=strict)
+        plain = partial(super().load_model_state_dict, checkpoint, strict)
+        self.run.checkpoints.load_weights(plain, checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, list[State]]) -> None:
         """Writes optimizer state to the tiers that the plan chose, not to a device."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,13 @@ def can_serve(precision: Precision, trainer: pl.Trainer) -> bool:
     scaler = getattr(precision, "scaler", None)
     plain = scaler is None or type(scaler) is torch.amp.GradScaler
     return own and plain and not clips_itself and not any(o._optimizer_step_pre_hooks for o in trainer.optimizers)
+
+
+class Method(Protocol):
+    """A method of a plugin, which takes any arguments."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Calls it."""
 
 
 class _Around(partial[object]):

@@ -20,12 +20,13 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
@@ -44,14 +45,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-_T = TypeVar("_T")
+_P, _T = ParamSpec("_P"), TypeVar("_T")
 
 _MOST = 16  # plans that one step may give up
 _SLACK_BYTES = 32 * MIB  # smaller differences do not count: gradients on their way to the host come and go
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
-
-_eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +60,19 @@ class _Batch:
     """One call of ``training_step``.
 
     Attributes:
-        run: Runs it, with ``args`` and ``kwargs``.
+        run: Runs it.
+        content: Its arguments.
         generators: Random generators before it.
-        backward: Arguments of its backward besides the loss.
+        optimizer: Argument of its backward, besides the loss, ``args`` and ``kwargs``.
         logged: Calls of ``log`` that have taken effect, over all attempts.
     """
 
-    run: Callable[..., STEP_OUTPUT]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
+    run: Callable[[], STEP_OUTPUT]
+    content: object
     generators: Generators
-    backward: tuple[tuple[object, ...], dict[str, object]] = ((), {})
+    optimizer: Optimizer | None = None
+    args: tuple[object, ...] = ()
+    kwargs: dict[str, object] = field(default_factory=dict)
     logged: int = 0
 
 
@@ -139,13 +140,13 @@ class StepRetry:
         self._batches.clear()
         self._demotions = 0
 
-    def training_step(self, run: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
+    def training_step(self, run: Callable[[], STEP_OUTPUT], content: object) -> STEP_OUTPUT:
         """Runs a batch's forward, under lesser plans if necessary."""
         executor = self._executor
         if not self._batches:
             self._buffers.remember()
             self._metrics.remember()
-        batch = _Batch(run, args, kwargs, Generators(executor.lanes.device))
+        batch = _Batch(run, content, Generators(executor.lanes.device))
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
         executor.batch.probing = executor.may_defer and not self._demand().fits_like(self._fitted)
@@ -158,9 +159,10 @@ class StepRetry:
 
     def backward(
         self,
-        run: Callable[..., None],
+        run: Callable[[Tensor], None],
         loss: Tensor,
         held: Tensor | None,
+        optimizer: Optimizer | None,
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
@@ -168,17 +170,16 @@ class StepRetry:
 
         Under a lesser plan its forward runs again too, and gives the same loss.
         """
-        module = self._module
         if self._repeats or not self._batches:
-            run(loss, module, *args, **kwargs)
+            run(loss)
             return
         batch = self._batches[-1]
-        batch.backward = args, kwargs
+        batch.optimizer, batch.args, batch.kwargs = optimizer, args, kwargs
 
         def first() -> None:
             try:
                 with self._log.of(batch):
-                    run(loss, module, *args, **kwargs)
+                    run(loss)
             except OUT_OF_MEMORY:
                 for tensor in (loss, held):
                     if tensor is not None:
@@ -192,10 +193,10 @@ class StepRetry:
                 return
             with self._log.of(batch, silent=True):
                 self._strategy.pre_backward(found)
-                scaled = self._strategy.precision_plugin.pre_backward(found, module)
+                scaled = self._strategy.precision_plugin.pre_backward(found, self._module)
             del found
             with self._log.of(batch):
-                run(scaled, module, *args, **kwargs)
+                run(scaled)
 
         self._until_it_fits(first, again)
         self._has_fitted()
@@ -224,15 +225,13 @@ class StepRetry:
 
         Hooks of their backward have logged before, so they are silent.
         """
-        backward: Callable[..., Tensor] = self._strategy.backward
         self._repeats = True
         try:
             for batch in self._batches[:-1]:
-                args, kwargs = batch.backward
                 loss = self._loss_of(self._run(batch))
                 if loss is not None:
                     with self._log.of(batch, silent=True):
-                        backward(loss, *args, **kwargs)
+                        self._strategy.backward(loss, batch.optimizer, *batch.args, **batch.kwargs)
         finally:
             self._repeats = False
 
@@ -249,7 +248,7 @@ class StepRetry:
 
     def _forward_of(self, batch: _Batch) -> STEP_OUTPUT:
         with self._log.of(batch, begins=True):
-            return batch.run(*batch.args, **batch.kwargs)
+            return batch.run()
 
     def _give_up(self, error: BaseException) -> None:
         """Discards the step's results, and changes to a plan that needs less of the device.
@@ -296,7 +295,7 @@ class StepRetry:
 
     def _demand(self) -> _Demand:
         batch = self._batches[-1]
-        shapes = [leaf.shape for leaf in tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
+        shapes = [leaf.shape for leaf in tree_leaves(batch.content) if isinstance(leaf, Tensor)]
         sides = (side for shape in shapes for side in shape)
         return _Demand(self._executor.plan, sum(shape.numel() for shape in shapes), max(sides, default=0), self._spare_bytes)
 
@@ -315,6 +314,12 @@ class StepRetry:
                 now.plan, *(max(getattr(row, key) for row in (now, fitted)) for key in ("elements", "side", "spare_bytes"))
             )
         self._fitted = now
+
+
+def _eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Compiled code leaves its graph for the function."""
+    disabled: Callable[_P, _T] = torch.compiler.disable(function)
+    return disabled
 
 
 def _bare(error: BaseException) -> BaseException:
@@ -346,7 +351,7 @@ class _Log:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._batch: _Batch | None = None  # whose calls are counted; None: calls are left out
-        self._log: Callable[..., None] = module.log
+        self._log = partial(module.log)
         self._calls = 0  # of the current attempt
 
     @contextmanager
@@ -361,7 +366,7 @@ class _Log:
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:
-            self._log = self._module.log
+            self._log = partial(self._module.log)
         if begins:
             self._calls = 0
         before, self._batch = self._batch, None if silent else batch

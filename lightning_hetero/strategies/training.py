@@ -18,7 +18,7 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
-from lightning_hetero.strategies.precision import PrecisionHooks
+from lightning_hetero.strategies.precision import Method, PrecisionHooks
 from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, StepRetry
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
@@ -139,8 +139,8 @@ class Training:
 
     # ---- a batch -----------------------------------------------------------------------------
 
-    def training_step(self, plain: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
-        """Runs a batch's ``training_step``."""
+    def training_step(self, plain: Callable[[], STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
+        """Runs a batch's ``training_step``: ``plain``, which Lightning has called with these arguments."""
         trainer = self._module.trainer
         if _clipping_of(trainer) != self._clipping:
             self._follow_clipping(trainer)
@@ -150,22 +150,20 @@ class Training:
             with self._hooks.aside():
                 verifier.batch_begins(self._module, self._module.trainer.optimizers[0], self._precision, args, kwargs)
         self._began_s = now_s()
-        if self._retry is None:
-            output = self._forward(plain, *args, **kwargs)
-        else:
-            output = self._retry.training_step(partial(self._forward, plain), args, kwargs)
+        forward = partial(self._forward, plain)
+        output = forward() if self._retry is None else self._retry.training_step(forward, (args, kwargs))
         if verifier is not None:
             verifier.batch_ended(output)
         return output
 
-    def _forward(self, plain: Callable[..., STEP_OUTPUT], *args: object, **kwargs: object) -> STEP_OUTPUT:
+    def _forward(self, plain: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._peers is not None:
             self._peers.batch_begins(training=True)
         self._executor.begin_step(training=True)
         profiler = None if self._autoplan is None else self._autoplan.profiler
         try:
             with nullcontext() if profiler is None else profiler.forward():
-                output = plain(*args, **kwargs)
+                output = plain()
         finally:
             if self._is_manual:
                 self._executor.end_batch()
@@ -175,7 +173,7 @@ class Training:
 
     def backward(
         self,
-        plain: Callable[..., object],
+        plain: Method,
         loss: Tensor,
         module: pl.LightningModule,
         optimizer: Optimizer | None = None,
@@ -183,13 +181,14 @@ class Training:
         **kwargs: object,
     ) -> None:
         """Runs the precision plugin's ``backward`` from a scaled loss."""
+        run = partial(self._backward, plain, (module, optimizer, *args), kwargs)
         if self._retry is None:
-            self._backward(plain, loss, module, optimizer, *args, **kwargs)
+            run(loss)
         else:
             held = None if self.loss is None else self.loss()
-            self._retry.backward(partial(self._backward, plain), loss, held, (optimizer, *args), kwargs)
+            self._retry.backward(run, loss, held, optimizer, args, kwargs)
 
-    def _backward(self, plain: Callable[..., object], loss: Tensor, *args: object, **kwargs: object) -> None:
+    def _backward(self, plain: Method, args: tuple[object, ...], kwargs: dict[str, object], loss: Tensor) -> None:
         executor = self._executor
         profiler = None if self._autoplan is None else self._autoplan.profiler
         with nullcontext() if profiler is None else profiler.backward():
@@ -210,7 +209,7 @@ class Training:
         finally:
             self._began_s += now_s() - began_s
 
-    def optimizer_step(self, plain: Callable[..., object], optimizer: Optimizer, *args: object, **kwargs: object) -> object:
+    def optimizer_step(self, plain: Method, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         """Runs the precision plugin's ``optimizer_step``.
 
         Only a batch that ends in a step calls it, so updates may run.
