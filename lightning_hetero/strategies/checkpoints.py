@@ -24,7 +24,6 @@ from lightning_hetero.strategies.resume import (
     State,
     as_checkpoint,
     check_loops,
-    check_use,
     is_store,
     last_kept,
     read_for_evaluation,
@@ -175,7 +174,12 @@ class Checkpoints:
         store, own, module, precision = Path(path).resolve(), run.options.disk_path, run.module, run.strategy.precision_plugin
         if not lightning_of(module.trainer).is_fit(module.trainer):
             return read_for_evaluation(store, module, precision, self.opened)
-        own = check_use(store, own).absolute()
+        if own is None:
+            raise ConfigError(
+                f"ckpt_path {str(store)!r} is a store, and this run has none of its own to go on in. Pass the same path as "
+                f"disk_path, or an empty directory."
+            )
+        own = own.absolute()
         run.drop_session()  # that of a model left on disk: the store must not be open twice
         if not own.exists() or not store.samefile(own):
             store = self._brought(store, own)

@@ -35,13 +35,15 @@ import torch
 from torch.utils.data import BatchSampler
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.strategies import loader_state
 from lightning_hetero.strategies.loader_state import (
     LoaderState,
     described,
+    early_warnings,
     generators,
     has_persistent_workers,
+    python_state,
     set_generators,
+    set_python_state,
     take_generators,
 )
 from lightning_hetero.strategies.namespaces import lightning_of
@@ -53,7 +55,7 @@ _MISSING = "the store's record of the training data is not one of this version"
 
 def random_state() -> dict[str, Any]:
     """The states of the global random generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
     if torch.cuda.is_available():
@@ -68,7 +70,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         ConfigError: They do not fit this process.
     """
     try:
-        loader_state.set_python_state(random, state["python"])
+        set_python_state(random, state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             importlib.import_module("numpy").random.set_state(state["numpy"])
@@ -130,7 +132,7 @@ class TrainingData:
         """A training dataloader was made. The iterator over all of them is made next."""
         self._made.append(loader)
         self._loader_state, self._generators = LoaderState(self._made), generators(self._made)
-        for text in loader_state.said_at_once(self._made):
+        for text in early_warnings(self._made):
             self._warn(text)
         self._begin(None)
 

@@ -300,7 +300,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, arrays) and value.ndim == 0 else value
 
 
-def said_at_once(loaders: Iterable[Any]) -> list[str]:
+def early_warnings(loaders: Iterable[Any]) -> list[str]:
     """Warnings about training dataloaders before they are iterated."""
     found = []
     for loader in loaders:

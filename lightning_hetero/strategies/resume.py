@@ -39,20 +39,6 @@ def is_store(path: object) -> bool:
     return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
 
 
-def check_use(path: Path, disk_path: Path | None) -> Path:
-    """Returns ``disk_path``, where a fit with a store as ``ckpt_path`` continues.
-
-    Raises:
-        ConfigError: ``disk_path`` is missing.
-    """
-    if disk_path is None:
-        raise ConfigError(
-            f"ckpt_path {str(path)!r} is a store, and this run has none of its own to go on in. Pass the same path as disk_path, "
-            f"or an empty directory."
-        )
-    return disk_path
-
-
 def last_kept(path: Path) -> Path:
     """The directory of a store's last kept step: its own, or that of its newest pin.
 

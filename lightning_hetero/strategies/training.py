@@ -59,21 +59,6 @@ class Training:
 
     Contract: made after the session has started; :meth:`close` when the fit ends, normally or not.
     One thread calls.
-
-    Args:
-        session: The session.
-        executor: Its executor.
-        module: The LightningModule.
-        precision: The precision plugin. It calls :meth:`backward` and :meth:`optimizer_step` until
-            :meth:`close`.
-        speculates: Updates may run before all gradients are known.
-        autoplan: Makes the plan during training; ``None`` if the user gave a plan.
-        state: Takes the training state of each kept step; ``None`` if none is kept.
-        verifier: Computes steps again.
-        retry: Repeats a step if the device's memory is too small.
-        peers: The other ranks of a group.
-        is_trial: Whether a tuner only tries steps, which are not kept.
-        make_links: Makes the linked checkpoints of a batch that has ended.
     """
 
     def __init__(
