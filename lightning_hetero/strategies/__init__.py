@@ -1,4 +1,4 @@
-"""The public strategies. Each is written once, and made for one of Lightning's two namespaces on demand.
+"""The public strategies. Each is written once, and made for a namespace of Lightning on demand.
 
 Those of parallel training are found here too, by name: they are written in a package that imports
 this one.

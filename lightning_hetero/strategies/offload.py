@@ -30,7 +30,7 @@ from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges
-from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of
+from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
 from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
 from lightning_hetero.strategies.step_retry import StepRetry
@@ -111,9 +111,7 @@ class OffloadRun:
     @property
     def module(self) -> pl.LightningModule:
         """The LightningModule; the Trainer connects it before it calls anything else."""
-        if (module := self.strategy.lightning_module) is None:
-            raise RuntimeError("the strategy has no module: no Trainer has connected one")
-        return module
+        return module_of(self.strategy)
 
     @property
     def trainer(self) -> pl.Trainer | None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_T = TypeVar("_T")
 
 _MOST = 16  # plans that one step may give up
 _SLACK_BYTES = 32 * MIB  # smaller differences do not count: gradients on their way to the host come and go
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
+
+_eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
 
 log = logging.getLogger(__name__)
 
@@ -316,12 +318,6 @@ class StepRetry:
         self._fitted = now
 
 
-def _eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Compiled code leaves its graph for the function."""
-    disabled: Callable[_P, _T] = torch.compiler.disable(function)
-    return disabled
-
-
 def _bare(error: BaseException) -> BaseException:
     """The error without its frames, which hold tensors."""
     seen: BaseException | None = error
@@ -351,7 +347,7 @@ class _Log:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._batch: _Batch | None = None  # whose calls are counted; None: calls are left out
-        self._log = partial(module.log)
+        self._log: Callable[..., None] = module.log
         self._calls = 0  # of the current attempt
 
     @contextmanager
@@ -366,7 +362,7 @@ class _Log:
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:
-            self._log = partial(self._module.log)
+            self._log = self._module.log
         if begins:
             self._calls = 0
         before, self._batch = self._batch, None if silent else batch

@@ -125,7 +125,7 @@ class Training:
     # ---- a batch -----------------------------------------------------------------------------
 
     def training_step(self, plain: Callable[[], STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
-        """Runs a batch's ``training_step``: ``plain``, which Lightning has called with these arguments."""
+        """Runs a batch's ``training_step``: ``plain``, to which these arguments are bound."""
         trainer = self._module.trainer
         if _clipping_of(trainer) != self._clipping:
             self._follow_clipping(trainer)
