@@ -55,7 +55,6 @@ import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant, Turn, interval, unpacked
 from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
-from out_of_core import CHUNK_ELEMENTS, CHUNKS_PER_BLOCK, Workload, make_engine
 from scratch import scratch
 
 import lightning_hetero
@@ -208,6 +207,8 @@ def transfers(baton: Baton, args: argparse.Namespace) -> None:
 
     A turn's step is one pass over them.
     """
+    from out_of_core import Workload, make_engine  # a process of another build has another native interface
+
     with make_engine(args.io_backend, args) as engine:
         common = {"direct_io": True, "verify_digests": False}
         work = Workload(args.directory / "io", num_blocks=args.io_blocks, chunks_per_block=args.io_chunks, **common)
@@ -313,7 +314,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--queue-depth", type=int, default=8)
     parser.add_argument("--update-threads", type=int, default=max(1, (torch.get_num_threads()) // 2))
     parser.add_argument("--io-blocks", type=int, help="4 Mi parameters each, for bandwidth; default: as many as the model")
-    parser.add_argument("--io-chunks", type=int, default=CHUNKS_PER_BLOCK, help="256 Ki parameters each; chunks of a block")
+    parser.add_argument("--io-chunks", type=int, default=16, help="256 Ki parameters each; chunks of a block")
     return parser.parse_args()
 
 
@@ -321,6 +322,8 @@ def main() -> None:
     args = parse_args()
     args.size = find_size(args.model, args.layers)
     # Files as large as training's: smaller ones may be cached below the file system.
+    from out_of_core import CHUNK_ELEMENTS
+
     args.io_blocks = args.io_blocks or -(-num_params(args.size) // (args.io_chunks * CHUNK_ELEMENTS))
     with scratch(args.dir) as args.directory:
         if args.against is not None:

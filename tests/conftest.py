@@ -6,6 +6,8 @@ import gc
 import math
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the files in tests/golden instead of comparing with them"
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_lane_is_left() -> Iterator[None]:
+    """A fit ends its threads however it ends: one that is left would fail a later test, in another file."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-hetero") and thread not in before]
+    assert not left

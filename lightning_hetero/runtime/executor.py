@@ -505,6 +505,12 @@ class Executor:
 
     def stop(self) -> None:
         """Closes the lanes. The device's memory is free if everything has left it."""
+        try:
+            self._free_device()
+        finally:
+            self.lanes.close()
+
+    def _free_device(self) -> None:
         if self.device is not None:
             for block in self.blocks:  # kept gradients lie in memory of the lanes
                 for param in block.params():
@@ -517,7 +523,6 @@ class Executor:
         if not self.lanes.memory().used_bytes:
             with suppress(RuntimeError):  # a device that has failed
                 self.lanes.resize(0)
-        self.lanes.close()
 
     def let_go(self) -> None:
         """Forgets the model: it belongs to another owner."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hetero import callbacks
 from lightning_hetero.convert.importing import ModelWeights, Weights
-from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.runtime.construction import Construction
@@ -379,9 +379,10 @@ class OffloadRun:
         """Stops the session. Returns whether it keeps the model on disk."""
         try:
             return session.stop()
-        except HeteroError:
+        except Exception as error:  # the error that interrupted the fit may come again, whatever its class
             if not self._failed:
                 raise
+            log.debug("Stopping the session failed.", exc_info=error)
             log.warning("The engine had failed; weights and optimizer state on disk are not brought back.")
             session.abandon()
             return False
