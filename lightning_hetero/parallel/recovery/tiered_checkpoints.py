@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch's warning; a single process is fine
 
 _Path = str | os.PathLike[str]
-Place = Callable[[tuple[Any, ...], Tensor], Tensor | None]
+Target = Callable[[tuple[Any, ...], Tensor], Tensor | None]
 """The target of a tensor, by its path in the state and a meta tensor; ``None``: not needed."""
 
 
@@ -264,7 +264,7 @@ class TieredCheckpoints:
         path: _Path | None,
         state: dict[str, Any] | None = None,
         *,
-        place: Place | None = None,
+        place: Target | None = None,
         filled: Callable[[Tensor], object] | None = None,
         strict: bool = True,
         folders: Sequence[_Path] = (),
@@ -352,7 +352,7 @@ class TieredCheckpoints:
             self._peers = PeerTransfers(self._group)
 
 
-def _places(metadata: Metadata, place: Place) -> tuple[dict[str, Any], dict[Any, Tensor]]:
+def _places(metadata: Metadata, place: Target) -> tuple[dict[str, Any], dict[Any, Tensor]]:
     """A state to load into, and stand-ins of the tensors without a target by path."""
     state: dict[str, Any] = {}
     elsewhere: dict[Any, Tensor] = {}

@@ -65,11 +65,6 @@ Offload = bool | Mapping[Any, Any]
 class _OtherRanks:
     """The other ranks, for the run of one of them.
 
-    Args:
-        strategy: The strategy.
-        bucket_bytes: Bytes of gradients that are reduced together.
-        shares_buffers: Whether buffers become the first rank's before each forward.
-
     Attributes:
         holds_back: Batches only accumulate gradients.
         buffers_differ: A forward may have changed buffers since they were equal on all ranks.

@@ -19,15 +19,17 @@ from __future__ import annotations
 import functools
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.checkpoint.landing import Landing
 from lightning_hetero.errors import CheckpointMissingError, ConfigError, UnsupportedError
 from lightning_hetero.parallel.recovery import TieredCheckpoints
+from lightning_hetero.parallel.recovery.tiered_checkpoints import Target
 from lightning_hetero.store.format import encoding
 from lightning_hetero.strategies.data import random_state, set_random_state
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, module_of
@@ -147,7 +149,7 @@ class _EveryRank(_StrategyBase):
     ``plain`` can become an instance of that subclass.
     """
 
-    plain: Any
+    plain: type[_StrategyBase]
     saves_own = True  # read by strategies that otherwise gather
 
     _random: Any = None
@@ -193,17 +195,15 @@ class _EveryRank(_StrategyBase):
         if run is not None:
             run.checkpoints.resumed = None
             if is_store(path):
-                resumed: dict[str, Any] = self.plain.load_checkpoint(self, path, weights_only)
-                return resumed
+                return self.plain.load_checkpoint(self, path, weights_only)
         sharded = not self.lightning_restore_optimizer
         state = _own_state(self) if sharded else None
-        places = getattr(self, "places", lambda: None)()  # of ranks that hold some of the tensors
         landing = None if run is None else run.checkpoints.landing()
         try:
             loaded = self._io.checkpoints.load(
                 None if newest else path,
                 state,
-                place=_land(landing) if landing is not None else None if places is None else functools.partial(_place, places),
+                place=_target(landing, getattr(self, "places", lambda: None)()),
                 filled=None if landing is None else landing.filled,
                 strict=module_of(self).strict_loading,
                 folders=_folders(self) if newest else (),
@@ -212,14 +212,13 @@ class _EveryRank(_StrategyBase):
         except CheckpointMissingError:
             if newest or not _is_plain(self, path):
                 raise
-            loaded_plainly: dict[str, Any] = self.plain.load_checkpoint(self, path, weights_only)
-            return loaded_plainly
+            return self.plain.load_checkpoint(self, path, weights_only)
         if loaded is None:
             if self.is_global_zero:
                 log.info('ckpt_path="newest": there is no checkpoint yet; training starts afresh.')
             return _NoCheckpoint({"pytorch-lightning_version": lightning_of(self).version})
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(loaded.rest), map_location="cpu", weights_only=bool(weights_only))
-        if loaded.own is not None and loaded.layer_map.ranks == self._ranks:
+        if loaded.own is not None and loaded.layer_map.ranks == getattr(self, "world_size", 1):
             self._random = encoding.loads(loaded.own)
         if sharded:
             _restore(self, loaded.state)
@@ -257,10 +256,6 @@ class _EveryRank(_StrategyBase):
     @property
     def _io(self) -> Any:
         return self._checkpoint_io
-
-    @property
-    def _ranks(self) -> int:
-        return int(getattr(self, "world_size", 1))
 
     def _restore_random(self) -> None:
         state, self._random = self._random, None
@@ -343,15 +338,19 @@ def _by_number(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     return {"state": {number: saved[name] for name, number in numbers.items() if name in saved}, "param_groups": numbered}
 
 
-def _place(places: Callable[[str, torch.Tensor], torch.Tensor | None], path: Sequence[Any], saved: torch.Tensor) -> Any:
-    """The target of a tensor of a saved state, by the name of its parameter."""
-    if path[0] == "state_dict":
-        return places(path[1], saved)
-    return places(path[2], saved) if path[1] == "state" else torch.empty_like(saved, device="cpu")
+def _target(landing: Landing | None, places: Callable[[str, torch.Tensor], torch.Tensor | None] | None) -> Target | None:
+    """Where saved tensors are read to; ``places`` is of a rank that holds some of them."""
+    if landing is not None:
+        return lambda path, saved: landing.place(saved)
+    if places is None:
+        return None
 
+    def place(path: tuple[Any, ...], saved: torch.Tensor) -> torch.Tensor | None:
+        if path[0] == "state_dict":
+            return places(path[1], saved)
+        return places(path[2], saved) if path[1] == "state" else torch.empty_like(saved, device="cpu")
 
-def _land(landing: Any) -> Callable[[Sequence[Any], torch.Tensor], torch.Tensor]:
-    return lambda path, saved: landing.place(saved)
+    return place
 
 
 def _own_state(strategy: Any) -> dict[str, Any]:

@@ -30,14 +30,7 @@ if TYPE_CHECKING:
 
 
 class PipelineSteps:
-    """Trains and evaluates one module in pipelines.
-
-    Args:
-        pipelines: The pipelines, with this rank's stage.
-        plan: The plan that they follow.
-        module: The LightningModule.
-        device: This rank's device.
-    """
+    """Trains and evaluates one module in the pipelines of a plan, on this rank's device."""
 
     def __init__(self, pipelines: Pipelines, plan: ClusterPlan, module: pl.LightningModule, device: torch.device) -> None:
         self.pipelines, self._plan, self._module, self._device = pipelines, plan, module, device
@@ -94,14 +87,7 @@ class PipelineSteps:
         return loss
 
     def evaluate(self, stage: str, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Forward of this group's part of a batch.
-
-        Args:
-            stage: ``"val"`` or ``"test"``.
-            batch: The batch.
-            batch_idx: The number of the batch.
-            dataloader_idx: The number of its dataloader.
-        """
+        """Forward of this group's part of a batch; ``stage`` is ``"val"`` or ``"test"``."""
         trainer = self._module.trainer
         loaders = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
         batches = torch.utils._pytree.tree_leaves(loaders)[dataloader_idx].batch_sampler
@@ -127,14 +113,7 @@ class PipelineSteps:
 
 
 def built(module: pl.LightningModule, plan: ClusterPlan, strategy: Any, *, named: bool) -> Pipelines:
-    """The pipelines of a plan.
-
-    Args:
-        module: The LightningModule.
-        plan: The plan.
-        strategy: The strategy, whose ranks are connected.
-        named: Whether the plan has the nodes' own names.
-    """
+    """The pipelines of a plan. ``named``: the plan has the nodes' own names."""
     layers = Layers(module)
     repeated = layers.repeated(sum(stage.layers for stage in plan.groups[0].stages))
     layout = RankLayout.of(plan, num_layers=len(layers), repeated=repeated, nodes=_nodes(strategy.world_size, named=named))

@@ -72,11 +72,6 @@ class UnevenOptions:
 class UnevenBatches:
     """Cuts a strategy's batches by speed and weighs gradients by samples; the strategy calls it.
 
-    Args:
-        strategy: The strategy.
-        name: Its name, for messages.
-        options: Its options.
-
     Attributes:
         speeds: The option, or those of a plan.
         global_batch: Samples of a step, if they were given or saved with a step.
