@@ -164,11 +164,7 @@ class Autoplan:
     # ---- calls of the strategy ---------------------------------------------------------------
 
     def provisional(self, *, on_device: bool) -> tuple[Callable[[ModelShape], Plan], ...]:
-        """The plans that a session tries to start with, in this order.
-
-        First the plan made for the same model before, then everything in memory, then as little as
-        possible in memory.
-        """
+        """Plans to start with, in order: the model's earlier one, all in memory, the least."""
         device = (BUILTIN_PLANS["resident"],) if on_device else ()
         return self._known, BUILTIN_PLANS["host"], *device, BUILTIN_PLANS["disk"]
 
@@ -421,10 +417,7 @@ class Autoplan:
         return plan
 
     def _is_machine_wrong(self, session: Session, model: ModelProfile) -> bool:
-        """Whether the blocks' new times do not explain a drift.
-
-        See [Note: Correcting the machine's rates].
-        """
+        """Whether the blocks' new times leave a drift unexplained, so rates are wrong."""
         doubted_s, self._doubted_s = self._doubted_s, None
         basis, drift = self._basis, self._drift
         if doubted_s is None or not self._may_measure or basis is None or drift is None:

@@ -25,10 +25,7 @@ def make(name: str) -> Any:
 
 
 def instead(given: CheckpointIO, lightning: Lightning) -> CheckpointIO:
-    """Replaces Lightning's default checkpoint IO by a streaming one, also inside a wrapper.
-
-    Others stay.
-    """
+    """Replaces Lightning's default checkpoint IO, also inside a wrapper, by a streaming one."""
     plain = lightning.module("plugins.io").TorchCheckpointIO
     if type(given) is plain:
         streaming_io: CheckpointIO = make(lightning.name)
@@ -61,10 +58,7 @@ def check_file(path: Any) -> None:
 
 
 class _HeteroCheckpointIO(_Base):
-    """Writes ordinary ``torch.save`` files.
-
-    With ``streams`` at most one offloaded tensor is in memory.
-    """
+    """Writes ``torch.save`` files; with ``streams`` one offloaded tensor is in memory at a time."""
 
     streams = False
 

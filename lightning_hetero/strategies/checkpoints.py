@@ -161,10 +161,7 @@ class Checkpoints:
     # ---- loading -----------------------------------------------------------------------------
 
     def load(self, plain: Callable[[], State], path: PathLike) -> State:
-        """Loads a checkpoint file or a store.
-
-        A fit continues in the store; an evaluation reads its weights.
-        """
+        """Loads a checkpoint file, or a store that a fit continues or an evaluation reads."""
         self.resumed = None
         self.opened.close()
         self.tunes &= not _is_of_tuner(path)
@@ -215,10 +212,7 @@ class Checkpoints:
         return own
 
     def load_weights(self, plain: Callable[[], None], checkpoint: Mapping[str, Mapping[str, object]], *, strict: bool) -> None:
-        """Writes weights to their tiers.
-
-        :meth:`load_waiting` does it for a model on the meta device or in a file.
-        """
+        """Writes weights to their tiers, or keeps them for :meth:`load_waiting`."""
         if self.resumed is not None:
             return
         session, built = self._run.session, self._run.built

@@ -407,10 +407,7 @@ class TrainingData:
 
 
 def set_sampler_epoch(trainer: Any) -> None:
-    """Tells samplers the epoch before an iterator is made that may read ahead.
-
-    Lightning does so later.
-    """
+    """Tells samplers the epoch before an iterator may read ahead, earlier than Lightning does."""
     loop = trainer.fit_loop
     set_epoch = lightning_of(trainer).module("loops.fit_loop")._set_sampler_epoch
     for loader in loop._combined_loader.flattened:
@@ -418,10 +415,7 @@ def set_sampler_epoch(trainer: Any) -> None:
 
 
 def validation_state(trainer: Any) -> dict[str, Any] | None:
-    """The record's entry of validation's dataloaders inside training.
-
-    ``None`` before the first validation.
-    """
+    """The record's entry of validation's dataloaders; ``None`` before the first validation."""
     loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     if loader is None:
         return None
@@ -531,10 +525,7 @@ def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
 
 
 def _indices(iterator: Any) -> Any:
-    """The source of indices of a torch dataloader's iterator.
-
-    ``None`` if indices do not choose its samples.
-    """
+    """The indices that choose the samples of a torch dataloader's iterator, if any do."""
     from torch.utils.data import _DatasetKind
 
     if getattr(iterator, "_dataset_kind", None) != _DatasetKind.Map:

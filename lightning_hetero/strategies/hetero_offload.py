@@ -184,10 +184,7 @@ class HeteroOffload(_Base):
         )
 
     def setup_environment(self) -> None:
-        """Finds the device that the fit computes on.
-
-        Refuses unsupported devices, and several of them.
-        """
+        """Finds the device that the fit computes on, which must be supported and the only one."""
         self._root_device = chosen(self.run.module.trainer, self.accelerator, self.strategy_name)
         super(Offloading, self).setup_environment()
         speak(lightning_of(self))

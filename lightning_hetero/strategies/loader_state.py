@@ -179,10 +179,7 @@ class LoaderState:
         self._made = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
 
     def take(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """The record's entry before an iterator is made.
-
-        Calls ``warn`` for state that is not in it.
-        """
+        """The record's entry before an iterator is made. Warns of state that is not in it."""
         states = {}
         for name, value in self._stateful.items():
             state = copy.deepcopy(value.state_dict())
@@ -260,10 +257,7 @@ class _Object:
         return {key: v for key, v in self._carried().items() if key not in self._first or self._first[key] != v}
 
     def remembers(self) -> list[str]:
-        """Other attributes that have changed: numbers, and lists in another order.
-
-        Growing ones may be caches.
-        """
+        """Other numbers and lists that have changed, except growing lists, which may be caches."""
         now, before = self._fingerprints(), self._prints
         return sorted(k for k in now.keys() & before.keys() if now[k][:2] == before[k][:2] and now[k][2] != before[k][2])
 

@@ -324,17 +324,11 @@ class OffloadRun:
                 executor.end_batch()
 
     def take_step_seconds(self) -> float | None:
-        """As a training batch ends: seconds of the batches of its optimizer step.
-
-        ``None`` without a step.
-        """
+        """As a batch ends: seconds of its optimizer step's batches; ``None`` without a step."""
         return None if self.training is None else self.training.take_step_seconds()
 
     def snapshot_state(self) -> StateSnapshot | None:
-        """Keeps the present state readable for saving in the background.
-
-        ``None`` if all of it is in memory.
-        """
+        """Keeps the state readable for a background save; ``None`` if it is all in memory."""
         return None if self.session is None else self.session.snapshot_state()
 
     # ---- teardown ----------------------------------------------------------------------------

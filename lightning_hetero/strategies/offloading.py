@@ -119,10 +119,7 @@ class Offloading(_Base):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Lightning's checkpoint IO, streaming while weights or state are on disk.
-
-        The user's own stays.
-        """
+        """Lightning's checkpoint IO, which streams offloaded tensors, or the user's own."""
         self._checkpoint_io = io = self.run.checkpoints.io(super().checkpoint_io)
         return io
 
@@ -141,10 +138,7 @@ class Offloading(_Base):
         self.run.checkpoints.remove(super().remove_checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """Loads a checkpoint file or a store.
-
-        A fit continues in the store; an evaluation reads its weights.
-        """
+        """Loads a checkpoint file, or a store that a fit continues or an evaluation reads."""
         plain = super().load_checkpoint
         return self.run.checkpoints.load(lambda: plain(checkpoint_path, weights_only), checkpoint_path)
 
@@ -155,10 +149,7 @@ class Offloading(_Base):
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
-        """Writes weights to their tiers.
-
-        ``setup`` does it for a model on the meta device or in a file.
-        """
+        """Writes weights to their tiers, at the latest in ``setup``."""
         plain = partial(super().load_model_state_dict, checkpoint, strict)
         self.run.checkpoints.load_weights(plain, checkpoint, strict=strict)
 

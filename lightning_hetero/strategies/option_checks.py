@@ -25,10 +25,7 @@ _AUTO = "holistic"  # the planner behind plan="auto"
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
-    """The planner that ``plan`` names, if it names one.
-
-    Built-in plans need no profile and no planner.
-    """
+    """The planner that ``plan`` names, unless it names a built-in plan or a file."""
     name = _AUTO if plan == "auto" else plan
     return name if isinstance(name, str) and name in PLANNERS and name not in BUILTIN_PLANS else None
 

@@ -247,10 +247,7 @@ def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
 
 
 def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop: _Loop, planner: str) -> Plan:
-    """The planner's plan.
-
-    With an optimizer that runs its own code on a device, only activations can be planned.
-    """
+    """The planner's plan; only of activations, if an optimizer runs its own code on a device."""
     if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
         return PLANNERS[planner](model, room, updates=loop.updates)
     try:
@@ -260,10 +257,7 @@ def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop:
 
 
 def _in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Plan:
-    """The plan with its prediction for this training loop.
-
-    Raises PlanError if it does not fit the machine then.
-    """
+    """The plan with its prediction for this training loop, or a PlanError."""
     if plan.predicted is not None and loop == _Loop():
         return plan
     plan = fitted(plan, model.shape(), device=not machine.shared_memory)

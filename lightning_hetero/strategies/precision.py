@@ -52,10 +52,7 @@ class Method(Protocol):
 
 
 class _Around(partial[object]):
-    """A plugin's method inside ours.
-
-    If it is copied or pickled with the plugin, the plugin's own method results.
-    """
+    """A plugin's method inside ours. A copy or pickle of it is the plugin's own method."""
 
     def __reduce__(self) -> tuple[object, ...]:
         inner = self.args[0]

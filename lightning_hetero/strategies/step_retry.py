@@ -168,10 +168,7 @@ class StepRetry:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
-        """Runs a batch's backward.
-
-        Under a lesser plan its forward runs again too, and gives the same loss.
-        """
+        """Runs a batch's backward; under a lesser plan its forward too, to the same loss."""
         if self._repeats or not self._batches:
             run(loss)
             return
@@ -204,10 +201,7 @@ class StepRetry:
         self._has_fitted()
 
     def step_failed(self, error: BaseException) -> HeteroError:
-        """The error to raise if memory was too small after backward.
-
-        Nothing after backward is repeated.
-        """
+        """The error if memory was too small after backward, when nothing is repeated."""
         why = "in the optimizer's step, after backward, which does not begin again: what is in memory may be of two steps"
         return _final(error, why)
 
@@ -223,10 +217,7 @@ class StepRetry:
             attempt = again
 
     def _repeat_earlier(self) -> None:
-        """Repeats the step's earlier batches.
-
-        Hooks of their backward have logged before, so they are silent.
-        """
+        """Repeats the step's earlier batches; hooks of their backward have logged before."""
         self._repeats = True
         try:
             for batch in self._batches[:-1]:
@@ -302,10 +293,7 @@ class StepRetry:
         return _Demand(self._executor.plan, sum(shape.numel() for shape in shapes), max(sides, default=0), self._spare_bytes)
 
     def _has_fitted(self) -> None:
-        """A backward has fitted.
-
-        Only a batch that ends in a step holds the gradients of those before it.
-        """
+        """Notes what a backward needed, if its batch ended in a step and so held all gradients."""
         if not self._executor.armed:
             return
         now, fitted = self._demand(), self._fitted

@@ -195,10 +195,7 @@ class Training:
             self._began_s += now_s() - began_s
 
     def optimizer_step(self, plain: Method, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
-        """Runs the precision plugin's ``optimizer_step``.
-
-        Only a batch that ends in a step calls it, so updates may run.
-        """
+        """Runs the plugin's ``optimizer_step``: the batch ends in a step, so updates may run."""
         session, executor = self._session, self._executor
         self._stepped = self.step_ended = True
         executor.arm(session.binding_of(optimizer))
@@ -240,10 +237,7 @@ class Training:
         self._make_links()
 
     def take_step_seconds(self) -> float | None:
-        """As a training batch ends: seconds of its optimizer step's batches without loading.
-
-        ``None`` without a step.
-        """
+        """As a batch ends: seconds of its optimizer step without loading; ``None`` without one."""
         self._step_s += now_s() - self._began_s
         if not self._stepped:
             return None

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -255,10 +256,9 @@ class Verifier:
     # ---- the comparison ----------------------------------------------------------------------
 
     def _compare(self, reference: _Reference, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        for (name, ours), (_, theirs) in zip(module.named_parameters(), reference.module.named_parameters(), strict=True):
-            self._same(name, ours.detach(), theirs.detach())
-        for (name, buffer), (_, other) in zip(module.named_buffers(), reference.module.named_buffers(), strict=True):
-            self._same(name, buffer, other)
+        ours, theirs = (chain(m.named_parameters(), m.named_buffers()) for m in (module, reference.module))
+        for (name, tensor), (_, other) in zip(ours, theirs, strict=True):
+            self._same(name, tensor.detach(), other.detach())
         names = {id(p): name for name, p in module.named_parameters()}
         for group, other_group in zip(optimizer.param_groups, reference.optimizer.param_groups, strict=True):
             for param, twin in zip(group["params"], other_group["params"], strict=True):
