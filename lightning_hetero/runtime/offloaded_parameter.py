@@ -29,7 +29,7 @@ from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, Source, contents_of, keep_content
 
 
-class Residency(enum.Enum):
+class ParameterState(enum.Enum):
     """Where a parameter's weights are."""
 
     RESIDENT = "resident"  #: In its own memory and final: an ordinary parameter.
@@ -45,7 +45,7 @@ class Record(Protocol):
         """The parameter's qualified name."""
 
     @property
-    def state(self) -> Residency:
+    def state(self) -> ParameterState:
         """Where the bytes are now."""
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ def restore(parameter: nn.Parameter) -> None:
 
 def _detached(tensor: Tensor) -> Tensor:
     """``detach``, ``.data``, ``state_dict``: an alias of final weights in memory, or a handle."""
-    if isinstance(tensor, OffloadedParameter) and tensor._hetero.state is Residency.PENDING:
+    if isinstance(tensor, OffloadedParameter) and tensor._hetero.state is ParameterState.PENDING:
         tensor._hetero.wait()
     return _handle(tensor) if isinstance(tensor, OffloadedParameter) else tensor.detach()
 
@@ -167,9 +167,9 @@ def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dic
         if not isinstance(parameter, OffloadedParameter):
             return parameter
         record = parameter._hetero
-        if record.state is Residency.PENDING:
+        if record.state is ParameterState.PENDING:
             record.wait()
-        if record.state is not Residency.RELEASED:
+        if record.state is not ParameterState.RELEASED:
             return parameter
         if id(parameter) not in stand_ins:
             stand_ins[id(parameter)] = (parameter, _stand_in(parameter, record))

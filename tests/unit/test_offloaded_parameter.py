@@ -16,33 +16,33 @@ from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime import offloaded_parameter
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, Residency, offload, restore
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 
 
 class FakeRecord:
     """A parameter whose memory is garbage while it is released, and which an update finishes on ``wait``."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, state: Residency) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, state: ParameterState) -> None:
         self.name = name
         self.state = state
         self.waits = 0
         self._parameter = parameter
         self._source = CountingSource(parameter, name)
-        if state is Residency.RELEASED:
+        if state is ParameterState.RELEASED:
             parameter.data.fill_(float("nan"))
         offload(parameter, self)
 
     def wait(self) -> None:
         self.waits += 1
-        self.state = Residency.RESIDENT
+        self.state = ParameterState.RESIDENT
         restore(self._parameter)
 
     def source(self) -> CountingSource:
         return self._source
 
 
-def offloaded_linear(state: Residency = Residency.RELEASED) -> tuple[nn.Linear, FakeRecord]:
+def offloaded_linear(state: ParameterState = ParameterState.RELEASED) -> tuple[nn.Linear, FakeRecord]:
     module = nn.Linear(4, 3)
     records = {name: FakeRecord(parameter, name, state) for name, parameter in module.named_parameters()}
     return module, records["weight"]
@@ -215,7 +215,7 @@ def test_copies_and_pickles_are_ordinary_parameters() -> None:
 
 
 def test_pending_waits_once_for_values_and_never_for_metadata() -> None:
-    module, record = offloaded_linear(Residency.PENDING)
+    module, record = offloaded_linear(ParameterState.PENDING)
     weight = module.weight
     _ = weight.shape, weight.grad, weight.requires_grad, repr(weight), torch.empty_like(weight)
     weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -228,7 +228,7 @@ def test_pending_waits_once_for_values_and_never_for_metadata() -> None:
 
 
 def test_a_state_dict_of_pending_weights_waits_and_has_their_memory() -> None:
-    module, record = offloaded_linear(Residency.PENDING)
+    module, record = offloaded_linear(ParameterState.PENDING)
     address = module.weight.data_ptr()
     found = module.state_dict()["weight"]
     assert record.waits == 1
@@ -237,10 +237,10 @@ def test_a_state_dict_of_pending_weights_waits_and_has_their_memory() -> None:
 
 
 def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None:
-    module, record = offloaded_linear(Residency.PENDING)
+    module, record = offloaded_linear(ParameterState.PENDING)
     weight = module.weight
     record.wait()
-    record.state = Residency.PENDING
+    record.state = ParameterState.PENDING
     offload(weight, record)
     assert weight.clone().requires_grad
     assert record.waits == 2
@@ -248,8 +248,8 @@ def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None
 
 def test_pending_parameter_that_turns_out_released_is_read() -> None:
     module, record = offloaded_linear()
-    record.state = Residency.PENDING
-    record.wait = lambda: setattr(record, "state", Residency.RELEASED)
+    record.state = ParameterState.PENDING
+    record.wait = lambda: setattr(record, "state", ParameterState.RELEASED)
     with torch.no_grad():
         assert torch.equal(module.weight.clone(), record.source().content)
 
@@ -259,7 +259,7 @@ def test_toggling_keeps_identity_hooks_and_gradients() -> None:
     seen: list[tuple[type, bool]] = []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad is not None)))
     loss = (parameter * 2).sum()
-    FakeRecord(parameter, "w", Residency.PENDING)
+    FakeRecord(parameter, "w", ParameterState.PENDING)
     loss.backward()
     assert seen == [(OffloadedParameter, True)]
     restore(parameter)
@@ -272,7 +272,7 @@ def test_toggling_keeps_identity_hooks_and_gradients() -> None:
 
 
 def test_inside_its_block_a_parameter_does_not_pass_through_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, record = offloaded_linear(Residency.PENDING)
+    module, record = offloaded_linear(ParameterState.PENDING)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("the fast path went through _access")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime.offloaded_parameter import Residency, materialize, offload
+from lightning_hetero.runtime.offloaded_parameter import ParameterState, materialize, offload
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, keep_content
 
 
@@ -311,7 +311,7 @@ def test_writes_reach_the_source_as_cpu_tensors_on_any_device() -> None:
 def test_a_parameter_on_a_device_keeps_it_while_it_is_away() -> None:
     module = nn.Linear(4, 3, device=ELSEWHERE)
     content = matrix()
-    record = SimpleNamespace(name="weight", state=Residency.RELEASED, source=lambda: source)
+    record = SimpleNamespace(name="weight", state=ParameterState.RELEASED, source=lambda: source)
     source = CountingSource(content)
     offload(module.weight, record)
     weight = module.weight

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import StreamingIO, load, release_pages, save
-from lightning_hetero.runtime.offloaded_parameter import Residency, offload
+from lightning_hetero.runtime.offloaded_parameter import ParameterState, offload
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 
 
@@ -62,7 +62,7 @@ class StaticRecord:
 
     def __init__(self, source: MeteredSource) -> None:
         self.name = source.name
-        self.state = Residency.RELEASED
+        self.state = ParameterState.RELEASED
         self._source = source
 
     def wait(self) -> None: ...

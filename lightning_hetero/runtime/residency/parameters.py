@@ -17,8 +17,7 @@ from typing import Protocol
 from torch import nn
 
 from lightning_hetero.runtime.activations.autocast import WeightCasts
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, offload, restore
-from lightning_hetero.runtime.offloaded_parameter import Residency as State
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.runtime.tensor_sources import DeviceCopies, WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import readers_of
@@ -65,9 +64,9 @@ class Access:
         return self._part.names[self._index]
 
     @property
-    def state(self) -> State:
+    def state(self) -> ParameterState:
         """Released if the weights live on a lower tier; else only an update can be pending."""
-        return State.RELEASED if self._parameters.owner.is_released(self._part.block) else State.PENDING
+        return ParameterState.RELEASED if self._parameters.owner.is_released(self._part.block) else ParameterState.PENDING
 
     def wait(self) -> None:
         """Waits for a pending update; refuses weights that a closed store has lost."""
