@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import GetSetDescriptorType
 from typing import Any, NoReturn, Protocol
 
@@ -81,15 +81,14 @@ class OffloadedParameter(nn.Parameter):
             return _assign(args[0], args[1])
         return _access(func, types, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(materialize(self).to(self.device), self.requires_grad)
-        result: nn.Parameter = memo[id(self)]
-        return result
+        return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         state = {key: value for key, value in self.__dict__.items() if key != "_hetero"}
-        hooks: OrderedDict[int, Any] = OrderedDict()  # torch does not pickle them either
+        hooks: OrderedDict[int, object] = OrderedDict()  # torch does not pickle them either
         args = (materialize(self), self.requires_grad, hooks)
         if state:
             return torch._utils._rebuild_parameter_with_state, (*args, state)
@@ -196,14 +195,15 @@ def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dic
     return pytree.tree_map_only(Tensor, leave, result)
 
 
-def _stand_in(parameter: OffloadedParameter, record: Record) -> Any:
+def _stand_in(parameter: OffloadedParameter, record: Record) -> OffloadedTensor:
     """The handle in place of a released parameter; a leaf, so that autograd's rules apply to it."""
     needs_grad = parameter.requires_grad and torch.is_grad_enabled()
-    stand_in: Any = _handle(parameter, requires_grad=needs_grad)
+    stand_in = _handle(parameter, requires_grad=needs_grad)
     if needs_grad:
         name = record.name
         # Catches the graphs that the check of the results misses: tensors inside other objects.
-        stand_in.register_hook(lambda grad: _refuse_gradient(name))
+        register: Callable[[Callable[[Tensor], None]], object] = stand_in.register_hook
+        register(lambda _: _refuse_gradient(name))
     return stand_in
 
 
@@ -215,7 +215,7 @@ def _refuse_gradient(name: str) -> NoReturn:
     )
 
 
-def _metadata_functions() -> frozenset[Any]:
+def _metadata_functions() -> frozenset[object]:
     """Torch functions that need no values: shapes, flags, gradients, hooks, ``*_like``."""
     of_values = {"data", "T", "mT", "H", "mH", "real", "imag"}
     properties = [

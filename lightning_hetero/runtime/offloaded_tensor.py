@@ -150,15 +150,14 @@ class OffloadedTensor(Tensor):
     def _typed_storage(self) -> NoReturn:
         _refuse_memory(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        content: Any = contents_of(self)
-        return content.__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: object) -> Any:
+        reduce: Callable[[object], object] = contents_of(self).__reduce_ex__
+        return reduce(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = contents_of(self).to(self.device).requires_grad_(self.requires_grad)
-        result: Tensor = memo[id(self)]
-        return result
+        return memo[id(self)]
 
     def _describe(self) -> str:
         return f"OffloadedTensor({tuple(self.shape)}, {self.dtype}, {self.source.name!r})"
@@ -240,8 +239,10 @@ class _Copy:
         self.content = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype)
 
 
+_Storage = tuple[Source, tuple[int, ...]]  # with the strides
+
 # Copies whose addresses are in use, by storage.
-_COPIES: weakref.WeakValueDictionary[tuple[Source, tuple[int, ...]], _Copy] = weakref.WeakValueDictionary()
+_COPIES: weakref.WeakValueDictionary[_Storage, _Copy] = weakref.WeakValueDictionary()
 
 # Living handles by the parameter's fixed address and the handle's id.
 _HANDLES: dict[int, weakref.WeakValueDictionary[int, OffloadedTensor]] = {}
@@ -308,7 +309,7 @@ def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dic
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on contents and writes mutated ones back. Views share one whole."""
-    wholes: dict[Any, tuple[OffloadedTensor, Tensor]] = {}
+    wholes: dict[_Storage, tuple[OffloadedTensor, Tensor]] = {}
     contents: dict[int, Tensor] = {}
     moves = func is torch.ops.aten.copy_.default or (func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None)
 
@@ -324,7 +325,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = pytree.tree_map_only(OffloadedTensor, enter, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     written: dict[int, OffloadedTensor] = {}
-    changed: dict[Any, None] = {}
+    changed: dict[_Storage, None] = {}
     for target in _mutated(func, args, kwargs):
         content = contents[id(target)]
         if content.shape != target.shape:
