@@ -18,7 +18,8 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.saved import Packed
 from lightning_hetero.runtime.activations.uses import BlockSaves, Inner, ModelSaves, Rerunning, Use
-from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent
+from lightning_hetero.runtime.lanes.base import Event, OpEvent
+from lightning_hetero.runtime.lanes.queue import Lanes
 
 _Hop = tuple[OpKind, Lane]
 

@@ -27,8 +27,9 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
 from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
-from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent, Ticket
+from lightning_hetero.runtime.lanes.base import Event, OpEvent, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON
+from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.units import round_up
 
 _ALIGN = 64

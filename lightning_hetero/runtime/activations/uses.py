@@ -45,7 +45,8 @@ from lightning_hetero.runtime.activations.recompute import Buffers, Rerun
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in
-from lightning_hetero.runtime.lanes.base import Event, Lanes, OpEvent
+from lightning_hetero.runtime.lanes.base import Event, OpEvent
+from lightning_hetero.runtime.lanes.queue import Lanes
 
 SMALL_BYTES = 4096
 """Smaller storages stay where they are: moving them costs more than they take."""

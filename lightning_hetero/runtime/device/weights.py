@@ -23,7 +23,7 @@ from torch.utils import dlpack
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
-from lightning_hetero.runtime.lanes.base import Lanes
+from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.live.blocks import Block, Part, warn_if_shared
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import writes_of

@@ -7,15 +7,15 @@ once, for tests.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import All, Device, DeviceMemory, Event, Lanes, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import All, Device, Event, Moment, OpEvent, Ticket, passed_at
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
 from lightning_hetero.runtime.lanes.inline import InlineLanes
+from lightning_hetero.runtime.lanes.queue import Lanes
 
 __all__ = [
     "All",
     "Device",
-    "DeviceMemory",
     "EmulatedDevice",
     "EmulatedLanes",
     "EngineLanes",

@@ -34,7 +34,7 @@ from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
-from lightning_hetero.runtime.lanes.queue import QueuedLanes
+from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
@@ -43,7 +43,7 @@ _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has e
 _PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
 
 
-class CudaLanes(QueuedLanes):
+class CudaLanes(Lanes):
     """Lanes of a CUDA device; see [Note: Streams and the host] and [Note: Lifetimes on streams].
 
     Takes its memory as it is created, on the current stream, and none later.

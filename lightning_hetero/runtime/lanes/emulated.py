@@ -33,7 +33,7 @@ from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
 from lightning_hetero.runtime.lanes.memory import Arena
 from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.runtime.lanes.queue import QueuedLanes
+from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.units import parse_bytes
 
 _LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine is too slow for the link
@@ -112,7 +112,7 @@ class EmulatedDevice:
         return size
 
 
-class EmulatedLanes(QueuedLanes):
+class EmulatedLanes(Lanes):
     """Lanes of an emulated device; see [Note: Emulated time] and [Note: Hazards].
 
     Args:

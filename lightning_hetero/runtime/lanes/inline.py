@@ -6,10 +6,10 @@ import torch
 
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.lanes.memory import Arena
-from lightning_hetero.runtime.lanes.queue import QueuedLanes
+from lightning_hetero.runtime.lanes.queue import Lanes
 
 
-class InlineLanes(QueuedLanes):
+class InlineLanes(Lanes):
     """Runs ops when they are submitted; nothing overlaps but what the native engine does.
 
     Args:

@@ -28,15 +28,23 @@ class _Gap:
 
 
 class Arena:
-    """Gives out pieces of one buffer; see :class:`~lightning_hetero.runtime.lanes.DeviceMemory`.
+    """The memory of a device that ops take and give back: one run of addresses. Thread-safe.
 
-    If memory is given back in the order of a stream, a subclass marks that moment (:meth:`_given`),
-    and the next taker waits for it (:meth:`_wait`).
+    First fit over address ranges; free neighbours are merged. Under poison, memory is filled with
+    ``0xFF``, which is NaN in every floating dtype, when it is taken and when it is given back. On a
+    device with streams both happen in the order of the current stream (see [Note: Streams]): a
+    subclass marks the moment that memory is given back (:meth:`_given`), and the stream of the next
+    taker waits for it (:meth:`_wait`).
 
     Args:
         capacity_bytes: Its size; at least 0.
         device: Where the buffer is.
-        poison: Fill memory with NaN when it is taken and when it is given back (tests).
+        poison: Fill memory with NaN (tests).
+
+    Attributes:
+        capacity_bytes: As the argument.
+        used_bytes: Bytes that are taken now, in units of 512.
+        peak_bytes: The most bytes that were taken at any time.
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
@@ -56,7 +64,15 @@ class Arena:
         self._unreserved: deque[int] = deque()
 
     def take(self, num_bytes: int, what: str) -> Tensor:
-        """Takes memory; see :meth:`DeviceMemory.take`."""
+        """Takes memory: uint8, flat, aligned to 512 bytes.
+
+        Args:
+            num_bytes: Length of the tensor; at least 0.
+            what: Its purpose, for the error.
+
+        Raises:
+            DeviceMemoryError: There is no gap of that size.
+        """
         if not num_bytes:
             return self._buffer[:0]
         size = round_up(num_bytes, ALIGNMENT_BYTES)
@@ -102,7 +118,7 @@ class Arena:
         return self.capacity_bytes - self.used_bytes - self._reserved_bytes
 
     def give(self, memory: Tensor) -> None:
-        """Gives memory back; see :meth:`DeviceMemory.give`."""
+        """Gives back memory of :meth:`take`."""
         if not memory.numel():
             return
         start = memory.data_ptr() - self._buffer.data_ptr()

@@ -1,4 +1,4 @@
-"""In-order queues with a worker thread each."""
+"""Lanes that are in-order queues with a worker thread each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_hetero._native import Ticket as NativeTicket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import DeviceMemory, Event, Moment, OpEvent, Ticket
-from lightning_hetero.runtime.lanes.memory import POISON
+from lightning_hetero.runtime.lanes.base import Event, Moment, OpEvent, Ticket
+from lightning_hetero.runtime.lanes.memory import POISON, Arena
 from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
 
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
@@ -80,19 +80,32 @@ class Passed:
         """Nothing to wait for."""
 
 
-class QueuedLanes:
-    """Lanes with a queue each; see :class:`~lightning_hetero.runtime.lanes.base.Lanes`.
+class Lanes:
+    """Runs ops, each lane in the order of submission: see [Note: Lanes].
 
-    Here the device is the host: compute runs in the calling thread and has always done its work.
-    Subclasses are devices.
+    Here the device is the host: compute runs in the calling thread and has always done its work,
+    and ops share the device's memory with torch. Subclasses are other devices.
+
+    One thread at a time submits and computes; the other methods are thread-safe. Nothing runs after
+    :meth:`close`, which has to be called whatever happens.
 
     Args:
-        device: Where parameters and activations live.
+        device: The torch device of parameters and activations.
         memory: The device's memory.
         poison: Fill host buffers with NaN (tests).
+
+    Attributes:
+        device: As the argument.
+        device_type: The type that tensors on the device report.
+        timed: Whether events know their times on streams too, which costs something. May be set
+            between two ops.
+        counts: Whether storages that torch allocates have to be reported (:meth:`allocated`).
+        behind: Inside ``run``: native tickets of earlier ops. The engine waits for them; the lane
+            has not.
+        observer: Called with every op as it is submitted.
     """
 
-    def __init__(self, device: torch.device, memory: DeviceMemory, *, poison: bool) -> None:
+    def __init__(self, device: torch.device, memory: Arena, *, poison: bool) -> None:
         self.device, self.device_type = device, device.type
         self.timed = False
         self.observer: Callable[[OpEvent], None] | None = None
@@ -110,7 +123,21 @@ class QueuedLanes:
     # ---- ops -------------------------------------------------------------------------------------
 
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
-        """Queues an op; see :meth:`Lanes.submit`."""
+        """Queues an op on ``op.lane``; see [Note: Lanes].
+
+        Args:
+            op: The op.
+            run: Does it, in the lane's thread, with the lane's stream current and without
+                gradients; may return native tickets.
+            after: Events of these lanes that the op waits for. An op that works on results of
+                compute waits for a mark.
+
+        Returns:
+            The end of the op.
+
+        Raises:
+            HeteroError: The lanes are closed.
+        """
         self._failures.owner.check("the device's lane")
         queued = QueuedOp(op, run, after, number=self._number, failures=self._failures)
         self._number += 1
@@ -132,15 +159,19 @@ class QueuedLanes:
         return queued
 
     def mark(self) -> Event:
-        """Where compute is; see :meth:`Lanes.mark`."""
+        """Passes once compute has done everything that it was given so far."""
         return Passed()
 
     def now(self, name: str = "") -> Moment:
-        """The moment that compute has come to; see :meth:`Lanes.now`."""
+        """The moment that compute has come to, for the trace; device profilers show the name."""
         return host_moment(name)
 
     def compute_waits(self, events: Sequence[Event]) -> None:
-        """Compute waits; see :meth:`Lanes.compute_waits`."""
+        """Compute waits for these events; blocks the host only as far as needed.
+
+        Raises:
+            BaseException: The error of an op whose event is among them.
+        """
         for event in events:
             event.wait()
 
@@ -179,57 +210,83 @@ class QueuedLanes:
     # ---- memory ----------------------------------------------------------------------------------
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Moves and converts; see :meth:`Lanes.copy`."""
+        """Moves and converts ``source`` to ``target``, of the same shape, at the lane's bandwidth.
+
+        Inside ``run`` it is part of the op, and both tensors live until it is done. Outside of any
+        op, it is done when the call returns, and so is everything that compute was given before.
+        """
         with torch.no_grad():
             target.copy_(source)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory; see :meth:`Lanes.host_buffer`."""
+        """Host memory of this size: uint8, flat, page-locked if that speeds copies.
+
+        It is freed with its last view.
+        """
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         return buffer.fill_(POISON) if self._poison else buffer
 
     def page_lock(self, memory: Tensor) -> None:
-        """Page-locks host memory; see :meth:`Lanes.page_lock`."""
+        """Page-locks existing host memory, if that speeds copies, until :meth:`close`.
+
+        The memory must stay mapped, and its pages must not go back to the system.
+        """
 
     def page_unlock(self, memory: Tensor) -> None:
-        """Undoes :meth:`page_lock`; see :meth:`Lanes.page_unlock`."""
+        """Undoes :meth:`page_lock`, so that the pages may go back; no copy is under way."""
 
     def catch_up(self) -> None:
-        """Inside ``run``; see :meth:`Lanes.catch_up`. Copies are over when they return."""
+        """Inside ``run``: the host waits for the lane, to work on the content of host memory."""
 
     def resize(self, num_bytes: int) -> None:
-        """Nothing: ops share the device's memory with torch; see :meth:`Lanes.resize`."""
+        """Reserves another amount of memory for ops, if the device is partitioned.
+
+        The lanes are at rest, and nothing of their memory is taken.
+
+        Raises:
+            OutOfMemoryBudgetError: The device has less free.
+        """
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
-        """Torch has allocated on the device; see :meth:`Lanes.allocated`."""
+        """Counts a storage of torch that outlives its operator, until it is freed.
 
-    def memory(self) -> DeviceMemory:
+        Only for an emulated device; others have an allocator that counts.
+
+        Raises:
+            DeviceMemoryError: It does not fit beside the memory in use.
+        """
+
+    def memory(self) -> Arena:
         """The device's memory."""
         return self._memory
 
     def settle(self) -> None:
-        """Waits for compute; see :meth:`Lanes.settle`."""
+        """The host waits for compute, if compute does not run on the host."""
 
     def peak_bytes(self) -> int:
-        """The most that was used; see :meth:`Lanes.peak_bytes`."""
+        """The most device memory that ops and torch have used at any time."""
         return self._memory.peak_bytes
 
     def spare_bytes(self) -> int | None:
-        """What torch can still be given; see :meth:`Lanes.spare_bytes`."""
+        """What torch can still allocate, in any pieces; ``None`` without a partitioned device."""
         return None
 
     def allocated_bytes(self) -> int:
-        """What torch has allocated beside; see :meth:`Lanes.allocated_bytes`."""
+        """Device memory that torch has allocated beside the lanes; 0 if that is not counted."""
         return 0
 
     def take_peak_bytes(self) -> int:
-        """The most that torch has had allocated; see :meth:`Lanes.take_peak_bytes`."""
+        """The peak of :meth:`allocated_bytes` since the last call."""
         return 0
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Waits for all that was submitted; see :meth:`Lanes.drain`."""
+        """Waits for all ops; compute is at rest until it next waits or marks.
+
+        Raises:
+            BaseException: The first error since the last drain.
+        """
         while self._submitted:
             queued = self._submitted[0]
             try:
@@ -243,7 +300,11 @@ class QueuedLanes:
             raise first
 
     def close(self) -> None:
-        """Ends the lanes; see :meth:`Lanes.close`."""
+        """Ends the lanes: ops that have not started fail. Idempotent; waits a bounded time.
+
+        Raises:
+            HeteroError: An op did not return in time; names it. Its thread is a daemon.
+        """
         self._failures.owner.check("the device's lane")
         with self._lock:
             self._failures.closing.set()
