@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
@@ -18,10 +18,14 @@ from lightning_hetero.store.live.blocks import Block
 __all__ = ["HostWeights", "Parameters", "Residency"]
 
 
-class Residency(Owner, Protocol):
-    """The places of one model's weights, with the methods of :class:`Owner`.
+class Residency(Owner):
+    """The places of one model's weights. Only the thread that computes calls it.
 
-    Only the thread that computes calls it.
+    Methods that only a device with memory of its own needs do nothing here.
+
+    Args:
+        context: The run.
+        casts: As the attribute.
 
     Attributes:
         parameters: Makes parameters handles, and ordinary tensors again.
@@ -30,21 +34,26 @@ class Residency(Owner, Protocol):
         casts: 16-bit casts of weights that leave memory between uses.
     """
 
-    casts: WeightCasts
-    parameters: Parameters
-    weights: HostWeights
-    renewed: set[int]
+    def __init__(self, context: RunContext, casts: WeightCasts) -> None:
+        self._blocks, self._store = context.run.blocks, context.run.store
+        self.casts = casts
+        self.parameters = Parameters(self, self._blocks, self._store, casts)
+        self.weights = HostWeights(context)
+        self.renewed: set[int] = set()
 
     # ---- places ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on a lower tier than where it computes."""
 
+    @abstractmethod
     def is_on_host(self, block: Block) -> bool:
         """Whether the block has host memory that is not for fetched weights only."""
 
     # ---- a batch ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom | None]:
         """The weights in memory as a batch begins.
 
@@ -58,34 +67,42 @@ class Residency(Owner, Protocol):
 
     def room_before(self, schedule: Schedule) -> DeviceRoom | None:
         """Room and content of a device with memory of its own as the schedule began."""
+        return None
 
+    @abstractmethod
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """A batch begins; ``whole``: the last one submitted all ops, so edges lead to them all."""
 
     def end_batch(self) -> None:
         """A batch ends: until the next one nothing computes with the weights."""
 
+    @abstractmethod
     def unforeseen(self, block: Block) -> bool:
         """Brings weights for a use outside the schedule; returns whether that still holds."""
 
+    @abstractmethod
     def ensure(self, block: Block) -> None:
         """Brings the block's weights if an op had no room for them, or no op could renew them."""
 
     # ---- use -------------------------------------------------------------------------------------
 
+    @abstractmethod
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """A context in which an optimizer's own code may update the block."""
 
+    @abstractmethod
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
 
     def release(self, block: Block) -> None:
         """Gives the block's host memory back, unless it is in use; without an op."""
+        self.weights.release(block)
 
     # ---- begin and end ---------------------------------------------------------------------------
 
     def install(self, context: RunContext) -> None:
         """Continues with another plan; blocks on host and disk are where it wants them."""
+        self.weights.install(context)
 
     def move_in(self) -> None:
         """Moves to the device the blocks that live there; others are in host memory or on disk.
@@ -110,6 +127,8 @@ class Residency(Owner, Protocol):
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
         """Between two batches: waits for the weights and state that the record of a step names.
 
+        The engine itself writes a record after everything of its own that the record names.
+
         Args:
             latest: Returns the latest op of a kind and block.
             whole: The step is kept.
@@ -117,9 +136,11 @@ class Residency(Owner, Protocol):
 
     def lends(self, block: Block) -> bool:
         """Between two batches: whether only a device has the block's newest weights or state."""
+        return False
 
     def lend(self, block: Block) -> list[Ticket]:
         """MIRROR on ``d2h``: copies these to host memory, until :meth:`take_back`."""
+        return []
 
     def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
         """Frees the host memory of :meth:`lend` once ``tickets`` have written it to disk."""

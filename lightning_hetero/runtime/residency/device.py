@@ -13,33 +13,25 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
 from lightning_hetero.runtime.lanes import Event, Ticket
+from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.host import wait_written
-from lightning_hetero.runtime.residency.host_weights import HostWeights
-from lightning_hetero.runtime.residency.parameters import Parameters
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
 
 
-class DeviceResidency:
+class DeviceResidency(Residency):
     """See :class:`~lightning_hetero.runtime.residency.Residency`.
 
     Args:
         context: The run.
         side: Weights, gradients and updates on the device.
-
-    Attributes:
-        renewed: Blocks that an op outside the schedule has updated since their last use.
     """
 
     def __init__(self, context: RunContext, side: DeviceSide) -> None:
-        run = context.run
-        self._blocks, self._store = run.blocks, run.store
-        self._lanes, self._side = run.lanes, side
-        self.casts = WeightCasts(run.lanes.device_type, side.weights.reference)
-        self.parameters = Parameters(self, run.blocks, run.store, self.casts)
-        self.weights = HostWeights(context)
-        self.renewed: set[int] = set()
+        lanes = context.run.lanes
+        super().__init__(context, WeightCasts(lanes.device_type, side.weights.reference))
+        self._lanes, self._side = lanes, side
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
         # Blocks of which the host has weights and state until MIRROR ends.
@@ -182,10 +174,6 @@ class DeviceResidency:
         for part in [part for block in blocks for part in block.parts]:
             self.settle(part)
 
-    def release(self, block: Block) -> None:
-        """Gives the block's host memory back, unless it is in use."""
-        self.weights.release(block)
-
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters on the device become ordinary."""
         self._lanes.drain()
@@ -202,7 +190,7 @@ class DeviceResidency:
 
     def install(self, context: RunContext) -> None:
         """Continues with another plan."""
-        self.weights.install(context)
+        super().install(context)
         self._cache_bytes = context.device_cache_bytes
 
     def move_in(self) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_hetero._native import READY
-from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.lanes import Event, Ticket
-from lightning_hetero.runtime.residency.host_weights import HostWeights
-from lightning_hetero.runtime.residency.parameters import Parameters
+from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.tier_store import TierStore
 
 
-class HostResidency:
+class HostResidency(Residency):
     """See :class:`~lightning_hetero.runtime.residency.Residency`.
 
     Args:
@@ -27,12 +25,8 @@ class HostResidency:
     copies = None
 
     def __init__(self, context: RunContext) -> None:
-        self._blocks, self._store = context.run.blocks, context.run.store
-        self.renewed: set[int] = set()
+        super().__init__(context, WeightCasts("cpu"))
         self._strayed = False  # the batch has used a block outside its schedule
-        self.casts = WeightCasts("cpu")
-        self.parameters = Parameters(self, self._blocks, self._store, self.casts)
-        self.weights = HostWeights(context)
 
     # ---- places ----------------------------------------------------------------------------------
 
@@ -54,18 +48,12 @@ class HostResidency:
         """The blocks in memory now, which ops change as they are submitted."""
         return frozenset(b.index for b in self.weights.held()), None
 
-    def room_before(self, schedule: Schedule) -> None:
-        """There is no device."""
-
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Waits for weights that were brought outside a schedule."""
         if self._strayed or not whole:
             self._strayed = False
             for part in [part for block in self._blocks for part in block.parts]:
                 self.settle(part)
-
-    def end_batch(self) -> None:
-        """Nothing changes places."""
 
     def unforeseen(self, block: Block) -> bool:
         """Brings the block's weights; the schedule still holds, without an edge to the fetch."""
@@ -122,10 +110,6 @@ class HostResidency:
         for block in blocks:
             self._settle(block)
 
-    def release(self, block: Block) -> None:
-        """Gives the block's memory back, unless it is in use."""
-        self.weights.release(block)
-
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters in memory become ordinary again."""
         wait_written(self._store, part)
@@ -135,38 +119,6 @@ class HostResidency:
     def _settle(self, block: Block) -> None:
         for part in block.parts:
             self.settle(part)
-
-    # ---- begin and end ---------------------------------------------------------------------------
-
-    def install(self, context: RunContext) -> None:
-        """Continues with another plan."""
-        self.weights.install(context)
-
-    def move_in(self) -> None:
-        """There is no other place."""
-
-    def enter(self) -> None:
-        """There is no other place."""
-
-    def leave(self, block: Block) -> None:
-        """There is no other place."""
-
-    def set_aside(self, num_bytes: int) -> None:
-        """There is no other place."""
-
-    def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
-        """Nothing: the engine writes a record after everything that it names."""
-
-    def lends(self, block: Block) -> bool:
-        """No: host memory has the results of updates."""
-        return False
-
-    def lend(self, block: Block) -> list[Ticket]:
-        """There is nothing to lend."""
-        return []
-
-    def take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
-        """Nothing was lent."""
 
 
 def wait_written(store: TierStore, part: Part) -> None:
