@@ -21,7 +21,7 @@ from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, FakeTicket, Program, 
 
 
 class LanesContract:
-    """Tests of :class:`~lightning_hetero.runtime.lanes.base.Lanes`. A subclass provides the fixture ``lanes``."""
+    """Tests of :class:`~lightning_hetero.runtime.lanes.Lanes`. A subclass provides the fixture ``lanes``."""
 
     overlaps = True  # lanes run beside the calling thread
     on_host = True  # an op's copies are over when `run` returns
