@@ -92,9 +92,8 @@ class Verifier:
             raise UnsupportedError(
                 "verify=N replays steps of automatic optimization, and optimization is manual. Leave verify out."
             )
-        self._device = device or _CPU
-        self._has_device = self._device.type != "cpu"
-        if self._has_device and not torch.are_deterministic_algorithms_enabled():
+        self._has_device, self._device = device is not None, device or _CPU
+        if self._device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
             raise ConfigError(
                 f"verify={steps} compares bits, and kernels of {device} may add in another order each time. Pass "
                 f"Trainer(deterministic=True), or leave verify out."
@@ -201,7 +200,8 @@ class Verifier:
     def _plan_updates(self, module: pl.LightningModule, on_cpu: Collection[int]) -> None:
         """Updates run on the processors of the plan, from this step on."""
         trainer = module.trainer
-        if on_cpu and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+        norms = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
+        if norms and on_cpu and self._device.type != "cpu":
             raise UnsupportedError(
                 f"verify=N: gradients are clipped by norm, and some are on the CPU then, so that their norms may have other last "
                 f"bits than on {self._device}. Verify without gradient_clip_val, with gradient_clip_algorithm='value', with a "
