@@ -57,6 +57,11 @@ REPLACED = (
     Borrowed("torch.optim.Optimizer.zero_grad", "It waits for updates first.", ("self", "set_to_none")),
     Borrowed("torch.optim.Optimizer.load_state_dict", "State goes to where it lives.", ("self", "state_dict")),
     Borrowed(
+        "trainer:_checkpoint_connector.resume_start",
+        "An elastic run loads its newest step, and then not the ckpt_path that began it.",
+        ("checkpoint_path", "weights_only"),
+    ),
+    Borrowed(
         "lightning:LightningModule.on_train_batch_end",
         "A step is kept when its last hook has run. Lightning has no hook after the module's.",
     ),
@@ -123,7 +128,6 @@ LIGHTNING = (
     Borrowed("lightning:loops.evaluation_loop.RestartStage", "A validation that was due on a resume."),
     Borrowed("fabric:utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "What a module says of its device."),
     Borrowed("trainer:_accelerator_connector", "Devices and processes before there is a strategy."),
-    Borrowed("trainer:_checkpoint_connector.resume_start", "An elastic run loads its newest step."),
     Borrowed("trainer:fit_loop._combined_loader", "The training data's iterators."),
     Borrowed("trainer:fit_loop._data_source", "The training data before a plan is made."),
     Borrowed("trainer:fit_loop._restarting", "A resume in the middle of an epoch."),

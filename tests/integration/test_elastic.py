@@ -11,8 +11,8 @@ import torch
 from support import ranks
 from support.scripts import output_of, result_of
 from support.sources import bytes_by_source
+from support.training import beginnings, restarts, tiers
 from support.training import elastic_pipelines as pipelined
-from support.training import restarts, tiers
 from support.training import shards as sharded
 from support.training import stopped as stops
 
@@ -83,6 +83,26 @@ def test_wherever_a_run_continues_it_sees_what_was_left_of_it(run: str, stopped:
             events = events[next(i for i, event in enumerate(events) if event[0] == "batch ends" and event[2] == step) + 1 :]
         assert found["events"] == events, step
         assert all(torch.equal(found["weights"][name], value) for name, value in plain["weights"].items()), step
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs that begin at a ``ckpt_path``, are killed, and are started again with the same one."""
+    out = tmp_path_factory.mktemp("beginnings")
+    ranks.train("beginnings", cwd=out, world=1)
+    found: dict[str, Any] = torch.load(out / "beginnings.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("run", beginnings.RUNS)
+def test_a_restart_counts_its_committed_steps_above_the_ckpt_path_that_began_it(run: str, begun: dict[str, Any]) -> None:
+    plain, (first, second) = begun["plain"], begun[run]
+    assert (first["began"], second["began"]) == (beginnings.BEGIN, beginnings.KILLED)
+    assert first["committed"] == list(range(beginnings.BEGIN + 1, beginnings.KILLED + 1))
+    seen = [row for row in first["samples"] if row[0] < beginnings.KILLED] + second["samples"]
+    assert seen == plain["samples"]
+    assert all(torch.equal(second["weights"][name], value) for name, value in plain["weights"].items())
+    assert all(torch.equal(a, b) for a, b in zip(second["moments"], plain["moments"], strict=True))
 
 
 @pytest.fixture(scope="module")

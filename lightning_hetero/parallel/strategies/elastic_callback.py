@@ -35,7 +35,8 @@ class Restarted(Protocol):
 class ElasticCallback(_Base):
     """Commits steps as ordinary checkpoints, and restores the newest one.
 
-    The strategy adds it to a fit, as the last callback.
+    A ``ckpt_path`` begins a run that has no committed step yet. Every restart passes it again, and
+    then the newest committed step counts. The strategy adds this callback to a fit as the last one.
 
     Args:
         restarted: Its state is saved with each step. It gets it back before data is loaded.
@@ -62,7 +63,7 @@ class ElasticCallback(_Base):
             return
         found = self._steps.steps() if trainer.is_global_zero else []
         newest = trainer.strategy.broadcast(found[-1] if found else -1)
-        self.resumed, self._seen = (None, 0) if newest < 0 else (newest, newest)
+        self.resumed = None if newest < 0 else newest
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._restore(trainer)
 
@@ -74,11 +75,20 @@ class ElasticCallback(_Base):
     def _restore(self, trainer: pl.Trainer) -> None:
         if self.resumed is None:
             return
-        # Lightning restores everything from the checkpoint that this loads, at its own moments. A
-        # ckpt_path would be loaded over it.
-        trainer._checkpoint_connector.resume_start(self._steps.checkpoint(self.resumed))
+        # Lightning restores everything from the checkpoint that this loads, at its own moments.
+        connector, step = trainer._checkpoint_connector, self.resumed
+        connector.resume_start(self._steps.checkpoint(step))
         if trainer.is_global_zero:
-            log.info("Training goes on after step %d, with %d ranks.", self.resumed, trainer.world_size)
+            log.info("Training goes on after step %d, with %d ranks.", step, trainer.world_size)
+
+        def resume_start(checkpoint_path: str | None = None, weights_only: bool | None = None) -> None:
+            """Lightning comes here next, with the ckpt_path that began the run."""
+            self._patches.restore()
+            connector.resume_start(None)
+            if checkpoint_path and trainer.is_global_zero:
+                log.info("ckpt_path %r is not loaded: the run goes on from its own step %d.", str(checkpoint_path), step)
+
+        self._patches.replace(connector, "resume_start", resume_start)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a restart continues with."""
@@ -97,6 +107,7 @@ class ElasticCallback(_Base):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Commits steps when the last hook of a batch has run."""
         self._notice.begin()
+        self._seen = trainer.global_step
         call_after(self._patches, pl_module, "on_train_batch_end", functools.partial(self._batch_ends, trainer))
 
     def _batch_ends(self, trainer: pl.Trainer) -> None:
