@@ -59,7 +59,7 @@ REPLACED = (
     Borrowed(
         "trainer:_checkpoint_connector.resume_start",
         "An elastic run loads its newest step, and then not the ckpt_path that began it.",
-        ("checkpoint_path", "weights_only"),
+        ("self", "checkpoint_path", "weights_only"),
     ),
     Borrowed(
         "lightning:LightningModule.on_train_batch_end",

@@ -17,8 +17,8 @@ from lightning_hetero.strategies import HeteroParallelFsdpStrategy, HeteroParall
 from support.training import Killed, loader, moments_of, samples, single_rank, trainer, weights_of
 from support.training.recovery import Net, Sharded
 
-SAMPLES, BATCH = 42, 6  # seven batches an epoch
-BEGIN, KILLED, STEPS = 3, 6, 8
+SAMPLES, BATCH = 42, 6  # seven batches an epoch, which are four steps
+BEGIN, KILLED, STEPS = 4, 7, 9
 RUNS = ("files", "tiers", "shards")
 
 
