@@ -204,7 +204,7 @@ class Functional(nn.Module):
     ("module_class", "kind"),
     [
         *((kind_of_step, kind) for kind_of_step in (Manual, Between) for kind in KINDS),
-        *((Clamping, kind) for kind in ("disk", "tight", "host")),
+        *((Clamping, kind) for kind in KINDS),
         *((Penalized, kind) for kind in ("disk", "host", "device")),
     ],
 )
@@ -213,7 +213,7 @@ def test_other_steps(module_class: type[LitModel], kind: str, tmp_path: Path) ->
     assert_same_as_plain(kind, train)
 
 
-@pytest.mark.parametrize("kind", ["disk", "host", "device"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_changes_its_weights_in_forward(kind: str, tmp_path: Path) -> None:
     def prepare(module: LitModel) -> None:
         module.model.blocks = nn.ModuleList(Shrinking(block) for block in module.model.blocks)

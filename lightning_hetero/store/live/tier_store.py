@@ -222,9 +222,10 @@ class TierStore:
         """
         native = part.require_native()
         self.revoke(part)
-        if resident and not has_master(part) and not speculative:
-            part.dirty = False  # the update writes the weight memory anyway
+        in_memory = part.dirty and resident and not has_master(part) and not speculative
+        part.dirty &= not in_memory  # the update writes the weight memory anyway
         self.flush(part)
+        part.dirty = in_memory  # but it may be taken back before it is armed
         if part.on_disk:
             self.unrecorded.begin(part)
         after = [*after, *writes_of(part)]
@@ -259,6 +260,7 @@ class TierStore:
         part.stepped = self.unrecorded.changed = True
         part.fresh = False
         if not speculative:
+            part.dirty = False
             self.keep(part)
         return ticket
 
