@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import DeviceMemoryError
+from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, Updates
@@ -124,6 +124,8 @@ class Executor:
         if binding is None and not self._handed_over:
             self.speculation.observe(True)
             self.speculation.skip()
+        if binding is None:
+            self.batch.waits = False
         self.batch.armed, self._handed_over = binding, binding is None
 
     def begin_step(self, *, training: bool) -> None:
@@ -235,6 +237,21 @@ class Executor:
         if self._in_backward_of is not None:
             block, self._in_backward_of = self._in_backward_of, None
             self.residency.shut(block)
+
+    def await_verdict(self, why: str) -> None:
+        """Before backward: lets updates of this step wait until all gradients are known.
+
+        Args:
+            why: The reason and the remedy, for the message.
+
+        Raises:
+            OutOfMemoryBudgetError: The host has no room for all gradients.
+        """
+        if not self.handlers.all_wait and not self.may_defer:
+            raise OutOfMemoryBudgetError(
+                f"{why} Or raise host_memory: then all updates of the step wait for all gradients, which do not fit now."
+            )
+        self.batch.waits, self.speculation.trying = True, False
 
     def backward_starts(self, loss: Tensor | None = None) -> None:
         """Backward, from ``loss``, will write gradients: waits until nothing reads the old ones.

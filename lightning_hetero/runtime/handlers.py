@@ -48,6 +48,7 @@ class Batch:
         armed: The optimizer in whose ``step`` the batch ends, if it ends in one.
         in_backward: Lightning's own backward runs. It leaves the gradients of the step.
         probing: A device may be too small for the batch, so updates wait until the batch is over.
+        waits: Updates of this batch wait for the verdict, although its schedule runs them before.
         serial: Compute waits for each op to end, to measure compute alone.
         commits: ``optimizer.step()`` commits. If the training loop's state belongs to a step, the
             end of the step commits instead.
@@ -56,6 +57,7 @@ class Batch:
     armed: OptimizerBinding | None = None
     in_backward: bool = False
     probing: bool = False
+    waits: bool = False
     serial: bool = False
     commits: bool = True
 
@@ -126,7 +128,7 @@ class Handlers:
     @property
     def all_wait(self) -> bool:
         """Whether updates wait for the verdict on all gradients."""
-        return self._deferred or self._batch.probing
+        return self._deferred or self._batch.probing or self._batch.waits
 
     # ---- to the lanes ----------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class Handlers:
     def _open_state(self, op: Op) -> Run | None:
         """FETCH state: it streams from the disk into staging memory before the gradients come."""
         block, verdict = self._blocks[op.block], self._updater.verdict
-        if self._batch.serial:  # each update reads its own state
+        if self._batch.serial or self._batch.waits:  # each update reads its own state
             return None
         if verdict is not None and self._speculation.redoes and not self._is_due(block, verdict):
             return None  # only discarded updates run again
@@ -306,12 +308,14 @@ class Handlers:
         binding = updater.verdict or self._batch.armed
         if binding is None or binding.rule is Rule.WHOLE or (early and self._is_early(block)):
             return None
-        waits = early and (self._deferred or self._batch.probing)
+        waits = early and self.all_wait
         tries = waits and self._speculation.may_try(block, binding, on_device=side is not None)
         if waits and not tries:
             return None
         if block.index in self._residency.casts.blocks:
             self._residency.parameters.keep_casts(block, trained=True)
+        if not early or block.spec.pinned:  # other blocks were in use until now
+            self._residency.before_update(block)
         if side is not None and updater.renews(block, binding):
             self._lanes.drain()
             updater.cancel_opened([block])

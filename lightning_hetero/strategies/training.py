@@ -18,6 +18,7 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
+from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.precision import Method, PrecisionHooks
 from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, StepRetry
 from lightning_hetero.strategies.training_state import TrainingState
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+_CLIPPING_CHANGED = (
+    "The Trainer's way of clipping gradients has changed after the batch began. Change it before the batch, as in "
+    "on_train_batch_start."
+)
+_CLOSURE_WRAPPED = (
+    "optimizer_step of the LightningModule calls optimizer.step with a closure of its own, which may look at gradients or change "
+    "weights after backward. Pass the closure that it gets, and use on_before_optimizer_step for the rest."
+)
 
 
 def _clipping_of(trainer: pl.Trainer) -> tuple[str, object]:
@@ -83,6 +93,7 @@ class Training:
         # With manual optimization `optimizer.step()` is called within a batch, which may still use
         # the weights.
         self._is_manual = not module.automatic_optimization
+        self._closure = lightning_of(module.trainer).module("loops.optimization.automatic").Closure
         self._began_s = self._step_s = 0.0
         self._stepped = False
         self.step_ended = False  # the current batch ends in an optimizer step
@@ -175,6 +186,10 @@ class Training:
 
     def _backward(self, plain: Method, args: tuple[object, ...], kwargs: dict[str, object], loss: Tensor) -> None:
         executor = self._executor
+        if _clipping_of(self._module.trainer) != self._clipping:  # since the batch began; the next one brings new rules
+            executor.await_verdict(_CLIPPING_CHANGED)
+            if self._autoplan is not None:
+                self._autoplan.abandon_batch()
         profiler = None if self._autoplan is None else self._autoplan.profiler
         with nullcontext() if profiler is None else profiler.backward():
             executor.backward_starts(loss)
@@ -200,6 +215,8 @@ class Training:
         self._stepped = self.step_ended = True
         executor.arm(session.binding_of(optimizer))
         try:
+            if not isinstance(kwargs.get("closure"), self._closure) and not self._is_manual:
+                executor.await_verdict(_CLOSURE_WRAPPED)
             output = plain(optimizer, *args, **kwargs)
         except OUT_OF_MEMORY as error:
             if self._retry is None:

@@ -87,6 +87,10 @@ class Residency(Owner):
     # ---- use -------------------------------------------------------------------------------------
 
     @abstractmethod
+    def before_update(self, block: Block) -> None:
+        """Brings weights that user code has changed to where the block's update reads them."""
+
+    @abstractmethod
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """A context in which an optimizer's own code may update the block."""
 

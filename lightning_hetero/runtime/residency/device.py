@@ -127,17 +127,28 @@ class DeviceResidency(Residency):
             return
         if block.index in self.casts.blocks:
             self.casts.drop(block)
-        copies, away = self._side.weights, self.is_away(block)
+        away = self.is_away(block)
         # An evaluation may use weights that user code has replaced for a while; they stay so.
-        stays = self._evaluates and not away
-        if not stays and copies.changed(block) and block.plan.update is UpdateLane.CPU:
+        if away or not self._evaluates:
+            self._gather(block)
+        if away:
+            self._side.weights.unbind(block)
+        if self.is_released(block):
+            self.parameters.hide(block)
+
+    def before_update(self, block: Block) -> None:
+        """The place is the host's memory if the host updates the block, else the device's."""
+        self._gather(block)
+        if block.plan.update is UpdateLane.DEVICE and self._side.weights.is_outdated(block):
+            self.provide(block)
+
+    def _gather(self, block: Block) -> None:
+        """Brings weights that user code has changed on the device to where updates read them."""
+        copies = self._side.weights
+        if copies.changed(block) and block.plan.update is UpdateLane.CPU:
             self._lanes.drain()
             self._bring_to_host(block)
             copies.download(block)
-        if away:
-            copies.unbind(block)
-        if self.is_released(block):
-            self.parameters.hide(block)
 
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """Nothing: the UPDATE is on lane ``compute``, and all of the block is on the device."""

@@ -90,6 +90,9 @@ class HostResidency(Residency):
         else:
             self.parameters.guard(block)
 
+    def before_update(self, block: Block) -> None:
+        """User code writes to the memory that the update reads."""
+
     @contextmanager
     def at_hand(self, block: Block) -> Iterator[None]:
         """Inside, the block's weights are final, and its parameters are ordinary tensors."""

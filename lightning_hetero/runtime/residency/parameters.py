@@ -20,6 +20,7 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.runtime.tensor_sources import DeviceCopies, WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.tier_store import TierStore
 
@@ -119,11 +120,11 @@ class Parameters:
                 restore(param)
         if block.uses == 1:
             for part in block.parts:
-                part.versions = sum(p._version for p in part.params)
+                part.versions = versions(part)
 
     def changed(self, block: Block) -> list[Part]:
         """The parts whose weights the use that ends has changed."""
-        changed = [part for part in block.parts if part.versions != sum(p._version for p in part.params)]
+        changed = [part for part in block.parts if part.versions != versions(part)]
         if changed:
             self._changing.add(block.index)
         return changed

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
+from torch import nn
 
 from lightning_hetero import _native
 from lightning_hetero._native import PartGeometry
@@ -15,6 +19,7 @@ WEIGHTS = -1  # the array number of a block's weights
 
 _CHUNK_ELEMENTS = 256 * KIB  # 3 MiB: disks were fastest with 2 to 4 MB
 _CHUNK_ALIGN = 4096
+_VERSION: Callable[[nn.Parameter], int] = attrgetter("_version")
 
 
 def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> PartGeometry:
@@ -56,7 +61,7 @@ def opaque_chunk(num_bytes: int, chunk_bytes_max: int) -> int:
 
 def versions(part: Part) -> int:
     """Changes when a parameter of the part is written to in place."""
-    return sum(p._version for p in part.params)
+    return sum(map(_VERSION, part.params))
 
 
 def has_master(part: Part) -> bool:

@@ -1,0 +1,153 @@
+"""User code changes weights at any point of a step, on any tier: the step is the one of plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, run
+from support.strategies import SPREAD, make_strategy, on_device
+from torch import Tensor
+
+from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.errors import OutOfMemoryBudgetError
+
+
+def in_place(module: Any) -> None:
+    with torch.no_grad():
+        for param in module.model.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+def of_one(module: Any) -> None:
+    with torch.no_grad():
+        module.model.blocks[1].up.weight.mul_(0.5)
+        module.model.head.weight[2:4].copy_(module.model.embed.weight[:2])
+
+
+def as_data(module: Any) -> None:
+    for param in module.model.parameters():
+        param.data = param.data * 0.9
+
+
+CHANGES: list[Callable[[Any], None]] = [in_place, of_one, as_data]
+
+
+class Changing(LitModel):
+    """Changes its weights at ``point``, in another way from step to step."""
+
+    point = ""
+    ways: tuple[int, ...] = (0, 1, 2)
+
+    def reached(self, point: str) -> None:
+        if point == self.point:
+            CHANGES[self.ways[self.trainer.global_step % len(self.ways)]](self)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.reached("begin")
+        loss = super().training_step(batch, batch_idx)
+        self.reached("forward")
+        return loss
+
+
+class ByHand(Changing):
+    """Optimizes by hand."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.reached("backward")
+        optimizer.step()
+        self.reached("step")
+        optimizer.zero_grad()
+        self.reached("zero_grad")
+
+
+def at(point: str, base: type[Changing] = Changing, **attributes: Any) -> type[Changing]:
+    """The module that changes its weights at a point: a hook's name, or one that its steps say."""
+
+    def hook(self: Changing, *_: Any, **__: Any) -> None:
+        self.reached(point)
+
+    hooks = {} if not hasattr(pl.LightningModule, point) else {point: hook}
+    return type("At", (base,), {"point": point, **hooks, **attributes})
+
+
+class AfterStep(Changing):
+    point = "optimizer_step"
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        self.reached(self.point)
+
+
+class InClosure(Changing):
+    point = "closure"
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.reached(self.point)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def rules(**options: Any) -> Plan:
+    return Plan(name="one", blocks=(BlockPlan(name="*", **options),))
+
+
+ON_DEVICE = {
+    "spread": SPREAD,
+    "updated on the host": rules(weights=Tier.DEVICE, state=Tier.DISK),
+    "updated on the device": rules(update=UpdateLane.DEVICE),
+    "resident": "resident",
+}
+WHERE = pytest.mark.parametrize("where", ["host", "disk", "tight", *ON_DEVICE])
+AUTOMATIC = ["begin", "on_after_backward", "on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"]
+BY_HAND = ["begin", "on_after_backward", "backward", "step", "zero_grad", "on_train_batch_end"]
+
+
+def same(module_class: type[LitModel], where: str, folder: Path, **recipe: Any) -> None:
+    recipe = {"shape": Shape(layers=4, dropout=0.1), **recipe}
+    train: Callable[[Any], Outcome] = partial(run, Recipe(**recipe), tmp_path=folder, module_class=module_class)
+    ours = on_device(ON_DEVICE[where]) if where in ON_DEVICE else make_strategy(where, train)
+    assert_same(train(ours), train("auto"))
+
+
+@WHERE
+@pytest.mark.parametrize("point", BY_HAND)
+def test_by_hand(point: str, where: str, tmp_path: Path) -> None:
+    same(at(point, ByHand), where, tmp_path)
+
+
+@WHERE
+@pytest.mark.parametrize("module_class", [*map(at, AUTOMATIC), AfterStep, InClosure], ids=lambda made: made.point)
+def test_automatic(module_class: type[Changing], where: str, tmp_path: Path) -> None:
+    if (module_class, where) == (InClosure, "tight"):  # there is no room for all gradients at once
+        with pytest.raises(OutOfMemoryBudgetError, match=r"calls optimizer\.step with a closure of its own"):
+            same(module_class, where, tmp_path)
+    else:
+        same(module_class, where, tmp_path)
+
+
+@WHERE
+@pytest.mark.parametrize("point", ["forward", "on_before_backward", "on_before_zero_grad"])
+def test_between_forward_and_backward(point: str, where: str, tmp_path: Path) -> None:
+    """Where autograd has saved casts; weights that it has saved may not change."""
+    same(at(point, ways=(1,)), where, tmp_path, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("where", ["host", "disk", *ON_DEVICE])
+@pytest.mark.parametrize("point", ["backward", "step"])
+def test_by_hand_with_16_bit_casts(point: str, where: str, tmp_path: Path) -> None:
+    same(at(point, ByHand), where, tmp_path, precision="bf16-mixed")
