@@ -146,7 +146,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "decisions": e.plan.decisions,
         "predicted": e.predicted,
         "placement": [_placement(group, e.plan, e.part) for group in reasons.groups(e.plan)],
-        "where": where(e.plan, e.part),
+        "where": where(e.plan, e.part, shared_memory=e.hardware.shared_memory),
         "tiers": e.use,
         "lanes": e.simulation.busy,
         "waits_s": e.simulation.waits,
@@ -165,8 +165,8 @@ def _print(e: Explanation) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
     screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step, **paper_optimum(e.plan)}))
-    screen.print(_placements(e.plan, e.part))
-    screen.print(_where(e.plan, e.part, e.use))
+    screen.print(_placements(e))
+    screen.print(_where(e))
     screen.print(_alternatives(e.alternatives, p.iteration_s))
     screen.print(lanes(e.simulation))
     if e.simulation.waits:
@@ -183,7 +183,7 @@ def _print(e: Explanation) -> None:
     screen.print(_what_ifs(e.what_ifs, e.plan, e.model, e.planner))
 
 
-def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
+def where(plan: Plan, model: ModelProfile, *, shared_memory: bool) -> dict[str, dict[str, int]]:
     """Bytes of weights, optimizer state and saved activations, by where they live.
 
     On shared memory the device is the host.
@@ -195,7 +195,7 @@ def where(plan: Plan, model: ModelProfile) -> dict[str, dict[str, int]]:
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
         out["weights"][placed.weights.value] += shape.weight_bytes
         out["state"][placed.state.value] += shape.state_bytes
-        saved = saved_bytes(block, placed)
+        saved = saved_bytes(block, placed, shared_memory=shared_memory)
         for key, value in (
             ("device", saved.kept),
             ("host", saved.to_host),
@@ -228,26 +228,27 @@ def _placement(group: reasons.Group, plan: Plan, model: ModelProfile) -> dict[st
     }
 
 
-def _placements(plan: Plan, model: ModelProfile) -> Table:
+def _placements(e: Explanation) -> Table:
     rows = [
         (
-            group.names(plan),
+            group.names(e.plan),
             str(len(group.indices)),
-            count(sum(model.blocks[index].num_params for index in group.indices)),
+            count(sum(e.part.blocks[index].num_params for index in group.indices)),
             group.placed.weights.value,
             group.placed.state.value,
             group.placed.update.value,
-            _activations(group, plan, model),
+            _activations(group, e),
         )
-        for group in reasons.groups(plan)
+        for group in reasons.groups(e.plan)
     ]
     columns = ("blocks", "count", "parameters", "weights", "state", "update", "activations")
     return table("What is where", columns, rows, right=("count", "parameters"))
 
 
-def _activations(group: reasons.Group, plan: Plan, model: ModelProfile) -> str:
+def _activations(group: reasons.Group, e: Explanation) -> str:
     """The treatment of the activations that the group's blocks save, as shares of their bytes."""
-    found = [saved_bytes(model.blocks[index], plan.blocks[index]) for index in group.indices]
+    shared = e.hardware.shared_memory
+    found = [saved_bytes(e.part.blocks[i], e.plan.blocks[i], shared_memory=shared) for i in group.indices]
     policies = {
         "keep": sum(s.kept for s in found),
         "recompute": sum(s.recomputed for s in found),
@@ -259,9 +260,10 @@ def _activations(group: reasons.Group, plan: Plan, model: ModelProfile) -> str:
     return ", ".join(f"{name} {share} %" if share < 100 else name for name, share in shares.items() if share) or "none"
 
 
-def _where(plan: Plan, model: ModelProfile, use: dict[str, dict[str, int]]) -> Table:
+def _where(e: Explanation) -> Table:
     columns = ("device", "host", "disk", "recomputed")
-    rows = [(what, *(format_bytes(row[c]) if row.get(c) else "" for c in columns)) for what, row in where(plan, model).items()]
+    use, found = e.use, where(e.plan, e.part, shared_memory=e.hardware.shared_memory)
+    rows = [(what, *(format_bytes(row[c]) if row.get(c) else "" for c in columns)) for what, row in found.items()]
     for key, label in (("peak_bytes", "peak of a step"), ("capacity_bytes", "capacity")):
         rows.append((label, *(format_bytes(use[c][key]) if c in use else "" for c in columns)))
     return table("Bytes by tier", ("", *columns), rows, right=columns)

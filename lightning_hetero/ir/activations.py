@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_hetero.ir.model import BlockProfile, BlockShape
-from lightning_hetero.ir.plan import BlockPlan, Saved
+from lightning_hetero.ir.plan import BlockPlan, Saved, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,19 +17,29 @@ class SavedBytes:
         to_host: Bytes that are moved to host memory after forward and back before backward.
         to_disk: The same for the disk.
         recomputed: Bytes that are dropped after forward and recomputed in backward.
+        in_use: Casts of weights that are in memory only while the block computes.
     """
 
     kept: int
     to_host: int
     to_disk: int
     recomputed: int
+    in_use: int
 
 
-def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedBytes:
-    """Splits ``block.activation_bytes`` by treatment.
+def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan, *, shared_memory: bool = False) -> SavedBytes:
+    """Splits ``block.activation_bytes`` and ``block.cast_bytes`` by treatment.
 
-    The input follows ``boundary``, each operator its own policy, the rest ``saved``.
+    The input follows ``boundary``, each operator its own policy, the rest ``saved``. Casts are part
+    of the rest if the weights stay where the block computes.
+
+    Args:
+        block: The block.
+        placed: Its rule.
+        shared_memory: The device is the host's own CPU.
     """
+    stays = placed.weights is Tier.DEVICE or (shared_memory and placed.weights is Tier.HOST)
+    in_use = 0 if stays else block.cast_bytes
     totals = [(placed.boundary, block.boundary_bytes)]
     rest = block.activation_bytes - block.boundary_bytes
     for operator in block.operators if placed.operators else ():
@@ -37,7 +47,7 @@ def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedByt
         taken = min(operator.bytes, rest)
         totals.append((policy, taken))
         rest -= taken
-    totals.append((placed.saved, rest))
+    totals.append((placed.saved, rest + block.cast_bytes - in_use))
     kept = to_host = to_disk = recomputed = 0
     for policy, size in totals:
         if policy is Saved.KEEP:
@@ -48,7 +58,7 @@ def saved_bytes(block: BlockProfile | BlockShape, placed: BlockPlan) -> SavedByt
             to_host += size
         else:
             to_disk += size
-    return SavedBytes(kept=kept, to_host=to_host, to_disk=to_disk, recomputed=recomputed)
+    return SavedBytes(kept=kept, to_host=to_host, to_disk=to_disk, recomputed=recomputed, in_use=in_use)
 
 
 def recomputed_share(block: BlockProfile, placed: BlockPlan) -> float:

@@ -75,6 +75,7 @@ class BlockShape:
         activation_bytes: As in :class:`BlockProfile`; 0 if it is not known.
         boundary_bytes: The same.
         transient_bytes: The same.
+        cast_bytes: The same.
         operators: The same.
     """
 
@@ -88,6 +89,7 @@ class BlockShape:
     activation_bytes: int = 0
     boundary_bytes: int = 0
     transient_bytes: int = 0
+    cast_bytes: int = 0
     operators: tuple[OperatorProfile, ...] = ()
 
 
@@ -141,7 +143,8 @@ class BlockProfile:
         forward_s: Seconds of one forward of one micro-batch, nothing else running.
         backward_s: Seconds of its backward without recomputation.
         forward_flop: FLOP of one forward.
-        activation_bytes: Everything that its forward saves for backward, its input included, bytes.
+        activation_bytes: Everything that its forward saves for backward, its input included and
+            ``cast_bytes`` not, bytes.
         boundary_bytes: Its input alone, from which the whole block is recomputed, bytes.
         transient_bytes: The peak of its temporary memory in forward or backward, saved activations
             not included, bytes.
@@ -153,6 +156,8 @@ class BlockProfile:
             tied weights.
         sharding: The share that tensor parallelism divides; ``None``: everything that Megatron-LM
             divides.
+        cast_bytes: 16-bit casts of its weights that forward saves under mixed precision, bytes. If
+            the weights leave memory between uses, so do the casts.
     """
 
     name: str
@@ -168,6 +173,7 @@ class BlockProfile:
     backward: tuple[BackwardOperator, ...] = ()
     pinned: bool = False
     sharding: Sharding | None = None
+    cast_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +229,7 @@ class ModelProfile:
                 activation_bytes=b.activation_bytes,
                 boundary_bytes=b.boundary_bytes,
                 transient_bytes=b.transient_bytes,
+                cast_bytes=b.cast_bytes,
                 operators=b.operators,
             )
             for b in self.blocks
@@ -275,7 +282,7 @@ class ModelProfile:
 
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
 _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
-_OPTIONAL = ("operators", "backward", "pinned", "sharding")
+_OPTIONAL = ("operators", "backward", "pinned", "sharding", "cast_bytes")
 _BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
 _COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
 
@@ -286,6 +293,8 @@ def _row(block: BlockProfile) -> dict[str, Any]:
         del row["sharding"]
     if not block.backward:
         del row["backward"]
+    if not block.cast_bytes:
+        del row["cast_bytes"]
     return row
 
 
@@ -296,6 +305,7 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     values: dict[str, Any] = {"name": _text(row, "name", where)}
     values |= {k: number(row[k], key=k, where=where, whole=True) for k in _COUNTS}
     values |= {k: number(row[k], key=k, where=where) for k in _SECONDS_AND_FLOP}
+    values["cast_bytes"] = number(row.get("cast_bytes", 0), key="cast_bytes", where=where, whole=True)
     if values["num_trainable_params"] > values["num_params"]:
         raise ConfigError(f"{where}: num_trainable_params={values['num_trainable_params']}; allowed: at most num_params.")
     if values["boundary_bytes"] > values["activation_bytes"]:

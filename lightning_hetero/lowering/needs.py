@@ -8,7 +8,8 @@ holds
 - the constant part, and the weights and state that live there;
 - *activations*: those that blocks up to ``u`` keep; those that ``u`` and the ``prefetch_depth``
   swapped blocks before it swap, which are on their way ([Note: Swaps]); those that ``u``
-  recomputes, and its transient bytes. Forward passes through the same sums upwards;
+  recomputes, its transient bytes, and casts of its weights if these live below the device. Forward
+  passes through the same sums upwards;
 - *gradients for the CPU*: of ``DEVICE_GRADIENTS`` blocks, either ``u`` and the blocks whose
   gradients leave, or only the latter. A fetch for ``u`` may come before ``u`` has waited for them,
   and those of the first blocks may still leave while the next forward runs;
@@ -255,7 +256,7 @@ def _activations(plan: Plan, placed: Sequence[PlacedBlock]) -> Iterator[tuple[in
             swapped.append(row.swapped_bytes)
         if row.saved.to_disk:
             to_disk.append(row.saved.to_disk)
-        here = row.swapped_bytes + row.saved.recomputed + row.shape.transient_bytes
+        here = row.swapped_bytes + row.saved.recomputed + row.saved.in_use + row.shape.transient_bytes
         yield kept + sum(others) + here, to_host + sum(to_disk[-2 * depth - 1 :])
 
 

@@ -130,7 +130,7 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> 
         revocable=on_cpu and plan.state is Tier.DISK,
         mirrored_bytes=mirrored_bytes(shape, plan) if kept else 0,
         lent_bytes=lent_bytes(shape, plan) if kept and on_device else 0,
-        saved=saved_bytes(shape, plan) if keeps_less(plan) else _kept(shape),
+        saved=saved_bytes(shape, plan, shared_memory=not device) if keeps_less(plan) or shape.cast_bytes else _kept(shape),
     )
 
 
@@ -156,7 +156,7 @@ def keeps_less(plan: BlockPlan) -> bool:
 
 
 def _kept(shape: BlockShape) -> SavedBytes:
-    return SavedBytes(kept=shape.activation_bytes, to_host=0, to_disk=0, recomputed=0)
+    return SavedBytes(kept=shape.activation_bytes, to_host=0, to_disk=0, recomputed=0, in_use=0)
 
 
 def updates_in_backward(plan: Plan, updates: Updates) -> bool:

@@ -27,12 +27,15 @@ class Observed:
         tokens: Its tokens, or samples if there are no tokens.
         ran: Its operators, in order; empty if they were not recorded.
         made: The storages that they made.
-        live_bytes: Bytes of storages after each event, parameters' gradients left out.
+        live_bytes: Bytes of storages after each event, parameters' gradients and ``casts`` left
+            out.
         saved_live_bytes: The bytes of these that forward saves.
         peak_bytes: Peak bytes of storages, parameters' gradients included.
         saved: Numbers of the storages that forward saves, in any place until backward.
         again: Numbers of the storages that a recomputed forward saved, because the block had
             dropped them.
+        casts: Numbers of the saved storages that are 16-bit casts of weights of blocks that are not
+            pinned.
         hidden_bytes: For each stretch, memory of the device's allocator beyond the storages; empty
             if it is not known.
         inputs: Numbers of the storages that came with the arguments of each block's forward, by the
@@ -48,6 +51,7 @@ class Observed:
     peak_bytes: int = 0
     saved: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
+    casts: frozenset[int] = frozenset()
     hidden_bytes: tuple[int, ...] = ()
     inputs: Mapping[int, tuple[int, ...]]
 
@@ -155,6 +159,7 @@ class RecordedMemory:
         self.activation_bytes = [0] * num_blocks
         self.boundary_bytes = [0] * num_blocks
         self.transient_bytes = [0] * num_blocks
+        self.cast_bytes = [0] * num_blocks
         for op, stretch in zip(observed.ran, self._stretches, strict=True):
             if stretch.phase is Phase.FORWARD and not stretch.again:
                 self.forward_flop[stretch.block] += op.flop
@@ -165,10 +170,11 @@ class RecordedMemory:
                     self.boundary_bytes[block] += observed.made[number].num_bytes
         self._labels = _labels(observed)
         again = self._again(boundary)
-        self._own = sorted((observed.saved | again) - boundary.keys())
+        self._own = sorted((observed.saved | again) - boundary.keys() - observed.casts)
         for number in sorted(observed.saved | again | boundary.keys()):
             block = boundary.get(number, self._stretches[observed.made[number].operator].block)
-            self.activation_bytes[block] += observed.made[number].num_bytes
+            counted = self.cast_bytes if number in observed.casts else self.activation_bytes
+            counted[block] += observed.made[number].num_bytes
         recomputed = {stretch.block for stretch in observed.stretches if stretch.again}
         for stretch, hidden in zip(observed.stretches, observed.hidden_bytes or repeat(0), strict=False):
             block = stretch.block
@@ -250,8 +256,9 @@ class RecordedMemory:
         Args:
             grown: Growth of each block, bytes.
         """
-        if sum(grown) > _HEAP_SAYS_MORE * sum(self.activation_bytes) + MIB:
-            self.activation_bytes = [max(a, g) for a, g in zip(self.activation_bytes, grown, strict=True)]
+        if sum(grown) > _HEAP_SAYS_MORE * (sum(self.activation_bytes) + sum(self.cast_bytes)) + MIB:
+            rows = zip(self.activation_bytes, grown, self.cast_bytes, strict=True)
+            self.activation_bytes = [max(known, more - casts) for known, more, casts in rows]
 
     def operators(self, block: int) -> tuple[OperatorProfile, ...]:
         """A block's forward operators with saved outputs, in the order of their first run."""

@@ -122,17 +122,19 @@ class BatchProfiler:
         recorder.forget()
         shown = live_bytes(recorder, everything=True)
         held = saved | self._again
+        casts = held & self._casts(recorder, stretches)
         return Observed(
             stretches=tuple(attributed(stretches)),
             hidden_bytes=tuple(_hidden(stretch, shown) for stretch in stretches),
             tokens=self._tokens,
             ran=tuple(recorder.ran),
             made=tuple(recorder.made),
-            live_bytes=tuple(live_bytes(recorder)),
-            saved_live_bytes=tuple(live_bytes(recorder, only=held)),
+            live_bytes=tuple(live_bytes(recorder, without=casts)),
+            saved_live_bytes=tuple(live_bytes(recorder, only=held, without=casts)),
             peak_bytes=max(shown),
             saved=saved,
             again=frozenset(self._again),
+            casts=casts,
             inputs=self._inputs,
         )
 
@@ -190,6 +192,13 @@ class BatchProfiler:
         mark = Mark(seconds=now, heap_bytes=self._heap_bytes())
         self._looking_s += self._now() - now
         return mark
+
+    def _casts(self, recorder: OperatorRecorder, stretches: Sequence[Stretch]) -> frozenset[int]:
+        """Storages that are casts of weights, made in forwards of blocks that are not pinned."""
+        whose = {block.index for block in self._session.blocks if not block.spec.pinned}
+        forwards = [s for s in stretches if s.block in whose and (s.phase is Phase.FORWARD or s.again)]
+        made = [n for s in forwards for op in recorder.ran[s.begin.operators : s.end.operators] for n in op.made]
+        return frozenset(number for number in made if recorder.made[number].cast)
 
     def _note_inputs(self, block: Block, inputs: Any) -> None:
         if self._recorder is not None and block.index not in self._inputs:
@@ -250,6 +259,7 @@ def model_profile(
                 activation_bytes=memory.activation_bytes[index],
                 boundary_bytes=memory.boundary_bytes[index],
                 transient_bytes=memory.transient_bytes[index],
+                cast_bytes=memory.cast_bytes[index],
                 operators=memory.operators(index),
                 backward=backward[index],
                 pinned=block.pinned,

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hetero.runtime.activations.autocast import is_half_cast
 from lightning_hetero.runtime.activations.names import ParameterAddresses, has_storage, leaves
 from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.store.live.blocks import Block
@@ -50,12 +51,14 @@ class RecordedStorage:
         gradient: Whether it has become a parameter's gradient.
         aside: Whether the runtime moves it or has made it for itself: it is then no working memory
             of compute.
+        cast: Whether it is a 16-bit cast of a weight.
     """
 
     operator: int
     num_bytes: int
     gradient: bool = False
     aside: bool = False
+    cast: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +158,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         given = {leaf.untyped_storage()._cdata for leaf in tensors}
         number = len(self.ran)
         made = tuple(self._note(leaf, number) for leaf in leaves(out) if isinstance(leaf, Tensor) and self._is_new(leaf, given))
-        packet = func._overloadpacket
+        packet, param = func._overloadpacket, self._addresses.first(tensors)
+        if made and param and packet is _ATEN._to_copy:
+            self.made[made[0]].cast = is_half_cast(args[0], out)
         self.ran.append(
             RecordedOperator(
                 name=packet.__name__,
-                param=self._addresses.first(tensors),
+                param=param,
                 start_s=start,
                 end_s=end,
                 flop=_flop(packet, args, kwargs, out),
@@ -224,19 +229,26 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return number
 
 
-def live_bytes(recorder: OperatorRecorder, only: frozenset[int] | None = None, *, everything: bool = False) -> list[int]:
+def live_bytes(
+    recorder: OperatorRecorder,
+    *,
+    only: frozenset[int] | None = None,
+    without: frozenset[int] = frozenset(),
+    everything: bool = False,
+) -> list[int]:
     """Bytes of storages before the first event and after each.
 
     Args:
         recorder: The recorder.
         only: Count only these storages.
+        without: Do not count these.
         everything: Count parameters' gradients and the runtime's storages too.
     """
     totals = [0]
     for event in recorder.events:
         number = event if event >= 0 else ~event
         made = recorder.made[number]
-        other = (made.gradient or made.aside) and not everything
+        other = (made.gradient or made.aside or number in without) and not everything
         size = 0 if other or (only is not None and number not in only) else made.num_bytes
         totals.append(totals[-1] + (size if event >= 0 else -size))
     return totals

@@ -130,7 +130,7 @@ class Placer:
             if (seen := known.get(block.name)) is not None:
                 sizes = replace(
                     sizes, activation_bytes=seen.activation_bytes, boundary_bytes=seen.boundary_bytes,
-                    transient_bytes=seen.transient_bytes, operators=seen.operators,
+                    transient_bytes=seen.transient_bytes, cast_bytes=seen.cast_bytes, operators=seen.operators,
                 )  # fmt: skip
             rows.append(sizes)
         return ModelShape(name=name, blocks=tuple(rows), kept_every=self._kept_every)

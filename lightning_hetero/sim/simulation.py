@@ -117,7 +117,7 @@ def _prediction(steps: Sequence[SimulatedStep], plan: Plan, model: ModelProfile,
         backward_s=iteration_s - forward_s,
         device_peak_bytes=memory.device_peak_bytes,
         host_peak_bytes=memory.host_peak_bytes,
-        disk_bytes=disk_bytes(plan, model, kept_every=model.kept_every),
+        disk_bytes=disk_bytes(plan, model, kept_every=model.kept_every, shared_memory=hardware.shared_memory),
         bottleneck={
             "forward": _bottleneck(steps, Phase.FORWARD, duplex=hardware.disk_duplex),
             "backward": _bottleneck(steps, Phase.BACKWARD, duplex=hardware.disk_duplex),
@@ -140,19 +140,20 @@ def _pinning_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> fl
     return seconds / model.kept_every
 
 
-def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0) -> int:
+def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0, shared_memory: bool = False) -> int:
     """Disk space of a resolved plan: all slots of state and weights there, and swapped activations.
 
     Args:
         plan: The plan.
         model: The model.
         kept_every: N if every N-th step is kept: data in memory then has slots too.
+        shared_memory: The device is the host's own CPU.
     """
     total, slots = 0, num_slots(kept_every)
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
         total += slots * shape.weight_bytes * (kept_every > 0 or placed.weights is Tier.DISK)
         total += slots * shape.state_bytes * (kept_every > 0 or placed.state is Tier.DISK)
-        total += saved_bytes(block, placed).to_disk
+        total += saved_bytes(block, placed, shared_memory=shared_memory).to_disk
     return total
 
 

@@ -7,7 +7,7 @@ The count has:
 * weights that are fetched or uploaded, until they are released;
 * gradients from a block's backward until its update, or until the verdict on that update;
 * saved activations from a block's forward until its backward, except swapped or recomputed ones;
-* transient bytes while a block computes.
+* transient bytes, and casts of weights from a lower tier, while a block computes.
 
 [Note: Devices] in ``ir.schedule`` says which tier holds data during a transfer.
 """
@@ -82,13 +82,13 @@ class Occupancy:
     def anchor(self, phase: Phase, index: int, *, training: bool) -> tuple[Effect, Effect]:
         """The memory that the compute of one anchor takes and frees."""
         block, shape, placed = self._model.blocks[index], self._shapes[index], self._plan.blocks[index]
-        recomputed = saved_bytes(block, placed).recomputed
+        saved = saved_bytes(block, placed, shared_memory=self._shared)
+        given = block.activation_bytes + block.cast_bytes + block.transient_bytes
+        dropped = saved.recomputed + saved.in_use + block.transient_bytes
         if phase is Phase.FORWARD:
-            taken = block.activation_bytes + block.transient_bytes
-            return self._pooled(taken, 0), self._pooled(-(block.transient_bytes + recomputed) if training else -taken, 0)
-        taken = recomputed + block.transient_bytes - self._kept_bytes
+            return self._pooled(given, 0), self._pooled(-dropped if training else -given, 0)
+        taken = dropped - self._kept_bytes
         self._kept_bytes = 0
-        given = block.activation_bytes + block.transient_bytes
         if index not in self._on_device:
             self._on_device.add(index)
             taken += shape.gradient_bytes

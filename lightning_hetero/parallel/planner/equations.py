@@ -135,9 +135,14 @@ def _part(blocks: Sequence[BlockProfile], model: ModelProfile, t: int, *, all_re
         flop=3 * sum_of("forward_flop"),
         fixed_bytes=sum_of("num_params") * model.compute_itemsize + gradients + trainable * model.state_itemsize,
         gradient_bytes=gradients,
-        activation_bytes=sum_of("activation_bytes"),
+        activation_bytes=sum_of("activation_bytes") + sum(_cast_bytes(b, s, t) for b, s in sharded),
         sent_bytes=2 * (t - 1) / t * sum(s.traffic_bytes for _, s in sharded),
     )
+
+
+def _cast_bytes(block: BlockProfile, sharding: Sharding, t: int) -> float:
+    """One device's share of the casts of a block's weights."""
+    return block.cast_bytes * (1 - (1 - 1 / t) * sharding.num_params / max(1, block.num_params))
 
 
 def _as_megatron(block: BlockProfile, all_reduces: int) -> Sharding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_hetero.cost import Rates, Work
@@ -139,7 +139,8 @@ def columns(segments: Sequence[BlockRun], model: ModelProfile, hardware: Hardwar
 
 
 def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:
-    block, count, shared = segment.block, len(segment), hardware.shared_memory
+    # Whether casts of weights stay depends on the policy too, which no column of a placement knows.
+    block, count, shared = replace(segment.block, cast_bytes=0), len(segment), hardware.shared_memory
     weights_bytes, gradient_bytes = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
     weights, state, update = placed
     moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST

@@ -109,7 +109,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
     moves, returns = alone and on_device and placed.state is Tier.HOST, alone and on_device and placed.weights is Tier.HOST
     # A CPU update writes the weights in host memory, whatever their tier.
     on_host = placed.weights is Tier.HOST or (alone and on_cpu and placed.weights is Tier.DEVICE)
-    read, saved = placed.state is Tier.DISK, saved_bytes(block, placed)
+    read, saved = placed.state is Tier.DISK, saved_bytes(block, placed, shared_memory=hardware.shared_memory)
     taken: dict[Quantity, float] = {  # in the order of Quantity
         Quantity.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
         Quantity.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),

@@ -87,5 +87,5 @@ class PlanBounds:
 
 def _kind(block: BlockProfile) -> object:
     """All that decides what a block takes."""
-    sizes = (block.num_params, block.num_trainable_params, block.activation_bytes, block.boundary_bytes, block.operators)
-    return (*sizes, block.pinned, block.forward_s, block.backward_s, block.forward_flop)
+    sizes = (block.num_params, block.num_trainable_params, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
+    return (*sizes, block.operators, block.pinned, block.forward_s, block.backward_s, block.forward_flop)

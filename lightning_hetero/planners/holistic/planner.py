@@ -206,7 +206,7 @@ class _Joint:
         step_s = best.require_predicted().iteration_s
         saved = Counter[str]()
         for block, rule in zip(model.blocks, found.blocks, strict=True):
-            saved.update(asdict(saved_bytes(block, rule)))
+            saved.update(asdict(saved_bytes(block, rule, shared_memory=hardware.shared_memory)))
         bound_s = self.bound_s or 0.0
         decisions: dict[str, Any] = {
             key: dict(Counter(getattr(rule, key).value for rule in found.blocks)) for key in ("weights", "state", "update")

@@ -265,7 +265,7 @@ class _Watch(OperatorMode):
         made = func(*args, **(kwargs or {}))
         if func is _CAST:
             weight = args[0]
-            if isinstance(weight, Tensor) and isinstance(made, Tensor) and _is_half(weight, made):
+            if isinstance(weight, Tensor) and isinstance(made, Tensor) and is_half_cast(weight, made):
                 source = self._weights(weight)
                 if source is not None and source.part.block.uses:
                     self._casts.note(source, made)
@@ -302,7 +302,7 @@ def _saved_by(node_type: type) -> tuple[tuple[str, str], ...]:
     return tuple((saved, name) for name in sorted(raw) if (saved := name.removeprefix("_raw")) in known)
 
 
-def _is_half(weight: Tensor, made: Tensor) -> bool:
+def is_half_cast(weight: Tensor, made: Tensor) -> bool:
     """Whether one tensor is a large 16-bit cast of the other on the same device."""
     if type(weight) not in (Tensor, nn.Parameter) or type(made) is not Tensor:
         return False
