@@ -145,6 +145,9 @@ class Handlers:
             after = self._after_gradients(op, after, side)
         run = TABLE[op.kind, op.payload, op.lane](self, op)
         if run is None:
+            waits = [event for event in after if not event.done()]
+            if waits:  # edges of the next step may lead to these through this op
+                self.ends.setdefault((op.kind, op.block), All(waits))
             return All(after)
         if side is None:
             end = self._lanes.submit(op, run, after)

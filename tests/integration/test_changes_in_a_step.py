@@ -65,7 +65,7 @@ class ByHand(Changing):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
         self.manual_backward(super().training_step(batch, batch_idx))
-        self.reached("backward")
+        self.reached("gradients")
         optimizer.step()
         self.reached("step")
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ ON_DEVICE = {
 }
 WHERE = pytest.mark.parametrize("where", ["host", "disk", "tight", *ON_DEVICE])
 AUTOMATIC = ["begin", "on_after_backward", "on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"]
-BY_HAND = ["begin", "on_after_backward", "backward", "step", "zero_grad", "on_train_batch_end"]
+BY_HAND = ["begin", "on_after_backward", "gradients", "step", "zero_grad", "on_train_batch_end"]
 
 
 def same(module_class: type[LitModel], where: str, folder: Path, **recipe: Any) -> None:
@@ -147,7 +147,7 @@ def test_between_forward_and_backward(point: str, where: str, tmp_path: Path) ->
     same(at(point, ways=(1,)), where, tmp_path, precision="bf16-mixed")
 
 
-@pytest.mark.parametrize("where", ["host", "disk", *ON_DEVICE])
-@pytest.mark.parametrize("point", ["backward", "step"])
+@WHERE
+@pytest.mark.parametrize("point", ["gradients", "step"])
 def test_by_hand_with_16_bit_casts(point: str, where: str, tmp_path: Path) -> None:
     same(at(point, ByHand), where, tmp_path, precision="bf16-mixed")

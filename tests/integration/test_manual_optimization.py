@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import LitModel, Manual, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
-from support.strategies import assert_same_as_plain
+from support.models import LitModel, Manual, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.strategies import assert_same_as_plain, least_memory
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_hetero._native import F32, Arena, Engine, NativePart, PartGeometry
+from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]
 
@@ -170,3 +174,42 @@ def test_two_optimizers(kind: str, module_class: Any, tmp_path: Path) -> None:
         return outcome(trainer, module)
 
     assert_same_as_plain(kind, train)
+
+
+class Idle(Manual):
+    """Every other step has no gradients."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().clone())
+        if batch_idx % 2:
+            self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_a_forward_waits_for_weights_that_an_update_without_gradients_was_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As such a step ends, weights are fetched for the next one. Here each fetch is late."""
+    train = partial(run, Recipe(steps=4, shape=Shape(layers=4)), tmp_path=tmp_path, module_class=Idle)
+    memory = least_memory(train)
+    geometry = PartGeometry(
+        id=0, weight_dtype=F32, num_elements=16, num_state=2, weights_on_disk_file=False, state_on_disk_file=False,
+        chunk_elements=4096,
+    )  # fmt: skip
+    fetch, kept = Engine.fetch, []
+
+    def late(engine: Engine, part: NativePart, *, after: Any = (), **options: Any) -> Any:
+        arena = Arena(4096)
+        gate = NativePart(None, geometry, arena.address)
+        shut = engine.open_update(gate, weights_resident=True, speculative=False, priority=0, after=[])  # nobody arms it
+        kept.append((arena, gate))
+        threading.Timer(0.05, engine.cancel_update, [shut]).start()
+        return fetch(engine, part, after=[*after, shut], **options)
+
+    expected = train("auto")
+    monkeypatch.setattr(Engine, "fetch", late)
+    assert_same(train(HeteroOffloadStrategy("disk", host_memory=memory)), expected)
+    assert kept
