@@ -26,7 +26,10 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
             started several processes.
     """
     environment = trainer._accelerator_connector.cluster_environment
-    processes = environment.world_size() if environment.creates_processes_externally else 1
+    try:
+        processes = environment.world_size() if environment.creates_processes_externally else 1
+    except KeyError:  # SLURM's environment without SLURM_NTASKS: no srun has started this process
+        processes = 1
     if processes > 1:
         raise UnsupportedError(
             f"strategy {name!r} runs in one process, but a launcher ({type(environment).__name__}) has started {processes}. "

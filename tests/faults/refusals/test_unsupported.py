@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.models import Outcome, Recipe, Shape
 from support.refusals import RECIPE, assert_usable, fit, new_module, refused, tree
 
@@ -45,6 +46,12 @@ def test_one_of_several_processes_is_refused(root: Path, monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedError) as caught:
         fit(new_module(), root, HeteroOffloadStrategy("disk"))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_slurm_that_names_no_number_of_processes_is_one_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    assert fit(new_module(), root, HeteroOffloadStrategy("disk")).global_step > 0
 
 
 def test_more_host_memory_than_the_machine_has_is_refused(root: Path) -> None:
