@@ -102,6 +102,12 @@ class Steps(pl.Callback):
         self.begins.append(time.perf_counter())
 
 
+def size_of(args: argparse.Namespace) -> Size:
+    """The model's size."""
+    size = find_size(args.model, args.layers)
+    return size if args.vocabulary is None else replace(size, vocabulary=args.vocabulary)
+
+
 def set_mark_back() -> None:
     """The high-water mark begins anew.
 
@@ -127,14 +133,14 @@ def run(args: argparse.Namespace, size: Size, strategy: Any, precision: str, dir
 
 def torch_itself(args: argparse.Namespace, precision: str, directory: Path) -> int:
     """What plain Lightning has resident at most with one small block."""
-    size = replace(find_size(args.model), layers=1, width=64, heads=1)
+    size = replace(size_of(args), layers=1, width=64, heads=1)
     fits = [run(args, size, "auto", precision, directory, goes_on=goes_on) for goes_on in (False, True)[: 1 + args.save]]
     return max(peak for steps in fits for peak in steps.phases.values())
 
 
 def resumed(args: argparse.Namespace, precision: str, directory: Path) -> dict[str, int]:
     """The phases of the fit that goes on from the checkpoint."""
-    return run(args, find_size(args.model, args.layers), offloading(args), precision, directory, goes_on=True).phases
+    return run(args, size_of(args), offloading(args), precision, directory, goes_on=True).phases
 
 
 def offloading(args: argparse.Namespace) -> HeteroOffloadStrategy:
@@ -144,7 +150,7 @@ def offloading(args: argparse.Namespace) -> HeteroOffloadStrategy:
 
 def train(args: argparse.Namespace, precision: str, directory: Path) -> dict[str, Any]:
     """The run, with its files in ``directory``."""
-    size = find_size(args.model, args.layers)
+    size = size_of(args)
     before, begin = resident_bytes(), time.perf_counter()
     steps = run(args, size, offloading(args), precision, directory, goes_on=False)
     seconds = [end - start for start, end in pairwise(steps.begins)]
@@ -179,7 +185,7 @@ def measure(args: argparse.Namespace, precision: str, directory: Path) -> dict[s
     if args.save:
         result["phases"] |= alone(partial(resumed, args, precision, directory))
         (directory / "saved.ckpt").unlink()
-    block = largest_block_bytes(find_size(args.model, args.layers), precision)
+    block = largest_block_bytes(size_of(args), precision)
     budget = parse_bytes(args.host_memory, name="--host-memory")
     assert budget is not None
     allowed = budget + block + ordinary
@@ -215,6 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 32 GB free")
     add_model_options(parser, model="gpt-1.3b")
+    parser.add_argument("--vocabulary", type=int, help="another one than the model has")
     parser.add_argument("--host-memory", default="3GiB")
     parser.add_argument("--precision", default="32-true", choices=(*PRECISIONS, "all"), help="the Trainer's, or all in turn")
     parser.add_argument("--build", choices=("meta", "cpu"), default="meta", help="where configure_model makes the model")
@@ -228,11 +235,11 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    check_space(args.dir, int(num_params(find_size(args.model, args.layers)) * BYTES_ON_DISK_PER_PARAM * (1 + args.save)))
+    check_space(args.dir, int(num_params(size_of(args)) * BYTES_ON_DISK_PER_PARAM * (1 + args.save)))
     precisions = PRECISIONS if args.precision == "all" else (args.precision,)
     with scratch(args.dir) as directory:
         results = [measure(args, precision, directory) for precision in precisions]
-    common = {"benchmark": "larger_than_ram", "model": args.model, "layers": args.layers}
+    common = {"benchmark": "larger_than_ram", "model": args.model, "layers": args.layers, "vocabulary": args.vocabulary}
     for result in results[:-1]:
         print(json.dumps({**common, **result}))
     print(json.dumps({**common, **results[-1], "over_bytes_by_precision": {r["precision"]: r["over_bytes"] for r in results}}))
