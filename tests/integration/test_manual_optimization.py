@@ -189,11 +189,20 @@ class Idle(Manual):
         optimizer.step()
 
 
+class Skipping(LitModel):
+    """Every other batch has no backward."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else None
+
+
+@pytest.mark.parametrize("module_class", [Idle, Skipping])
 def test_a_forward_waits_for_weights_that_an_update_without_gradients_was_to_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module_class: type[LitModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As such a step ends, weights are fetched for the next one. Here each fetch is late."""
-    train = partial(run, Recipe(steps=4, shape=Shape(layers=4)), tmp_path=tmp_path, module_class=Idle)
+    train = partial(run, Recipe(steps=4, shape=Shape(layers=4)), tmp_path=tmp_path, module_class=module_class)
     memory = least_memory(train)
     geometry = PartGeometry(
         id=0, weight_dtype=F32, num_elements=16, num_state=2, weights_on_disk_file=False, state_on_disk_file=False,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_hetero._native import READY
-from lightning_hetero.ir.schedule import Schedule, Updates
+from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency import Residency
@@ -46,10 +46,12 @@ class HostResidency(Residency):
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
         """The blocks in memory now, which ops change as they are submitted."""
-        held = frozenset(b.index for b in self.weights.held())
-        if last is not None and last.signature.updates is Updates.NONE:
-            self.renewed |= held  # no UPDATE follows their FETCH, so no edge leads to it
-        return held, None
+        held = self.weights.held()
+        for block in held:  # a batch without backward has not waited for every FETCH
+            for part in block.parts:
+                if part.last_write is not None and part.last_write.poll() < READY:
+                    self.renewed.add(block.index)
+        return frozenset(b.index for b in held), None
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Waits for weights that were brought outside a schedule."""
