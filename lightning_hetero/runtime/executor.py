@@ -181,6 +181,7 @@ class Executor:
                 self._close_backward()
         else:
             self._seen.append(block.index)
+            self._room.reaches(block)
             if self._training and not torch.is_grad_enabled():
                 block.early_unsafe = True
         with self.recorder.waiting(f"F {block.name}"):

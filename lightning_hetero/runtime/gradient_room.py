@@ -16,10 +16,12 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.runtime.context import Run
 from lightning_hetero.runtime.process_memory import WORTH_IT
 from lightning_hetero.runtime.residency import HostWeights
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.units import format_bytes
 
 
 class GradientRoom:
@@ -27,6 +29,7 @@ class GradientRoom:
 
     def __init__(self, run: Run, weights: HostWeights) -> None:
         self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
+        self._holds_activations = run.side is None  # the host's memory does
         self._sum_bytes: int | None = None  # the largest gradient of a pinned block that is a sum; None: not known yet
 
     def forward_begins(self) -> None:
@@ -41,7 +44,29 @@ class GradientRoom:
 
     def make_room(self, block: Block) -> None:
         """The backward of a block begins: gives free memory back if its gradients may not fit."""
-        self._heap.check(self._gradients_coming(block))
+        coming_bytes = self._gradients_coming(block)
+        self._heap.check(coming_bytes)
+        if self._holds_activations:
+            self._refuse(self._heap.missing(coming_bytes), "backward", block)
+
+    def reaches(self, block: Block) -> None:
+        """The forward of a block begins.
+
+        Raises:
+            OutOfMemoryBudgetError: Free memory ends before the kernel has to kill the process.
+        """
+        if self._holds_activations:
+            self._heap.block_begins()
+            self._refuse(self._heap.missing(), "forward", block)
+
+    def _refuse(self, missing_bytes: int, phase: str, block: Block) -> None:
+        if missing_bytes:
+            raise OutOfMemoryBudgetError(
+                f"host memory ends in {phase}, at block {block.name!r}: {format_bytes(missing_bytes)} too little is free for the "
+                f"next block. Without host_memory the plan takes what was free beside a reserve before the first batch "
+                f"({format_bytes(self._weights.capacity_bytes)} of it to cache weights from disk), and this batch needs more than "
+                f"the reserve. Set a smaller host_memory, use a smaller batch, or free memory."
+            )
 
     def give_way(self, block: Block) -> None:
         """The backward begins after which only pinned blocks follow: [Note: Sums of gradients]."""

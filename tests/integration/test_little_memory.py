@@ -23,7 +23,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 from lightning_hetero.units import MIB
 
 WIDTH = 256
-BATCH = 4
+BATCH, LARGE_BATCH = 4, 32  # activations of the large one need more than what is free beside the budget
 STEPS = 6  # the plan is due before the fifth
 ROOMY, TIGHT = 144, 48  # MiB: weights, state and gradients of all blocks are 100
 
@@ -46,13 +46,13 @@ class Layers(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(module: Layers, strategy: Any, folder: str) -> int:
+def fit(module: Layers, strategy: Any, folder: str, batch: int = BATCH) -> int:
     """Trains; returns the steps."""
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", max_steps=STEPS, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(torch.randn(BATCH * STEPS, 32, WIDTH), batch_size=BATCH))
+    trainer.fit(module, DataLoader(torch.randn(batch * STEPS, 32, WIDTH), batch_size=batch))
     return trainer.global_step
 
 
@@ -77,13 +77,14 @@ def pretend(limit_bytes: int, folder: Path) -> int:
     return before
 
 
-def main(plan: str, limit_mib: str, group: str, folder: str) -> None:
+def main(plan: str, limit_mib: str, group: str, batch: str, folder: str) -> None:
     """Prints what came of a fit, and the most that the process held beyond what it held before, as one line of JSON.
 
     Args:
         plan: The strategy's.
         limit_mib: Of the control group.
         group: Its directory; empty: only files say that there is one.
+        batch: Samples of a batch.
         folder: Where files go.
     """
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -99,17 +100,17 @@ def main(plan: str, limit_mib: str, group: str, folder: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: Linux, Documentation/filesystems/proc.rst
     steps, refused = 0, ""
     try:
-        steps = fit(module, HeteroOffloadStrategy(plan, disk_path=Path(folder, "store")), folder)
+        steps = fit(module, HeteroOffloadStrategy(plan, disk_path=Path(folder, "store")), folder, int(batch))
     except OutOfMemoryBudgetError as error:
         refused = str(error)
     print(json.dumps({"steps": steps, "refused": refused, "peak_mib": (peak_resident_bytes() - before) / MIB}))
 
 
-def outcome(plan: str, limit_mib: int, folder: Path, group: str = "") -> dict[str, Any]:
+def outcome(plan: str, limit_mib: int, folder: Path, group: str = "", batch: int = BATCH) -> dict[str, Any]:
     """What :func:`main` prints, in a process with a machine's profile of its own to measure."""
     env = {**os.environ, "LIGHTNING_HETERO_POISON": "", "XDG_CACHE_HOME": str(folder / "cache")}
     env.pop("LIGHTNING_HETERO_HARDWARE", None)
-    done = run_script(Path(__file__), plan, str(limit_mib), group, folder, cwd=folder, env=env)
+    done = run_script(Path(__file__), plan, str(limit_mib), group, str(batch), folder, cwd=folder, env=env)
     assert done.returncode == 0, f"{done.returncode} (-9: killed, for memory):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     found: dict[str, Any] = result_of(done.stdout)
     return found
@@ -120,6 +121,14 @@ def test_a_run_keeps_to_a_small_control_group(plan: str, tmp_path: Path) -> None
     found = outcome(plan, ROOMY, tmp_path)
     assert found["peak_mib"] < ROOMY, found
     assert found["steps"] == STEPS or (plan == "host" and "reserve" in found["refused"]), found
+
+
+def test_a_batch_that_needs_more_than_the_reserve_is_refused_before_memory_ends(tmp_path: Path) -> None:
+    found = outcome("disk", ROOMY, tmp_path, batch=LARGE_BATCH)
+    assert found["steps"] == 0
+    assert "too little is free for the next block" in found["refused"]
+    assert "Set a smaller host_memory" in found["refused"]
+    assert found["peak_mib"] < ROOMY
 
 
 def test_a_group_that_holds_no_batch_is_refused_before_training(tmp_path: Path) -> None:
@@ -158,9 +167,13 @@ def make_group() -> Iterator[Callable[[int], str]]:
         place.rmdir()
 
 
-@pytest.mark.parametrize("limit_mib", [ROOMY, TIGHT])
-def test_a_real_group_kills_nothing(limit_mib: int, make_group: Callable[[int], str], tmp_path: Path) -> None:
-    found = outcome("auto", limit_mib, tmp_path, make_group(limit_mib))
+@pytest.mark.parametrize(
+    ("plan", "limit_mib", "batch"), [("auto", ROOMY, BATCH), ("auto", TIGHT, BATCH), ("disk", ROOMY, LARGE_BATCH)]
+)
+def test_a_real_group_kills_nothing(
+    plan: str, limit_mib: int, batch: int, make_group: Callable[[int], str], tmp_path: Path
+) -> None:
+    found = outcome(plan, limit_mib, tmp_path, make_group(limit_mib), batch)
     assert found["steps"] == STEPS or "reserve" in found["refused"], found
 
 
