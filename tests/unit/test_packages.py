@@ -1,4 +1,4 @@
-"""The package's modules: no import leads back to where it began, and no name stands for two files of the store."""
+"""The package's modules: no import leads back to where it began, and no name stands for two files of a room."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def test_a_circle_is_found_inside_functions_and_for_type_checkers(tmp_path: Path
     assert circles(graph) == [{"package.room.first", "package.room.second", "package.third"}]
 
 
-def test_no_two_files_of_the_store_have_one_name() -> None:
-    names = Counter(path.name for path in (PACKAGE / "store").rglob("*.py") if path.name != "__init__.py")
+@pytest.mark.parametrize("room", ["runtime", "store", "strategies"])
+def test_no_two_files_have_one_name(room: str) -> None:
+    names = Counter(path.name for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []

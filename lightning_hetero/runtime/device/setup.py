@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_hetero.runtime.device.device_updates import DeviceUpdates
 from lightning_hetero.runtime.device.gradients import HostGradients
-from lightning_hetero.runtime.device.updates import DeviceUpdates
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
