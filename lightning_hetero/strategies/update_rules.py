@@ -39,14 +39,17 @@ def step_rules(trainer: pl.Trainer, module: pl.LightningModule, precision: Preci
     if by_hand or combined:  # user code runs between optimizer steps
         why = by_hand or f"{combined[0]} runs other optimizers"
         return StepRules(deferred=why, accumulates=True, keep_gradients=True, waits=True, norms=True)
-    by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
+    algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm))
     reason = _reason(trainer, module, precision)
-    by_norm = bool(trainer.gradient_clip_val) and not by_value
+    by_value = bool(trainer.gradient_clip_val) and algorithm == "value"
+    by_norm = bool(trainer.gradient_clip_val) and algorithm != "value"
     if not reason and by_norm:
         reason = _CLIPPED
-    clip = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_value and not reason else None
+    clip = float(trainer.gradient_clip_val) if by_value and not reason else None
     scaled = getattr(precision, "scaler", None) is not None
-    speculates = (by_norm or scaled) and reason in (_CLIPPED, _SCALED) and can_serve(precision, trainer)
+    # Scaled gradients are clipped by value once they are divided. An update before that would take
+    # gradients that are not clipped.
+    speculates = (by_norm or scaled) and not by_value and reason in (_CLIPPED, _SCALED) and can_serve(precision, trainer)
     norms = by_norm or lightning.is_overridden("configure_gradient_clipping", module)
     return StepRules(
         deferred=reason, accumulates=accumulates, keep_gradients=bool(reason), clip_value=clip, norms=norms, speculates=speculates

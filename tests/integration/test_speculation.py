@@ -82,6 +82,19 @@ def test_an_overflow_discards_speculative_updates_and_lowers_the_scale(
     assert (verdicts["skipped"] > 0) == bool(overflows)
 
 
+@pytest.mark.parametrize("plan", ["disk", STATE_ON_DISK, MIXED], ids=["disk", "state", "mixed"])
+@pytest.mark.parametrize("clip", [1e-3, 1e3], ids=["clips", "clips_nothing"])
+def test_scaled_gradients_that_are_clipped_by_value_update_after_that(
+    plan: Any, clip: float, verdicts: Counter[str], tmp_path: Path
+) -> None:
+    recipe = Recipe(steps=5, optimizer=divided, clip=clip, clip_by="value", shape=Shape(layers=3))
+    expected, scale = run_scaled(recipe, "auto", tmp_path, frozenset((2,)))
+    got, ours = run_scaled(recipe, HeteroOffloadStrategy(plan=plan), tmp_path, frozenset((2,)))
+    assert_same(got, expected)
+    assert ours == scale
+    assert not verdicts["tried"]
+
+
 class Rescaling(Overflowing):
     """Doubles the loss's scale between backward and the optimizer's step, which then divides by the new one."""
 

@@ -97,13 +97,16 @@ def test_losses_that_overflow_at_any_step_beside_a_device(verdicts: Counter[str]
     @given(
         recipe=SCALED,
         plan=tried_plans(),
-        clip=st.sampled_from([None, 0.1, 1.9]),
+        clip=st.sampled_from([None, (0.1, "norm"), (1.9, "norm"), (1e-3, "value")]),
         overflows=st.frozensets(st.integers(0, 3), max_size=2),
         lanes=st.sampled_from(KINDS),
         seed=SEEDS,
     )
-    def check(recipe: Recipe, plan: Plan, clip: float | None, overflows: frozenset[int], lanes: str, seed: int | None) -> None:
-        recipe = recipe if recipe.optimizer is fused else replace(recipe, clip=clip)  # Lightning does not clip what divides itself
+    def check(
+        recipe: Recipe, plan: Plan, clip: tuple[float, str] | None, overflows: frozenset[int], lanes: str, seed: int | None
+    ) -> None:
+        if clip is not None and recipe.optimizer is not fused:  # Lightning does not clip what divides itself
+            recipe = replace(recipe, clip=clip[0], clip_by=clip[1])
         with tempfile.TemporaryDirectory() as folder, lanes_of(lanes):
             expected, scale = run_scaled(recipe, "auto", Path(folder), overflows)
             got, ours = run_scaled(recipe, beside_a_device(plan, recipe, seed), Path(folder), overflows)

@@ -82,7 +82,7 @@ def run_scaled(
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, plugins=[plugin], max_steps=recipe.steps, accumulate_grad_batches=recipe.accumulate,
-        gradient_clip_val=recipe.clip, default_root_dir=folder,
+        gradient_clip_val=recipe.clip, gradient_clip_algorithm=recipe.clip_by if recipe.clip else None, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, data())
     assert "_unscale_grads_" not in vars(scaler)
