@@ -20,7 +20,7 @@ from lightning_hetero.errors import DeviceMemoryError, HeteroError
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.runtime.device import DeviceSide, updates
+from lightning_hetero.runtime.device import DeviceSide, device_updates
 from lightning_hetero.runtime.lanes import EmulatedLanes, Event
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
@@ -217,7 +217,7 @@ def test_gradients_that_are_converted_a_chunk_at_a_time_give_the_same_bits(
     expected = native(case)
     calls: list[int] = []
     plain = torch._fused_adamw_
-    monkeypatch.setattr(updates, "_CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(device_updates, "_CHUNK_ELEMENTS", 64)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda p, *a, **k: calls.append(sum(t.numel() for t in p)) or plain(p, *a, **k))
     with made(case) as net, emulated() as lanes:
         net.on(lanes, KEPT)
