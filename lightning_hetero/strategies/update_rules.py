@@ -41,11 +41,11 @@ def step_rules(trainer: pl.Trainer, module: pl.LightningModule, precision: Preci
         return StepRules(deferred=why, accumulates=True, keep_gradients=True, waits=True, norms=True)
     algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm))
     reason = _reason(trainer, module, precision)
-    by_value = bool(trainer.gradient_clip_val) and algorithm == "value"
-    by_norm = bool(trainer.gradient_clip_val) and algorithm != "value"
+    limit = float(trainer.gradient_clip_val or 0)
+    by_value, by_norm = limit != 0 and algorithm == "value", limit != 0 and algorithm != "value"
     if not reason and by_norm:
         reason = _CLIPPED
-    clip = float(trainer.gradient_clip_val) if by_value and not reason else None
+    clip = limit if by_value and not reason else None
     scaled = getattr(precision, "scaler", None) is not None
     # Scaled gradients are clipped by value once they are divided. An update before that would take
     # gradients that are not clipped.
