@@ -28,7 +28,7 @@ WORTH_IT = 32 * MIB
 """Memory that is worth the time that giving it back takes."""
 
 _NEAR = 64 * MIB  # from its limit the process looks at what is really free
-_SPARE = 16 * MIB  # what the kernel and other threads may take between two anchors
+_SPARE = 24 * MIB  # what the kernel and other threads may take between two anchors
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2 * GIB - 1  # mallopt takes an int
@@ -68,8 +68,8 @@ class Heap:
         self._before_forward = 0
         self._activations = 0
         self._in_vain = 0  # resident memory after a trim that freed nothing
-        self._last_forward = 0  # resident memory at the last anchor of a forward
-        self._growth = 0  # the most that it grew by from one such anchor to the next
+        self._last_forward = 0  # bytes given out at the last anchor of a forward
+        self._growth = 0  # the most that they grew by from one such anchor to the next
         self._set_thresholds(_LARGEST)
 
     def allow(self, host_memory: int | None) -> None:
@@ -99,7 +99,7 @@ class Heap:
         if self._trim is not None:
             self.check(coming_bytes)
             self._before_forward = self._allocated()
-        self._last_forward = self._resident()
+        self._last_forward = self._allocated()
 
     def backward_begins(self) -> None:
         """Forward has added activations, for which an early budget has no room."""
@@ -128,20 +128,21 @@ class Heap:
     def block_begins(self) -> None:
         """A block's forward begins: notes how much the one before it has added."""
         if self._takes_what_is_free:
-            resident = self._resident()
-            self._growth = max(self._growth, resident - self._last_forward)
-            self._last_forward = resident
+            allocated = self._allocated()
+            self._growth = max(self._growth, allocated - self._last_forward)
+            self._last_forward = allocated
 
     def missing(self, coming_bytes: int = 0) -> int:
         """Bytes of free memory that the next block lacks; 0 if the user has set a budget.
 
         Without ``host_memory`` the budget comes from the free memory, before a batch has shown what
-        it needs. Where free memory ends, the kernel would kill the process.
+        it needs. Where free memory ends, the kernel would kill the process. Once a batch has been
+        profiled, the budget includes activations, and nothing is looked at here.
 
         Args:
             coming_bytes: Allocated until the next anchor, beside what a block's forward adds.
         """
-        if not self._takes_what_is_free:
+        if not self._takes_what_is_free or self.counted_bytes:
             return 0
         coming_bytes += self._growth + _SPARE
         if self._resident() + coming_bytes + _NEAR <= self._limit or available_memory_bytes() >= coming_bytes:
