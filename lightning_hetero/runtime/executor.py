@@ -535,7 +535,7 @@ class Executor:
                     if type(param.grad) is HostGradient:
                         param.grad = None
             self.device.gradients.drop()
-            self.device.gradients.pool.clear()
+            self.device.gradients.pool.close()
         if self.handlers.activations is not None:
             self.handlers.activations.close()
         if not self.lanes.memory().used_bytes:

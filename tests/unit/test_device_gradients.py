@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,7 +122,21 @@ def test_a_gradient_that_is_not_dense_is_refused_by_name(lanes: EmulatedLanes) -
 # ---- memory ----------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_used_again_once_its_update_is_ready(net: World, lanes: EmulatedLanes) -> None:
+def buffer_bytes(lanes: EmulatedLanes, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """From now on counts the bytes of the host buffers that were made and exist."""
+    make, made = lanes.host_buffer, list[weakref.ref[Tensor]]()
+
+    def host_buffer(num_bytes: int) -> Tensor:
+        buffer = make(num_bytes)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(lanes, "host_buffer", host_buffer)
+    return lambda: sum(buffer.numel() for buffer in (ref() for ref in made) if buffer is not None)
+
+
+def test_memory_is_used_again_once_its_update_is_ready(net: World, lanes: EmulatedLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = buffer_bytes(lanes, monkeypatch)
     side = net.on(lanes, RESIDENT)
     addresses = []
     sizes = []
@@ -129,7 +144,7 @@ def test_memory_is_used_again_once_its_update_is_ready(net: World, lanes: Emulat
         give_gradients(net.root.parameters(), step)
         leave(net, lanes, side)
         addresses.append({v.data_ptr() for v in arrived(net, side).values()})
-        sizes.append(side.gradients.pool.num_bytes)
+        sizes.append(num_bytes())
         ticket = FakeTicket()
         ticket.reached = 0 if step == 1 else READY  # the second step's update is under way until the end
         side.gradients.claim(net.root.parameters()).used(ticket)
@@ -138,8 +153,8 @@ def test_memory_is_used_again_once_its_update_is_ready(net: World, lanes: Emulat
     assert not addresses[1] & addresses[2]
     assert addresses[3] == addresses[2]
     assert sizes == [sizes[0], sizes[0], 2 * sizes[0], 2 * sizes[0]]
-    side.gradients.pool.clear()
-    assert side.gradients.pool.num_bytes == sizes[0], "what an update still reads is not freed"
+    side.gradients.pool.close()
+    assert num_bytes() == sizes[0], "what an update still reads is not freed"
 
 
 def test_a_buffer_that_two_optimizers_share_is_free_after_both(net: World, lanes: EmulatedLanes) -> None:
@@ -158,7 +173,8 @@ def test_a_buffer_that_two_optimizers_share_is_free_after_both(net: World, lanes
     assert arrived(net, side) == {}
 
 
-def test_a_step_that_is_given_up_leaves_nothing(net: World, lanes: EmulatedLanes) -> None:
+def test_a_step_that_is_given_up_leaves_nothing(net: World, lanes: EmulatedLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = buffer_bytes(lanes, monkeypatch)
     side = net.on(lanes, RESIDENT)
     give_gradients(net.root.parameters(), 1)
     leave(net, lanes, side)
@@ -166,10 +182,10 @@ def test_a_step_that_is_given_up_leaves_nothing(net: World, lanes: EmulatedLanes
     side.gradients.drop()
     assert arrived(net, side) == {}
     give_gradients(net.root.parameters(), 2)
-    size = side.gradients.pool.num_bytes
+    size = num_bytes()
     leave(net, lanes, side)
     assert torch.equal(arrived(net, side)["0.bias"], _gradient_of(2, "0.bias"))
-    assert side.gradients.pool.num_bytes == size
+    assert num_bytes() == size
 
 
 def _gradient_of(seed: int, name: str) -> Tensor:

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,63 +29,11 @@ from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.lanes.base import Event, OpEvent, Ticket
 from lightning_hetero.runtime.lanes.memory import POISON
 from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.runtime.pool import Lease, Pool
 from lightning_hetero.units import round_up
 
 _ALIGN = 64
 _PAGE = 4096
-
-_T = TypeVar("_T")
-
-
-class Lease(Generic[_T]):
-    """Something lent. It goes back to its pool when nobody holds the lease any more."""
-
-    __slots__ = ("_free", "value")
-
-    def __init__(self, value: _T, free: deque[_T]) -> None:
-        self.value, self._free = value, free
-
-    def __del__(self) -> None:
-        self._free.append(self.value)
-
-
-class Pool(Generic[_T]):
-    """Lends things of exact sizes, again and again. Thread-safe.
-
-    Args:
-        make: Makes one of a size in bytes.
-        discard: Ends one.
-    """
-
-    def __init__(self, make: Callable[[int], _T], discard: Callable[[_T], object] = lambda thing: None) -> None:
-        self._make, self._discard = make, discard
-        self._free: dict[int, deque[_T]] = {}
-        self._taken: set[int] = set()
-
-    def take(self, num_bytes: int) -> Lease[_T]:
-        """Lends one of this size."""
-        self._taken.add(num_bytes)
-        free = self._free.setdefault(num_bytes, deque())
-        try:
-            return Lease(free.pop(), free)
-        except IndexError:
-            return Lease(self._make(num_bytes), free)
-
-    def trim(self) -> None:
-        """Frees unused entries of sizes that were not requested since the last call."""
-        if self._taken:
-            self._end(num_bytes for num_bytes in list(self._free) if num_bytes not in self._taken)
-            self._taken.clear()
-
-    def close(self) -> None:
-        """Ends all that are free."""
-        self._end(list(self._free))
-
-    def _end(self, sizes: Iterable[int]) -> None:
-        for num_bytes in sizes:
-            free = self._free[num_bytes]
-            while free:
-                self._discard(free.pop())
 
 
 class Swapper:
@@ -102,10 +49,10 @@ class Swapper:
     def __init__(
         self,
         lanes: Lanes,
-        files: SwapFiles | None = None,
+        files: SwapFiles | None,
         *,
-        poison: bool = False,
-        made: Callable[[torch.UntypedStorage], object] = lambda storage: None,
+        poison: bool,
+        made: Callable[[torch.UntypedStorage], object],
     ) -> None:
         self.lanes, self.poison, self.made = lanes, poison, made
         self.buffers = Pool(self._buffer)
@@ -163,7 +110,7 @@ class Swapper:
         if not num_bytes:
             return _NOTHING
         self.settle()  # memory of earlier hops may be free now
-        lease = self.buffers.take(round_up(num_bytes, _PAGE))
+        lease = self.buffers.lend(round_up(num_bytes, _PAGE))
         if self.poison:
             lease.value.fill_(POISON)
         return lease
@@ -234,7 +181,7 @@ class Swap:
             outgoing = self._outgoing
             if outgoing is _NOTHING:
                 return ()
-            self._file = file = self._swapper.files.take(outgoing.value.numel())
+            self._file = file = self._swapper.files.lend(outgoing.value.numel())
             held += [outgoing, file]
             return (file.value.write(outgoing.value),)
 
@@ -365,7 +312,7 @@ class Swap:
         return Op(id=-1, kind=OpKind.SWAP_IN, block=self._block, lane=lane, at=-1, payload=Payload.ACTIVATIONS, num_bytes=num_bytes)
 
 
-_NOTHING: Lease[Tensor] = Lease(torch.empty(0, dtype=torch.uint8), deque())  # no host memory
+_NOTHING: Lease[Tensor] = Pool(lambda num_bytes: torch.empty(0, dtype=torch.uint8)).lend(0)  # no host memory
 
 
 def _passed(event: Event) -> bool:

@@ -30,46 +30,8 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.runtime.device.host_gradient import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.lanes.base import Event, Ticket
 from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.runtime.pool import Pool
 from lightning_hetero.store.live.blocks import Block, Part
-
-
-class BufferPool:
-    """Host memory by exact size, used again and again. Thread-safe.
-
-    It holds as many buffers of a size as were ever in use at once, which the schedule bounds.
-
-    Args:
-        make: Makes a flat uint8 tensor of this many bytes.
-
-    Attributes:
-        num_bytes: The size of all buffers that were made.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
-        self._make = make
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._lock = Lock()
-        self.num_bytes = 0
-
-    def take(self, num_bytes: int) -> Tensor:
-        """A buffer of this many bytes, with any content."""
-        with self._lock:
-            if self._free[num_bytes]:
-                return self._free[num_bytes].pop()
-            self.num_bytes += num_bytes
-        return self._make(num_bytes)
-
-    def give(self, buffer: Tensor) -> None:
-        """Gives a buffer back."""
-        with self._lock:
-            self._free[buffer.numel()].append(buffer)
-
-    def clear(self) -> None:
-        """Frees the buffers that are not in use."""
-        with self._lock:
-            self.num_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
-            self._free.clear()
-
 
 _Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
 
@@ -88,7 +50,7 @@ class HostGradients:
 
     def __init__(self, lanes: Lanes, *, norm_type: float | None = None) -> None:
         self.norm_type = norm_type
-        self.pool = BufferPool(lanes.host_buffer)
+        self.pool = Pool(lanes.host_buffer)
         self._lanes = lanes
         self._held: dict[int, Held] = {}  # by the parameter's id
         self._buffers: dict[tuple[Part, torch.dtype], Buffer] = {}
@@ -170,14 +132,15 @@ class HostGradients:
 
     def _add(self, part: Part, dtype: torch.dtype, rows: list[tuple[Buffer, int, Tensor]]) -> None:
         """Adds another micro-batch's gradients, through one more buffer."""
-        passing = self.pool.take(part.num_elements * dtype.itemsize)
+        num_bytes = part.num_elements * dtype.itemsize
+        passing = self.pool.take(num_bytes)
         values = [run_of(part, index, passing.view(dtype)) for _, index, _ in rows]
         for value, (_, _, grad) in zip(values, rows, strict=True):
             self._lanes.copy(value, grad)
         self._lanes.catch_up()  # the host adds
         for value, (buffer, index, _) in zip(values, rows, strict=True):
             run_of(part, index, buffer.memory.view(dtype)).add_(value)
-        self.pool.give(passing)
+        self.pool.give(num_bytes, passing)
 
     # ---- the update ------------------------------------------------------------------------------
 
@@ -249,7 +212,7 @@ class HostGradients:
             free = [b for b in self._leaving if not b.readers]
             self._leaving = [b for b in self._leaving if b.readers]
         for buffer in free:
-            self.pool.give(buffer.memory)
+            self.pool.give(buffer.memory.numel(), buffer.memory)
 
     # ---- readers outside the schedule ------------------------------------------------------------
 
