@@ -78,7 +78,7 @@ class BatchProfiler:
         casts = self._executor.residency.casts
         casts.on_made, casts.on_saved = self.set_aside, self.leaves
         if self._executor.handlers.activations is not None:
-            self._executor.handlers.activations.saves.watcher = self
+            self._executor.handlers.activations.watcher = self
         self._session.recorder.settle = self._settle
         if self._recorder is not None:
             for block in self._session.blocks:
@@ -110,7 +110,7 @@ class BatchProfiler:
         self._executor.watcher = None
         self._executor.residency.casts.on_made = self._executor.residency.casts.on_saved = None
         if self._executor.handlers.activations is not None:
-            self._executor.handlers.activations.saves.watcher = None
+            self._executor.handlers.activations.watcher = None
         self._session.recorder.settle = float
         for handle in self._handles:
             handle.remove()

@@ -12,13 +12,13 @@ import torch
 from support.cuda import standing_in
 from support.streams import FakeCuda
 
-from lightning_hetero.runtime.activations import uses
+from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "SMALL_BYTES", 64)
+    monkeypatch.setattr(activations, "SMALL_BYTES", 64)
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from support.properties import examples
 from support.recipes import RECIPES
 
 from lightning_hetero import EmulatedDevice, Plan
-from lightning_hetero.runtime.activations import uses
+from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
-    monkeypatch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+    monkeypatch.setattr(activations, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
 
 
 @examples(10)

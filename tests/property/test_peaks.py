@@ -21,7 +21,7 @@ from lightning_hetero.lowering import needs_of
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
-from lightning_hetero.runtime.activations import uses
+from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -55,7 +55,7 @@ def test_memory_is_as_predicted(plan: Plan) -> None:
     peaks = Peaks()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setitem(PLANNERS, "random", planner)
-        patch.setattr(uses, "SMALL_BYTES", 64)  # the model is small, and what it saves shall leave
+        patch.setattr(activations, "SMALL_BYTES", 64)  # the model is small, and what it saves shall leave
         strategy = HeteroOffloadStrategy(plan="random", device=EmulatedDevice(memory="16MiB"), replan_drift=None)
         trainer = quiet_trainer(strategy=strategy, max_steps=STEPS, default_root_dir=Path(folder), callbacks=[peaks])
         trainer.fit(LitModel(Recipe(shape=Shape(layers=5, width=64, counting=False))), data(STEPS))

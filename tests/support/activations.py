@@ -19,7 +19,7 @@ from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase
 from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
-from lightning_hetero.runtime.activations.block import Activations, BlockActivations
+from lightning_hetero.runtime.activations.block import Activations, BlockActivations, Rerunning
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import ParameterAddresses
 from lightning_hetero.runtime.anchors import eager
@@ -111,9 +111,14 @@ class Driver:
         """The SWAP_OUTs that nobody has waited for."""
         return self._outs
 
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward that runs now is a recomputation, so that none of its anchors count."""
+        return any(isinstance(use, Rerunning) for _, use in self.activations.running)
+
     def num_buffers(self) -> int:
         """Host buffers that exist and are free."""
-        return sum(len(free) for free in self.activations.saves.swapper.buffers._free.values())
+        return sum(len(free) for free in self.activations.swapper.buffers._free.values())
 
     def begin(self) -> None:
         self._used.clear()
@@ -144,7 +149,7 @@ class Driver:
 
     def _ended(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._issue or not torch.is_grad_enabled() or self.activations.recomputing:
+            if not self._issue or not torch.is_grad_enabled() or self.is_recomputing:
                 return
             block = self.blocks[name]
             self._used.append(block)

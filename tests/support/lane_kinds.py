@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.runtime.activations import names, uses
+from lightning_hetero.runtime.activations import block as activations
+from lightning_hetero.runtime.activations import names
 from lightning_hetero.runtime.device import setup
 from lightning_hetero.runtime.lanes import EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
@@ -33,7 +34,7 @@ def lanes_of(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make = {"inline": inline, "emulated": EmulatedLanes, "streams": streams}[kind]
         patch.setattr(setup, "EmulatedLanes", make)
-        patch.setattr(uses, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
+        patch.setattr(activations, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave
         yield
     for fake in made:
         fake.close()

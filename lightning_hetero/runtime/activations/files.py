@@ -31,22 +31,20 @@ class SwapFiles:
         engine: The engine; its io back end moves the bytes.
         directory: A private directory that nothing else uses. :meth:`close` removes it and its
             content.
-        direct_io: Bypass the page cache.
-        priority: The transfers' priority among those of the engine.
 
     Raises:
         UnsupportedError: The file system refuses direct transfers.
     """
 
-    def __init__(self, engine: Engine, directory: StoreDirectory, *, direct_io: bool = True, priority: int = 0) -> None:
-        self.engine, self.directory, self.priority = engine, directory, priority
+    def __init__(self, engine: Engine, directory: StoreDirectory) -> None:
+        self.engine, self.directory = engine, directory
         with ExitStack() as undo:
             undo.callback(directory.close, remove=True)
             self._store = Store(
                 os.fspath(directory.path),
                 uuid=directory.uuid,
                 create=True,
-                direct_io=direct_io and not directory.in_memory,
+                direct_io=not directory.in_memory,
                 durability=0,
                 verify_digests=False,
                 num_blocks=_MOST_FILES,
@@ -116,14 +114,12 @@ class SwapFile:
                 DONE.
         """
         self._block.bind(memory.data_ptr(), keep=memory)
-        return self._files.engine.store(
-            self._block, [], weights_from_memory=True, step=0, priority=self._files.priority, keep=memory
-        )
+        return self._files.engine.store(self._block, [], weights_from_memory=True, step=0, priority=0, keep=memory)
 
     def read(self, memory: Tensor) -> Ticket:
         """Begins to read all of it, as :meth:`write`."""
         self._block.bind(memory.data_ptr(), keep=memory)
-        return self._files.engine.fetch(self._block, priority=self._files.priority)
+        return self._files.engine.fetch(self._block, priority=0)
 
     def close(self) -> None:
         """Removes it; nothing of it is under way."""

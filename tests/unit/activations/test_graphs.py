@@ -117,7 +117,7 @@ def test_an_exception_in_a_forward_leaves_nothing_open(x: Tensor) -> None:
         driver.begin()
         with pytest.raises(Stop):
             block(x)
-        assert driver.activations.saves.running == []
+        assert driver.activations.running == []
         assert_same(block.inner, driver, lambda: block.inner(x).square().mean())
 
 
@@ -142,7 +142,7 @@ def test_without_grad_nothing_is_followed(x: Tensor) -> None:
         with torch.no_grad():
             net(x)
         assert driver.moved("layers.0") == 0
-        assert driver.activations.saves.running == []
+        assert driver.activations.running == []
 
 
 def test_a_block_that_keeps_everything_where_it_is_has_no_hooks(x: Tensor) -> None:
