@@ -9,10 +9,10 @@ from threading import RLock
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.updates import Updater
@@ -58,22 +58,12 @@ class RunContext:
 
     Attributes:
         run: The run.
-        plan: The resolved plan.
+        placement: The plan, as it fits.
         model: The blocks' sizes.
-        cache_bytes: Host memory for weights that live on disk.
-        device_cache_bytes: Device memory for weights that live below the device.
-        deferred: Updates wait for the verdict on all gradients. Otherwise they run during backward.
-        speculates: Deferred updates may speculate.
-        may_defer: The host has room for all gradients at once.
         files: Files for activations that go to the disk; ``None`` if none do.
     """
 
     run: Run
-    plan: Plan
+    placement: Placement
     model: ModelShape
-    cache_bytes: int
-    device_cache_bytes: int = 0
-    deferred: bool = False
-    speculates: bool = False
-    may_defer: bool = False
-    files: SwapFiles | None = None
+    files: SwapFiles | None

@@ -62,11 +62,11 @@ class Executor:
         self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
         self.residency: Residency = HostResidency(context) if run.side is None else DeviceResidency(context, run.side)
         self.speculation = Speculation(run.store, run.turn)
-        self.speculation.enabled = context.speculates
+        self.speculation.enabled = context.placement.rules.speculates
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
         self.watcher: Watcher | None = None
         self._room = GradientRoom(run, self.residency.weights)
-        self._schedules = Schedules(context.plan, context.model, context.cache_bytes)
+        self._schedules = Schedules(self.plan, context.model, context.placement.cache_bytes)
         self._step: Step | None = None  # None: there is no schedule for the rest of the batch
         self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
@@ -81,7 +81,7 @@ class Executor:
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self.context.plan
+        return self.context.placement.plan
 
     @property
     def model(self) -> ModelShape:
@@ -91,7 +91,7 @@ class Executor:
     @property
     def may_defer(self) -> bool:
         """Whether the host has room for all gradients at once."""
-        return self.context.may_defer
+        return self.context.placement.may_defer
 
     @property
     def schedule(self) -> Schedule | None:
@@ -137,7 +137,8 @@ class Executor:
         self._schedules.learn(self._seen, training=self._training)
         self._close_all(opened=last is None)
         self._training, self._seen, self._at = training, [], None
-        self.speculation.begin(training=training and self.armed and self.context.deferred and not self.batch.probing)
+        waits = bool(self.context.placement.rules.deferred)
+        self.speculation.begin(training=training and self.armed and waits and not self.batch.probing)
         schedule = self._schedule_for(training, last)
         self._step = None
         if schedule is not None:
@@ -495,8 +496,8 @@ class Executor:
         """Changes to another plan, at rest. On host and disk the blocks are in place."""
         self.context = context
         self.residency.install(context)
-        self._schedules.adopt(context.plan, context.model, context.cache_bytes)
-        self.speculation.enabled = context.speculates
+        self._schedules.adopt(self.plan, context.model, context.placement.cache_bytes)
+        self.speculation.enabled = context.placement.rules.speculates
         self.speculation.worth.forget()
         self._forget_ops()
         self.handlers.install(context)
@@ -506,7 +507,7 @@ class Executor:
         """Parameters have joined an optimizer: updates their blocks from the next step on."""
         self.context = replace(self.context, model=model)
         self.residency.install(self.context)
-        self._schedules.adopt(self.plan, model, self.context.cache_bytes)
+        self._schedules.adopt(self.plan, model, self.context.placement.cache_bytes)
 
     def finish(self) -> None:
         """Ends training, after an error too: leaves nothing half open."""

@@ -90,7 +90,8 @@ class Handlers:
 
     def install(self, context: RunContext) -> None:
         """Changes to another plan, while the lanes are empty."""
-        self._deferred, self._lowest_first = context.deferred, context.plan.priority
+        placement = context.placement
+        self._deferred, self._lowest_first = bool(placement.rules.deferred), placement.plan.priority
         if self.activations is not None:
             self.activations.close()
         if self._side is not None:

@@ -250,17 +250,7 @@ class Session(Budgets):
         if run.side is not None:
             run.side.gradients.norm_type = 2.0 if rules.norms else None
         run.heap.counted_bytes = placement.activation_bytes
-        return RunContext(
-            run=run,
-            plan=placement.plan,
-            model=model,
-            cache_bytes=placement.cache_bytes,
-            device_cache_bytes=placement.device_cache_bytes,
-            deferred=bool(rules.deferred),
-            speculates=rules.speculates,
-            may_defer=placement.may_defer,
-            files=self._directories.of_swaps(run.store, placement),
-        )
+        return RunContext(run=run, placement=placement, model=model, files=self._directories.of_swaps(run.store, placement))
 
     def _room_for_copies(self) -> float:
         """Host memory for copies: the rest of the budget, or most of the free memory."""

@@ -36,7 +36,7 @@ class DeviceResidency(Residency):
         self._in_batch = self._evaluates = False
         # Blocks of which the host has weights and state until MIRROR ends.
         self._lent: dict[int, tuple[list[Part], list[Part]]] = {}
-        self._cache_bytes = context.device_cache_bytes
+        self._cache_bytes = context.placement.device_cache_bytes
 
     @property
     def copies(self) -> DeviceWeights:
@@ -202,7 +202,7 @@ class DeviceResidency(Residency):
     def install(self, context: RunContext) -> None:
         """Continues with another plan."""
         super().install(context)
-        self._cache_bytes = context.device_cache_bytes
+        self._cache_bytes = context.placement.device_cache_bytes
 
     def move_in(self) -> None:
         """Moves to the device the blocks that live there; see :class:`Residency`."""

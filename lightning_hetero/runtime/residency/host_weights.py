@@ -30,8 +30,8 @@ class HostWeights:
     def install(self, context: RunContext) -> None:
         """Continues with another plan."""
         self.model: ModelShape = context.model
-        self.capacity_bytes = context.cache_bytes
-        self._lowest_first = context.plan.priority
+        self.capacity_bytes = context.placement.cache_bytes
+        self._lowest_first = context.placement.plan.priority
 
     # ---- fetch and release -----------------------------------------------------------------------
 
