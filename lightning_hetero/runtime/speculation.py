@@ -25,10 +25,9 @@ verdict.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -44,8 +43,6 @@ from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.tier_store import TierStore
 
-_SLICE_S = 0.2  # how late it is noticed that an update will not run
-
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
@@ -53,24 +50,14 @@ class _Scaling:
     unscale: Callable[..., dict[torch.device, Tensor]]  # its function for all gradients
 
 
+@dataclass(eq=False, slots=True)
 class Trial:
-    """An update before the verdict.
+    """An update before the verdict."""
 
-    Attributes:
-        due: The update.
-        tickets: Its tickets, once it has run; none if the store could not take it back.
-    """
-
-    def __init__(self, due: DueUpdate, *, divided: bool) -> None:
-        self.due, self.divided = due, divided
-        self.tickets: list[Ticket] = []
-        self.end: OpEvent | None = None  # of its op, once it is submitted
-        self.ran = threading.Event()
-
-    def wait(self) -> None:
-        """Waits until the update has been handed to the engine, or never will be."""
-        while not self.ran.wait(_SLICE_S) and self.end is not None and not self.end.settled():
-            pass
+    due: DueUpdate
+    divided: bool  # its gradients have been divided by the scale of the loss
+    tickets: list[Ticket] = field(default_factory=list)  # once it has run; none if the store could not take it back
+    end: OpEvent | None = None  # of its op, once it is submitted
 
 
 class Speculation:
@@ -158,14 +145,11 @@ class Speculation:
 
     def run(self, trial: Trial, *, priority: int, after: Sequence[Ticket]) -> Sequence[Ticket]:
         """Runs the update if the store can take it back; otherwise it runs after the verdict."""
-        try:
-            with self._turn:
-                if self.may_be_tried(one.part for one in trial.due.parts):
-                    if self._scaling is not None and not trial.divided:
-                        self._divide_on_host(self._scaling, trial.due)
-                    trial.tickets.extend(trial.due(priority=priority, after=after, speculative=True))
-        finally:
-            trial.ran.set()
+        with self._turn:
+            if self.may_be_tried(one.part for one in trial.due.parts):
+                if self._scaling is not None and not trial.divided:
+                    self._divide_on_host(self._scaling, trial.due)
+                trial.tickets.extend(trial.due(priority=priority, after=after, speculative=True))
         return trial.tickets
 
     def _divide_on_host(self, scaling: _Scaling, due: DueUpdate) -> None:
@@ -247,8 +231,11 @@ class Speculation:
                     del self._tried[index]
 
     def _wait_handed(self) -> None:
+        """Waits until the engine has the updates that it will ever get."""
         for trial in self._tried.values():
-            trial.wait()
+            if trial.end is not None:
+                with suppress(Exception):  # the lanes raise it when they are drained
+                    trial.end.handed()
 
     @property
     def redoes(self) -> bool:
