@@ -22,48 +22,31 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One model on one machine, under any plan.
+    """One model on one machine, under any plan."""
 
-    Attributes:
-        blocks: The model's blocks, bound to memory.
-        store: The tiers.
-        lanes: They run ops.
-        side: Weights, gradients and updates on a device with memory of its own. ``None`` if the
-            device is the host.
-        updater: Runs updates.
-        recorder: Records spans; may be off.
-        heap: Gives free memory back when the process exceeds its budget.
-        mirror: Writes the files of a block at the end of a kept step, after native tickets.
-            ``None`` if steps are not kept.
-        poison: Fill memory that is free or not yet filled with NaN (tests).
-        turn: The thread that uses the store holds it. See [Note: One user of the store] in
-            ``runtime.handlers``.
-    """
-
-    blocks: list[Block]
+    blocks: list[Block]  # bound to memory
     store: TierStore
     lanes: Lanes
+    # Weights, gradients and updates on a device with memory of its own. ``None`` if the device is
+    # the host.
     side: DeviceSide | None
     updater: Updater
     recorder: Recorder
-    heap: Heap
+    heap: Heap  # gives free memory back when the process exceeds its budget
+    # Writes the files of a block at the end of a kept step, after native tickets. ``None`` if steps
+    # are not kept.
     mirror: Callable[[Block, Sequence[Ticket]], Sequence[Ticket]] | None = None
-    poison: bool = False
+    poison: bool = False  # fill memory that is free or not yet filled with NaN (tests)
+    # The thread that uses the store holds it. See [Note: One user of the store] in
+    # ``runtime.handlers``.
     turn: AbstractContextManager[bool | None] = field(default_factory=RLock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A run under one plan. Another plan makes another context of the same run.
-
-    Attributes:
-        run: The run.
-        placement: The plan, as it fits.
-        model: The blocks' sizes.
-        files: Files for activations that go to the disk; ``None`` if none do.
-    """
+    """A run under one plan. Another plan makes another context of the same run."""
 
     run: Run
-    placement: Placement
+    placement: Placement  # the plan, as it fits
     model: ModelShape
-    files: SwapFiles | None
+    files: SwapFiles | None  # for activations that go to the disk; ``None`` if none do

@@ -42,23 +42,15 @@ Run = Callable[[], Iterable[Ticket]]
 
 @dataclass(slots=True)
 class Batch:
-    """The batch under way.
+    """The batch under way."""
 
-    Attributes:
-        armed: The optimizer in whose ``step`` the batch ends, if it ends in one.
-        in_backward: Lightning's own backward runs. It leaves the gradients of the step.
-        probing: A device may be too small for the batch, so updates wait until the batch is over.
-        waits: Updates of this batch wait for the verdict, although its schedule runs them before.
-        serial: Compute waits for each op to end, to measure compute alone.
-        commits: ``optimizer.step()`` commits. If the training loop's state belongs to a step, the
-            end of the step commits instead.
-    """
-
-    armed: OptimizerBinding | None = None
-    in_backward: bool = False
-    probing: bool = False
-    waits: bool = False
-    serial: bool = False
+    armed: OptimizerBinding | None = None  # the optimizer in whose ``step`` the batch ends, if it ends in one
+    in_backward: bool = False  # Lightning's own backward runs. It leaves the gradients of the step
+    probing: bool = False  # a device may be too small for the batch, so updates wait until the batch is over
+    waits: bool = False  # updates of this batch wait for the verdict, although its schedule runs them before
+    serial: bool = False  # compute waits for each op to end, to measure compute alone
+    # ``optimizer.step()`` commits. If the training loop's state belongs to a step, the end of the
+    # step commits instead.
     commits: bool = True
 
 

@@ -24,17 +24,12 @@ _BATCH_SHARE = 8  # this part of the free memory is for activations until they a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """The user's choices; see ``HeteroOffloadStrategy``.
+    """The user's choices; see ``HeteroOffloadStrategy``."""
 
-    Attributes:
-        plans: Functions that make a plan. The first plan that fits the budget counts.
-        sharers: Processes that share the host's memory equally, if no budget is given.
-    """
-
-    plans: tuple[Callable[[ModelShape], Plan], ...]
+    plans: tuple[Callable[[ModelShape], Plan], ...]  # functions that make a plan. The first plan that fits the budget counts
     block_cls: BlockCls | None = None
     host_memory: int | None = None
-    sharers: int = 1
+    sharers: int = 1  # processes that share the host's memory equally, if no budget is given
     device_memory: int | None = None
     device: Device | None = None  # with memory of its own; None: the device is the host
     disk_path: Path | None = None
@@ -56,27 +51,16 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """How the training loop uses gradients, which decides when updates may run.
+    """How the training loop uses gradients, which decides when updates may run."""
 
-    Attributes:
-        deferred: Why updates wait until ``optimizer.step()``; empty: they run during backward.
-        accumulates: Gradients live through several batches.
-        keep_gradients: ``param.grad`` stays after the step.
-        waits: ``optimizer.step()`` waits for the updates.
-        clip_value: Clip by value at this, during backward.
-        norms: Gradients may be clipped by norm, so a device computes norms as gradients leave it.
-        speculates: Only clipping by norm or loss scaling defers updates, so they may speculate.
-        buckets: Memory in which ranks average gradients, beside the gradients.
-    """
-
-    deferred: str = ""
-    accumulates: bool = False
-    keep_gradients: bool = False
-    waits: bool = False
-    clip_value: float | None = None
-    norms: bool = False
-    speculates: bool = False
-    buckets: Constant = NOTHING
+    deferred: str = ""  # why updates wait until ``optimizer.step()``; empty: they run during backward
+    accumulates: bool = False  # gradients live through several batches
+    keep_gradients: bool = False  # ``param.grad`` stays after the step
+    waits: bool = False  # ``optimizer.step()`` waits for the updates
+    clip_value: float | None = None  # clip by value at this, during backward
+    norms: bool = False  # gradients may be clipped by norm, so a device computes norms as gradients leave it
+    speculates: bool = False  # only clipping by norm or loss scaling defers updates, so they may speculate
+    buckets: Constant = NOTHING  # memory in which ranks average gradients, beside the gradients
 
 
 def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool = False) -> int:

@@ -43,39 +43,22 @@ Owners = Mapping[int, OptimizerBinding]  # the optimizer of each parameter, by t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A plan that fits.
+    """A plan that fits."""
 
-    Attributes:
-        plan: The plan, one rule per block.
-        rules: How gradients are used under it, and when updates run.
-        by: The rule of each optimizer, in their order.
-        cache_bytes: Host memory for weights that live on disk.
-        device_cache_bytes: Device memory for weights that live below the device.
-        arena_bytes: Device memory that is reserved for weights and state; 0 for none.
-        staging_bytes: Host memory for state that streams; 0 if nothing is on disk.
-        activation_bytes: Activations in the budget; 0 if they are not known.
-        geometries: The parts that the engine sees: native updates, and weights on disk.
-        may_defer: The host has room for all gradients at once.
-        swaps_to_disk: Activations go to files.
-        swapped_bytes: Bytes of these files, as far as they are known.
-        num_blobs: Parts with state that the engine does not know, in files.
-        later_bytes: Bytes of their files, from the first step on.
-    """
-
-    plan: Plan
-    rules: StepRules
-    by: tuple[Rule, ...]
-    cache_bytes: int
-    device_cache_bytes: int
-    arena_bytes: int
-    staging_bytes: int
-    activation_bytes: int
-    geometries: Mapping[Part, PartGeometry]
-    may_defer: bool
-    swaps_to_disk: bool
-    swapped_bytes: int
-    later_bytes: int
-    num_blobs: int
+    plan: Plan  # one rule per block
+    rules: StepRules  # how gradients are used under it, and when updates run
+    by: tuple[Rule, ...]  # the rule of each optimizer, in their order
+    cache_bytes: int  # host memory for weights that live on disk
+    device_cache_bytes: int  # device memory for weights that live below the device
+    arena_bytes: int  # device memory that is reserved for weights and state; 0 for none
+    staging_bytes: int  # host memory for state that streams; 0 if nothing is on disk
+    activation_bytes: int  # activations in the budget; 0 if they are not known
+    geometries: Mapping[Part, PartGeometry]  # the parts that the engine sees: native updates, and weights on disk
+    may_defer: bool  # the host has room for all gradients at once
+    swaps_to_disk: bool  # activations go to files
+    swapped_bytes: int  # bytes of these files, as far as they are known
+    num_blobs: int  # parts with state that the engine does not know, in files
+    later_bytes: int  # bytes of their files, from the first step on
 
     @property
     def uses_disk(self) -> bool:

@@ -36,32 +36,20 @@ class DeviceCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """The place of a tensor in the files of a native part, once all writes are committed.
+    """The place of a tensor in the files of a native part, once all writes are committed."""
 
-    Attributes:
-        number: Number of the files.
-        array: -1 the weights, 0.. a state array.
-        first: First element in the part's flat order.
-    """
-
-    number: int
-    array: int
-    first: int
+    number: int  # of the files
+    array: int  # -1 the weights, 0.. a state array
+    first: int  # first element in the part's flat order
 
 
 @dataclass(frozen=True, slots=True)
 class _PartSource:
-    """A tensor of one parameter of a part, in the tiers.
-
-    Attributes:
-        store: The tiers.
-        part: The part that holds the parameter.
-        index: The parameter's position in the part.
-    """
+    """A tensor of one parameter of a part, in the tiers."""
 
     store: TierStore
     part: Part
-    index: int
+    index: int  # the parameter's position in the part
 
     @property
     def shape(self) -> torch.Size:
@@ -83,16 +71,11 @@ class WeightSource(_PartSource):
     to the same place. A device with memory of its own holds copies. A copy is newer only if an
     update on the device or user code has changed it there and it has not been brought back. Writes
     go to the host and tell the device.
-
-    Attributes:
-        settle: Waits until no update of the part is under way.
-        device: The copies on the device; ``None`` if the device is the host.
-        changes: Called with the block before its weights are written.
     """
 
-    settle: Callable[[Part], None]
-    device: DeviceCopies | None = None
-    changes: Callable[[Block], None] | None = None
+    settle: Callable[[Part], None]  # waits until no update of the part is under way
+    device: DeviceCopies | None = None  # ``None`` if the device is the host
+    changes: Callable[[Block], None] | None = None  # called with the block before its weights are written
 
     @property
     def name(self) -> str:

@@ -23,40 +23,24 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 @dataclass(frozen=True, slots=True)
 class DuePart:
-    """The update of one part, as it was issued.
-
-    Attributes:
-        part: The part.
-        indices: Positions of the updated parameters.
-        numbers: Their hyper-parameters, for a native update.
-        claim: Their gradients that have left a device; ``None`` if the device is the host.
-    """
+    """The update of one part, as it was issued."""
 
     part: Part
-    indices: list[int]
-    numbers: list[Hyper]
-    claim: Claim | None
+    indices: list[int]  # positions of the updated parameters
+    numbers: list[Hyper]  # their hyper-parameters, for a native update
+    claim: Claim | None  # their gradients that have left a device; ``None`` if the device is the host
 
 
 @dataclass(frozen=True, slots=True)
 class DueUpdate:
-    """The update of one block, as it was issued. A call runs it.
-
-    Attributes:
-        updater: Runs it.
-        block: The block.
-        binding: The optimizer.
-        parts: The updates of its parts.
-        scale: Gradients are multiplied by it first.
-        clip: Gradients are clipped here, if the rules ask for clipping by value.
-    """
+    """The update of one block, as it was issued. A call runs it."""
 
     updater: Updater
     block: Block
     binding: OptimizerBinding
-    parts: list[DuePart]
-    scale: float
-    clip: bool
+    parts: list[DuePart]  # the updates of its parts
+    scale: float  # gradients are multiplied by it first
+    clip: bool  # gradients are clipped here, if the rules ask for clipping by value
 
     def __call__(self, *, priority: int = 0, after: Sequence[Ticket] = (), speculative: bool = False) -> list[Ticket]:
         """Runs the update; ``speculative``: it may be taken back."""

@@ -75,15 +75,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What planning needs to know of a batch.
+    """What planning needs to know of a batch."""
 
-    Attributes:
-        tokens: Tokens, or samples if there are no tokens.
-        micro_batches: Batches per optimizer step.
-    """
-
-    tokens: int
-    micro_batches: int
+    tokens: int  # samples if there are no tokens
+    micro_batches: int  # per optimizer step
 
 
 class Hardware(Protocol):

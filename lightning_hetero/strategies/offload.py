@@ -48,23 +48,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The options of a strategy, checked.
-
-    Attributes:
-        options: Options of the session.
-        autoplan: Makes the plan during training; ``None`` if the user gave a plan.
-        device: An emulated device.
-        weights: Files with the model's initial weights.
-        verify: The number of steps that are computed twice.
-        link_checkpoints: Checkpoints are links to the store.
-    """
+    """The options of a strategy, checked."""
 
     options: SessionOptions
-    autoplan: Autoplan | None = None
-    device: EmulatedDevice | None = None
-    weights: Weights | None = None
-    verify: int = 0
-    link_checkpoints: bool = False
+    autoplan: Autoplan | None = None  # makes the plan during training; ``None`` if the user gave a plan
+    device: EmulatedDevice | None = None  # an emulated device
+    weights: Weights | None = None  # files with the model's initial weights
+    verify: int = 0  # the number of steps that are computed twice
+    link_checkpoints: bool = False  # checkpoints are links to the store
 
 
 class OffloadRun:

@@ -30,19 +30,12 @@ _MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, in either direction; steps of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """How the training loop runs a plan.
+    """How the training loop runs a plan."""
 
-    Attributes:
-        deferred: Updates wait for all gradients.
-        speculates: Revocable updates are tried before all gradients are known.
-        accumulates: Gradients stay in memory for several batches.
-        micro_batches: Batches per optimizer step.
-    """
-
-    deferred: bool = False
-    speculates: bool = False
-    accumulates: bool = False
-    micro_batches: int = 1
+    deferred: bool = False  # updates wait for all gradients
+    speculates: bool = False  # revocable updates are tried before all gradients are known
+    accumulates: bool = False  # gradients stay in memory for several batches
+    micro_batches: int = 1  # per optimizer step
 
     @property
     def updates(self) -> Updates:

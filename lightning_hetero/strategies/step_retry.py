@@ -59,40 +59,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Batch:
-    """One call of ``training_step``.
-
-    Attributes:
-        run: Runs it.
-        content: Its arguments.
-        generators: Random generators before it.
-        optimizer: Argument of its backward, besides the loss, ``args`` and ``kwargs``.
-        logged: Calls of ``log`` that have taken effect, over all attempts.
-    """
+    """One call of ``training_step``."""
 
     run: Callable[[], STEP_OUTPUT]
-    content: object
-    generators: Generators
-    optimizer: Optimizer | None = None
+    content: object  # its arguments
+    generators: Generators  # random generators before it
+    optimizer: Optimizer | None = None  # argument of its backward, besides the loss, ``args`` and ``kwargs``
     args: tuple[object, ...] = ()
     kwargs: dict[str, object] = field(default_factory=dict)
-    logged: int = 0
+    logged: int = 0  # calls of ``log`` that have taken effect, over all attempts
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What decides whether a batch fits.
+    """What decides whether a batch fits."""
 
-    Attributes:
-        plan: The plan in force.
-        elements: Of all tensors of the batch.
-        side: The longest side of any of them.
-        spare_bytes: Bytes that torch could get as the batch began; 0 if unknown.
-    """
-
-    plan: Plan
-    elements: int
-    side: int
-    spare_bytes: int
+    plan: Plan  # the plan in force
+    elements: int  # of all tensors of the batch
+    side: int  # the longest side of any of them
+    spare_bytes: int  # bytes that torch could get as the batch began; 0 if unknown
 
     def has_less_than(self, fitted: _Demand) -> bool:
         """Whether there is less memory than for the other."""

@@ -224,15 +224,10 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CastRef:
-    """Stands for a cast among autograd's saved tensors.
-
-    Attributes:
-        cast: The cast.
-        layout: How the saved tensor lies in its storage.
-    """
+    """Stands for a cast among autograd's saved tensors."""
 
     cast: Cast
-    layout: Layout
+    layout: Layout  # how the saved tensor lies in its storage
 
     def view(self) -> Tensor:
         """The saved tensor; raises as :meth:`Cast.content`."""

@@ -51,30 +51,19 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 @dataclass(slots=True)
 class Made:
-    """A storage that an operator has made.
+    """A storage that an operator has made."""
 
-    Attributes:
-        storage: The storage, to tell it from a later one at the same address.
-        operator: The operator's name.
-        saved: The first saved tensor in it whose bytes backward has without recomputation.
-    """
-
-    storage: weakref.ref[torch.UntypedStorage]
+    storage: weakref.ref[torch.UntypedStorage]  # to tell it from a later one at the same address
     operator: str
-    saved: weakref.ref[SavedTensor] | None = None
+    saved: weakref.ref[SavedTensor] | None = None  # the first one in it whose bytes backward has without recomputation
 
 
 @dataclass(slots=True)
 class Ran:
-    """One operator of a forward that may be spared.
+    """One operator of a forward that may be spared."""
 
-    Attributes:
-        result: Its result, with :class:`Output` in place of tensors.
-        random: The state of the generators after it, if it may have used them.
-    """
-
-    result: object
-    random: RandomState | None
+    result: object  # with :class:`Output` in place of tensors
+    random: RandomState | None  # the generators after it, if it may have used them
 
 
 @dataclass(frozen=True, slots=True)

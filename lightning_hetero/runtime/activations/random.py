@@ -12,17 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The generators of the CPU and of the device.
+    """The generators of the CPU and of the device."""
 
-    Attributes:
-        device: The device; the CPU has only its own generator.
-        cpu: State of the CPU's generator.
-        own: State of the device's; ``None`` for the CPU.
-    """
-
-    device: torch.device
-    cpu: Tensor
-    own: Tensor | None
+    device: torch.device  # the device; the CPU has only its own generator
+    cpu: Tensor  # state of the CPU's generator
+    own: Tensor | None  # state of the device's; ``None`` for the CPU
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:

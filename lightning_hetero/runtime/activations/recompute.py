@@ -218,25 +218,15 @@ class Buffers:
 
 @dataclass(slots=True)
 class _Found:
-    """A buffer as a forward has found it.
-
-    Attributes:
-        owner: The module that has it.
-        key: Its name there.
-        name: Its name in the block.
-        buffer: The buffer; ``None`` if the module has none yet.
-        content: A copy of its content.
-        version: Its version counter.
-        is_written: It is changed in place.
-    """
+    """A buffer as a forward has found it."""
 
     owner: nn.Module
-    key: str
+    key: str  # its name there
     name: str
-    buffer: Tensor | None
+    buffer: Tensor | None  # ``None`` if the module has none yet
     content: Tensor | None = None
     version: int = field(init=False)
-    is_written: bool = False
+    is_written: bool = False  # it is changed in place
 
     def __post_init__(self) -> None:
         self.version = 0 if self.buffer is None else self.buffer._version

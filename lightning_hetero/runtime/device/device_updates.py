@@ -46,17 +46,11 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(slots=True)
 class _State:
-    """A part's state on the device.
+    """A part's state on the device."""
 
-    Attributes:
-        memory: One run of bytes.
-        arrays: The fp32 arrays in it, flat, with the part's layout.
-        kept: It stays there.
-    """
-
-    memory: Tensor
-    arrays: list[Tensor]
-    kept: bool
+    memory: Tensor  # one run of bytes
+    arrays: list[Tensor]  # the fp32 arrays in it, flat, with the part's layout
+    kept: bool  # it stays there
 
 
 class DeviceUpdates:

@@ -20,42 +20,26 @@ from lightning_hetero.store.live.blocks import Block, Part
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """One part's gradients of one dtype.
-
-    Attributes:
-        memory: Their memory.
-        holds: Their number.
-        readers: Updates that may still read them.
-    """
+    """One part's gradients of one dtype."""
 
     memory: Tensor
-    holds: int = 0
-    readers: list[Ticket] = field(default_factory=list)
+    holds: int = 0  # their number
+    readers: list[Ticket] = field(default_factory=list)  # updates that may still read them
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """One parameter's gradient.
-
-    Attributes:
-        part: The part that holds the parameter.
-        index: The parameter's position in it.
-        dtype: The gradient's dtype.
-        norm: Its order and its norm, computed on the device; ``None`` once the gradient changes.
-        buffer: Its memory; ``None`` until the gradient arrives.
-        exposed: ``param.grad`` has shown it since the last backward.
-        claimed: An update that keeps it has been issued, but does not have it yet.
-        dropped: It was dropped meanwhile, so that its memory belongs to that update.
-    """
+    """One parameter's gradient."""
 
     part: Part
-    index: int
+    index: int  # the parameter's position in it
     dtype: torch.dtype
+    # Its order and its norm, computed on the device; ``None`` once the gradient changes.
     norm: tuple[float, Tensor] | None = None
-    buffer: Buffer | None = None
-    exposed: bool = False
-    claimed: bool = False
-    dropped: bool = False
+    buffer: Buffer | None = None  # ``None`` until the gradient arrives
+    exposed: bool = False  # ``param.grad`` has shown it since the last backward
+    claimed: bool = False  # an update that keeps it has been issued, but does not have it yet
+    dropped: bool = False  # it was dropped meanwhile, so that its memory belongs to that update
 
     @property
     def param(self) -> nn.Parameter:

@@ -62,31 +62,18 @@ class BoundWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightRef:
-    """A view of a parameter that autograd saved, without its memory.
+    """A view of a parameter that autograd saved, without its memory."""
 
-    Attributes:
-        memory: As for :class:`BoundWeights`.
-        part: The part that holds the parameter.
-        index: The parameter's position in it.
-        dtype: The view's dtype.
-        offset: The view's first element, in elements of ``dtype`` from the start of the parameter.
-        size: The view's shape.
-        stride: Its strides in elements.
-        conjugate: It is conjugated lazily.
-        negative: It is negated lazily.
-        version: The parameter's version counter when it was saved.
-    """
-
-    memory: Callable[[Part, int], Tensor]
+    memory: Callable[[Part, int], Tensor]  # as for :class:`BoundWeights`
     part: Part
-    index: int
+    index: int  # the parameter's position in it
     dtype: torch.dtype
-    offset: int
+    offset: int  # the view's first element, in elements of ``dtype`` from the start of the parameter
     size: torch.Size
-    stride: tuple[int, ...]
-    conjugate: bool
-    negative: bool
-    version: int
+    stride: tuple[int, ...]  # in elements
+    conjugate: bool  # lazily
+    negative: bool  # lazily
+    version: int  # the parameter's version counter when it was saved
 
     @property
     def param(self) -> nn.Parameter:

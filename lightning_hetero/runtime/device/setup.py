@@ -16,17 +16,11 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 @dataclass(frozen=True, slots=True)
 class DeviceSide:
-    """What the runtime keeps for one model on a device with memory of its own.
-
-    Attributes:
-        weights: Weights there.
-        gradients: Gradients that have left it.
-        updates: Updates and state there.
-    """
+    """What the runtime keeps for one model on a device with memory of its own."""
 
     weights: DeviceWeights
-    gradients: HostGradients
-    updates: DeviceUpdates
+    gradients: HostGradients  # that have left it
+    updates: DeviceUpdates  # with the state there
 
 
 def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:

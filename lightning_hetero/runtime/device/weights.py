@@ -32,27 +32,16 @@ from lightning_hetero.store.raw_memory import tensor_at
 
 @dataclass(slots=True)
 class _Copy:
-    """A part's weights on the device.
+    """A part's weights on the device."""
 
-    Attributes:
-        memory: The run, as bytes.
-        views: The parameters as they lie there.
-        kept: It stays there.
-        versions: The parameters' version counters when host and device agreed last.
-        newer: An update on the device has changed it, or there is no other copy.
-        outdated: The host has newer weights.
-        written: They were written through a handle, outside any schedule.
-        bound: The parameters are views of it.
-    """
-
-    memory: Tensor
-    views: list[Tensor]
-    kept: bool
-    versions: int
-    newer: bool = False
-    outdated: bool = False
-    written: bool = False
-    bound: bool = False
+    memory: Tensor  # the run, as bytes
+    views: list[Tensor]  # the parameters as they lie there
+    kept: bool  # it stays there
+    versions: int  # the parameters' version counters when host and device agreed last
+    newer: bool = False  # an update on the device has changed it, or there is no other copy
+    outdated: bool = False  # the host has newer weights
+    written: bool = False  # they were written through a handle, outside any schedule
+    bound: bool = False  # the parameters are views of it
 
 
 class DeviceWeights:

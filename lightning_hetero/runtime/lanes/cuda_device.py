@@ -27,17 +27,11 @@ _GAPS = "inactive_split_bytes"  # in torch's statistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """A device with streams; see [Note: Memory of a GPU].
-
-    Attributes:
-        device: Which one.
-        usable_bytes: Memory that this process may take from now on.
-        cuda: ``torch.cuda``, or its replacement in tests.
-    """
+    """A device with streams; see [Note: Memory of a GPU]."""
 
     device: torch.device
-    usable_bytes: int
-    cuda: Any = torch.cuda
+    usable_bytes: int  # memory that this process may take from now on
+    cuda: Any = torch.cuda  # ``torch.cuda``, or its replacement in tests
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
